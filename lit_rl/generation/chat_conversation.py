@@ -136,7 +136,9 @@ def _message(given: Any) -> Message:
     message: Message = {"role": "system" if given["role"] == "developer" else given["role"]}
     message["content"] = _text(given.get("content"))
     if calls := _listed("tool_calls", given.get("tool_calls")):
-        message["tool_calls"] = [_checked_call(each) for each in calls]
+        for call in calls:
+            _function_of(call, "call of a function: that has function.name")
+        message["tool_calls"] = calls
     if given["role"] == "tool":
         message["tool_call_id"] = str(given.get("tool_call_id") or "")
     return message
@@ -148,11 +150,12 @@ def _listed(name: str, given: Any) -> list[Any]:
     return given or []
 
 
-def _checked_call(given: Any) -> Any:
+def _function_of(given: Any, what: str) -> dict[str, Any]:
+    """Return the function of a call or a tool; refuse one without a name."""
     function = given.get("function") if isinstance(given, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ChatRequestRefused(f"{excerpt(repr(given))} is no call of a function: that has function.name")
-    return given
+        raise ChatRequestRefused(f"{excerpt(repr(given))} is no {what}")
+    return function
 
 
 def _text(content: Any) -> str:
@@ -164,115 +167,13 @@ def _text(content: Any) -> str:
 
 
 def _tool(given: Any) -> dict[str, Any]:
-    function = given.get("function") if isinstance(given, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ChatRequestRefused(f"{excerpt(repr(given))} is no function that can be called")
+    function = _function_of(given, "function that can be called")
     described = {"name": function["name"], "description": function.get("description") or ""}
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     return {"type": "function", "function": {**described, "parameters": parameters}}
 
 
-_ID = re.compile(r"[A-Za-z0-9]{9}")
-"""An id as Mistral's templates demand it."""
-
-THOUGHTS = ("reasoning_content", "reasoning")
-"""The keys of a message's thoughts: of DeepSeek, SGLang and older vLLM, and of vLLM today."""
-
-
-@dataclass
-class ChatReading:
-    """The conversion between conversations of one rollout and tokens, in both directions.
-
-    Args:
-        tokenizer: The policy's.
-        encode: A first prompt's tokens, by its messages and the arguments of the chat template.
-        template_kwargs: Arguments of the chat template.
-        eos_ids: Every token that ends a turn.
-        parser: Name of the parser of tool calls, see `parser_for`.
-        call_pattern: Pattern for `parser=regex`.
-    """
-
-    tokenizer: Any
-    encode: Callable[..., list[int]]
-    template_kwargs: Mapping[str, Any]
-    eos_ids: frozenset[int]
-    parser: str = "auto"
-    call_pattern: str | None = None
-    _frames: dict[tuple[str, AnswerRole, bool], ChatFrames] = field(default_factory=dict)
-    _parsers: dict[str, Parser] = field(default_factory=dict)
-
-    def prompt(self, request: ChatRequest) -> list[int]:
-        """Return the tokens of a first request.
-
-        Raises:
-            RequestRefused: the arguments of a call in it are no JSON object, or an answer of a tool is to no call.
-            ConfigError: the chat template does not show the tools to the policy, or the format of calls is unknown.
-        """
-        settings, messages = dict(self.template_kwargs), request.messages
-        if request.tools:
-            settings["tools"] = request.tools
-            if not isinstance(self._parser(request), RegexParser):  # of a call that no template knows, prompts tell
-                check_tools_are_rendered(self.tokenizer, request.tools, settings)
-        if any("tool_calls" in message for message in messages):
-            messages = self._framed("tool", request, calls_are_text=False).with_calls([*_examples(messages)])
-        return self.encode(messages, chat_template_kwargs=settings)
-
-    def answers(self, messages: Sequence[Message], request: ChatRequest, *, closed: bool) -> list[int]:
-        """Return the tokens between a turn and the next, for the messages that answer it."""
-        kind: AnswerRole = "tool" if messages[0]["role"] == "tool" else "user"
-        return self._framed(kind, request, calls_are_text=self.parser == "regex").encode(messages, closed=closed)
-
-    def turn(self, ids: Sequence[int], request: ChatRequest, number: int) -> Message:
-        """Return a turn of the policy as a message for the agent; calls without an id get one by their number."""
-        message = self.plain_turn(ids)
-        parsed = self._parser(request).parse(self._written(ids)) if request.tools else None
-        if parsed is None or not parsed.calls:
-            return message
-        message["content"] = parsed.content + "".join(call.text for call in parsed.calls if isinstance(call, BadCall))
-        calls = [call for call in parsed.calls if isinstance(call, ToolCall)]
-        told = [_call(call, number + place) for place, call in enumerate(calls)]
-        return message | {"tool_calls": told} if told else message
-
-    def plain_turn(self, ids: Sequence[int]) -> Message:
-        """Return a turn in which no tool can be called, as a message for the agent."""
-        message: Message = {"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}
-        if self._on_channels:
-            message["content"], thought = split_thoughts(self._written(ids))
-            message |= dict.fromkeys(THOUGHTS, thought) if thought else {}
-        return message
-
-    def _written(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(ids[:-1] if self.closed(ids) else ids))
-
-    def closed(self, ids: Sequence[int]) -> bool:
-        """Tell whether a turn ended with a token that ends turns."""
-        return bool(ids) and ids[-1] in self.eos_ids
-
-    @cached_property
-    def _on_channels(self) -> bool:
-        return speaks_on_channels(self.tokenizer)
-
-    def _parser(self, request: ChatRequest) -> Parser:
-        key = json.dumps(request.tools, sort_keys=True)
-        if key not in self._parsers:
-            rendered_with = {**self.template_kwargs, "tools": request.tools}
-            self._parsers[key] = parser_for(
-                self.parser, self.tokenizer, request.tools, self.call_pattern, rendered_with
-            )
-        return self._parsers[key]
-
-    def _framed(self, kind: AnswerRole, request: ChatRequest, *, calls_are_text: bool) -> ChatFrames:
-        key = json.dumps(request.tools, sort_keys=True), kind, calls_are_text
-        if key not in self._frames:
-            self._frames[key] = ChatFrames(
-                self.tokenizer,
-                eos_ids=sorted(self.eos_ids),
-                kinds=(kind,),
-                tools=request.tools,
-                calls_are_text=calls_are_text,
-                chat_template_kwargs=self.template_kwargs,
-            )
-        return self._frames[key]
+# ------------------------------------------------------------------ a completion as a conversation
 
 
 @dataclass
@@ -391,6 +292,109 @@ class ChatConversation:
             )
         names = {call["id"]: call["function"]["name"] for call in self._said[-1].get("tool_calls") or ()}
         return [_answer(message, names) for message in new]
+
+
+_ID = re.compile(r"[A-Za-z0-9]{9}")
+"""An id as Mistral's templates demand it."""
+
+THOUGHTS = ("reasoning_content", "reasoning")
+"""The keys of a message's thoughts: of DeepSeek, SGLang and older vLLM, and of vLLM today."""
+
+
+@dataclass
+class ChatReading:
+    """The conversion between conversations of one rollout and tokens, in both directions.
+
+    Args:
+        tokenizer: The policy's.
+        encode: A first prompt's tokens, by its messages and the arguments of the chat template.
+        template_kwargs: Arguments of the chat template.
+        eos_ids: Every token that ends a turn.
+        parser: Name of the parser of tool calls, see `parser_for`.
+        call_pattern: Pattern for `parser=regex`.
+    """
+
+    tokenizer: Any
+    encode: Callable[..., list[int]]
+    template_kwargs: Mapping[str, Any]
+    eos_ids: frozenset[int]
+    parser: str = "auto"
+    call_pattern: str | None = None
+    _frames: dict[tuple[str, AnswerRole, bool], ChatFrames] = field(default_factory=dict)
+    _parsers: dict[str, Parser] = field(default_factory=dict)
+
+    def prompt(self, request: ChatRequest) -> list[int]:
+        """Return the tokens of a first request.
+
+        Raises:
+            RequestRefused: the arguments of a call in it are no JSON object, or an answer of a tool is to no call.
+            ConfigError: the chat template does not show the tools to the policy, or the format of calls is unknown.
+        """
+        settings, messages = dict(self.template_kwargs), request.messages
+        if request.tools:
+            settings["tools"] = request.tools
+            if not isinstance(self._parser(request), RegexParser):  # of a call that no template knows, prompts tell
+                check_tools_are_rendered(self.tokenizer, request.tools, settings)
+        if any("tool_calls" in message for message in messages):
+            messages = self._framed("tool", request, calls_are_text=False).with_calls([*_examples(messages)])
+        return self.encode(messages, chat_template_kwargs=settings)
+
+    def answers(self, messages: Sequence[Message], request: ChatRequest, *, closed: bool) -> list[int]:
+        """Return the tokens between a turn and the next, for the messages that answer it."""
+        kind: AnswerRole = "tool" if messages[0]["role"] == "tool" else "user"
+        return self._framed(kind, request, calls_are_text=self.parser == "regex").encode(messages, closed=closed)
+
+    def turn(self, ids: Sequence[int], request: ChatRequest, number: int) -> Message:
+        """Return a turn of the policy as a message for the agent; calls without an id get one by their number."""
+        message = self.plain_turn(ids)
+        parsed = self._parser(request).parse(self._written(ids)) if request.tools else None
+        if parsed is None or not parsed.calls:
+            return message
+        message["content"] = parsed.content + "".join(call.text for call in parsed.calls if isinstance(call, BadCall))
+        calls = [call for call in parsed.calls if isinstance(call, ToolCall)]
+        written = [_call(call, number + place) for place, call in enumerate(calls)]
+        return message | {"tool_calls": written} if written else message
+
+    def plain_turn(self, ids: Sequence[int]) -> Message:
+        """Return a turn in which no tool can be called, as a message for the agent."""
+        message: Message = {"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}
+        if self._on_channels:
+            message["content"], thought = split_thoughts(self._written(ids))
+            message |= dict.fromkeys(THOUGHTS, thought) if thought else {}
+        return message
+
+    def _written(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(ids[:-1] if self.closed(ids) else ids))
+
+    def closed(self, ids: Sequence[int]) -> bool:
+        """Tell whether a turn ended with a token that ends turns."""
+        return bool(ids) and ids[-1] in self.eos_ids
+
+    @cached_property
+    def _on_channels(self) -> bool:
+        return speaks_on_channels(self.tokenizer)
+
+    def _parser(self, request: ChatRequest) -> Parser:
+        key = json.dumps(request.tools, sort_keys=True)
+        if key not in self._parsers:
+            rendered_with = {**self.template_kwargs, "tools": request.tools}
+            self._parsers[key] = parser_for(
+                self.parser, self.tokenizer, request.tools, self.call_pattern, rendered_with
+            )
+        return self._parsers[key]
+
+    def _framed(self, kind: AnswerRole, request: ChatRequest, *, calls_are_text: bool) -> ChatFrames:
+        key = json.dumps(request.tools, sort_keys=True), kind, calls_are_text
+        if key not in self._frames:
+            self._frames[key] = ChatFrames(
+                self.tokenizer,
+                eos_ids=sorted(self.eos_ids),
+                kinds=(kind,),
+                tools=request.tools,
+                calls_are_text=calls_are_text,
+                chat_template_kwargs=self.template_kwargs,
+            )
+        return self._frames[key]
 
 
 def _names(request: ChatRequest) -> frozenset[str]:

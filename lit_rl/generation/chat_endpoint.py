@@ -18,7 +18,6 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from io import BufferedIOBase
 from typing import Any, Generic, TypeVar
 
 from lit_rl.core.errors import GenerationError, in_range
@@ -38,10 +37,6 @@ from lit_rl.generation.rollout_function import RolloutHandle
 
 _SPARE_THREADS = 32
 """Threads for other uses, such as the lookup of names."""
-
-_LARGEST_BODY = 2**25
-"""Bytes of a request: a conversation of some million tokens."""
-_PIECE = 2**16
 
 Result = TypeVar("Result")
 
@@ -127,7 +122,11 @@ class ChatEndpoint(Generic[Result]):
                 raise GenerationError(
                     f"The agent of completion {row} ended and never had a turn of the policy{why}"
                 ) from raised
-            self._write_alone(row, instead[row])
+            size = self._trainer.num_generations
+            group = self._conversations[row // size * size : (row // size + 1) * size]
+            ids = next((each.prompt_ids for each in group if each.turns), None) or self._trainer.encode(instead[row])
+            out = self._trainer.generate([ids], rows=[row])
+            conversation.write(ids, out["completion_ids"][0], out["logprobs"][0], ended=out["ended"][0])
         columns = {"completion_ids": "completion_ids", "prompt_ids": "prompt_ids", "logprobs": "logprobs"}
         columns |= {"env_mask": "written", "ended": "ended", "episode_messages": "messages"}
         rollout = {key: [getattr(each, name) for each in self._conversations] for key, name in columns.items()}
@@ -136,13 +135,6 @@ class ChatEndpoint(Generic[Result]):
             for conversation, result in zip(self._conversations, results)
         ]
         return Played(results, rollout)
-
-    def _write_alone(self, row: int, prompt: Prompt) -> None:
-        size = self._trainer.num_generations
-        group = self._conversations[row // size * size : (row // size + 1) * size]
-        ids = next((each.prompt_ids for each in group if each.turns), None) or self._trainer.encode(prompt)
-        out = self._trainer.generate([ids], rows=[row])
-        self._conversations[row].write(ids, out["completion_ids"][0], out["logprobs"][0], ended=out["ended"][0])
 
     async def _play(self, agent: Agent[Result], around: AbstractAsyncContextManager[Any]) -> list[Result | Exception]:
         self._loop, self._came = asyncio.get_running_loop(), asyncio.Event()
@@ -191,19 +183,14 @@ class ChatEndpoint(Generic[Result]):
         """Wait until all agents wait for the policy, or some of them have waited for long enough."""
         while self._live and len(self._waiting) < len(self._live):
             self._came.clear()
+            first = min((each.since for each in self._waiting.values()), default=None)
+            left = None if first is None else max(0.0, first + self._patience - time.monotonic())
             try:
-                await asyncio.wait_for(self._came.wait(), self._left())
+                await asyncio.wait_for(self._came.wait(), left)
             except TimeoutError:
                 return
             if self._broken is not None:
                 raise self._broken
-
-    def _left(self) -> float | None:
-        """Return the seconds until the first waiting agent has waited for long enough; None where none waits."""
-        if not self._waiting:
-            return None
-        first = min(each.since for each in self._waiting.values())
-        return max(0.0, first + self._patience - time.monotonic())
 
     def _answer(self) -> None:
         """Draw a turn for all agents that wait."""
@@ -234,7 +221,12 @@ class ChatEndpoint(Generic[Result]):
         if row not in self._live:
             future.cancel()
             return
-        if self._answer_repeat(row, request, future):
+        # A client repeats a request where the answer was lost or is late: it gets the answer of the first one.
+        if turn := self._conversations[row].answered(request):
+            future.set_result(turn)
+            return
+        if (waiting := self._waiting.get(row)) and waiting.request == request:
+            waiting.futures.append(future)
             return
         try:
             ids, room = self._conversations[row].ask(request)
@@ -246,17 +238,6 @@ class ChatEndpoint(Generic[Result]):
             future.set_exception(ChatRequestRefused(str(error), status=500))
             self._broken = error
         self._came.set()
-
-    def _answer_repeat(self, row: int, request: ChatRequest, future: Future[ChatTurn]) -> bool:
-        """Answer a request that a client repeats because the answer was lost or is late, as it was or will be answered.
-        Return False for a new one."""
-        if turn := self._conversations[row].answered(request):
-            future.set_result(turn)
-        elif (waiting := self._waiting.get(row)) and waiting.request == request:
-            waiting.futures.append(future)
-        else:
-            return False
-        return True
 
 
 def check_times(patience: float, agent_timeout: float | None) -> None:
@@ -277,6 +258,14 @@ class _Waiting:
     room: int
     futures: list[Future[ChatTurn]]
     since: float = field(default_factory=time.monotonic)
+
+
+# ------------------------------------------------------------------ HTTP
+
+_LARGEST_BODY = 2**25
+"""Bytes of a request: a conversation of some million tokens."""
+
+_PIECE = 2**16
 
 
 class _ChatServer:
@@ -305,34 +294,10 @@ class _ChatServer:
 class _HTTPServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 1024  # all agents of a rollout connect at once
-    block_on_close = False  # a client that keeps its connection open holds up nobody
+    block_on_close = False  # a connection that a client keeps open does not delay the end
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore a client that is gone."""
-
-
-def _length_of(said: str | None) -> int | None:
-    """Return the bytes of a body, by its header; None where that holds no number."""
-    return int(said) if said is not None and said.isascii() and said.isdigit() else None
-
-
-def _row_of(path: str, key: str, route: str) -> int:
-    """Return the number of the completion that a route belongs to.
-
-    Raises:
-        RequestRefused: there is no such route; also to those who do not know the key.
-    """
-    parts = path.split("?")[0].strip("/").split("/", 3)
-    if len(parts) == 4 and parts[0] == key and parts[1].isdigit() and parts[2:] == ["v1", route]:
-        return int(parts[1])
-    raise ChatRequestRefused(f"there is no route {route} here", status=404)
-
-
-def _discard_body(file: BufferedIOBase, size: int) -> None:
-    """Discard an unread body, up to the largest size: only then does its sender read the answer."""
-    left = min(size, _LARGEST_BODY)
-    while left > 0 and (piece := file.read(min(left, _PIECE))):
-        left -= len(piece)
 
 
 def _handler(key: str, take: Callable[[int, ChatRequest], ChatTurn]) -> type[BaseHTTPRequestHandler]:
@@ -349,7 +314,8 @@ def _handler(key: str, take: Callable[[int, ChatRequest], ChatTurn]) -> type[Bas
             self._send(200, "application/json", json.dumps(listed).encode())
 
         def do_POST(self) -> None:
-            unread = _length_of(self.headers.get("content-length"))
+            size = self.headers.get("content-length", "")
+            unread = int(size) if size.isascii() and size.isdigit() else None
             try:
                 row = _row_of(self.path, key, "chat/completions")  # first: any user of this machine may send a body
                 if unread is None or unread > _LARGEST_BODY:
@@ -361,7 +327,9 @@ def _handler(key: str, take: Callable[[int, ChatRequest], ChatTurn]) -> type[Bas
             except ChatRequestRefused as refused:
                 if unread != 0:
                     self.close_connection = True
-                    _discard_body(self.rfile, unread or 0)
+                    left = min(unread or 0, _LARGEST_BODY)  # a sender reads the answer after its body alone
+                    while left > 0 and (piece := self.rfile.read(min(left, _PIECE))):
+                        left -= len(piece)
                 self._send(refused.status, "application/json", refused.body)
                 return
             if request.stream:
@@ -382,3 +350,15 @@ def _handler(key: str, take: Callable[[int, ChatRequest], ChatTurn]) -> type[Bas
             """Log no requests."""
 
     return Handler
+
+
+def _row_of(path: str, key: str, route: str) -> int:
+    """Return the number of the completion that a route belongs to.
+
+    Raises:
+        RequestRefused: there is no such route; also to those who do not know the key.
+    """
+    parts = path.split("?")[0].strip("/").split("/", 3)
+    if len(parts) == 4 and parts[0] == key and parts[1].isdigit() and parts[2:] == ["v1", route]:
+        return int(parts[1])
+    raise ChatRequestRefused(f"there is no route {route} here", status=404)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lit_rl.core.episode import Episode
 from lit_rl.core.errors import ConfigError, GenerationError
 from lit_rl.core.rollout import Completions, Message, Prompt, PromptBatch, Prompts, Sampling
-from lit_rl.environments.environment_base import EpisodeRequest, EpisodeSource, Result, RunTogether
+from lit_rl.environments.environment_base import EpisodeRequest, EpisodeSource, RunTogether
 from lit_rl.generation.generator import ConversationsLost, EngineLost, Generator
 from lit_rl.generation.noise import prompt_key, row_keys
 from lit_rl.generation.ranks import in_background_thread, run_on_all_ranks
@@ -90,13 +90,18 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
     asked = vocabulary.prompts(batch.prompt_ids, keys, group_size)
     if batch.vision is not None:
         asked = replace(asked, vision=tuple(batch.vision(batch.rows)))
-        _check_sees(generator, interaction)
+        if not generator.sees:
+            raise ConfigError(
+                f"{type(generator).__name__} would not see the images of the prompts. Use generator=native, hf, vllm "
+                "or vllm_server."
+            )
+        if interaction is not None and not interaction.settings.converses:
+            raise ConfigError("A rollout function would not see the images of the prompts: leave env=rollout_func out.")
     block_eos = partial(with_blocked_eos, eos_ids=vocabulary.eos_ids, sampling=sampling)
     if interaction is None:
         return lambda: block_eos(generator.generate(replace(asked, on_finished=on_finished), sampling))
-    agree: RunTogether = (
-        _on_this_rank if generator.exact else run_on_all_ranks
-    )  # who is the policy itself is asked by each rank alone
+    # Each rank asks by itself where the policy itself generates.
+    agree: RunTogether = (lambda work: work()) if generator.exact else run_on_all_ranks
     of_rows = row_keys(keys, group_size).tolist()
     wanted = EpisodeRequest(generator.generate, agree, batch, asked, sampling, of_rows, generator.context)
     device = next((parameter.device for parameter in policy.parameters()), torch.device("cpu"))
@@ -117,20 +122,6 @@ def with_blocked_eos(completions: Completions, eos_ids: Sequence[int], sampling:
     return replace(completions, blocked_eos=held.repeat(len(completions), 1))
 
 
-def _check_sees(generator: Generator, interaction: EpisodeSource | None) -> None:
-    if not generator.sees:
-        raise ConfigError(
-            f"{type(generator).__name__} would not see the images of the prompts. Use generator=native, hf, vllm or "
-            "vllm_server."
-        )
-    if interaction is not None and not interaction.settings.converses:
-        raise ConfigError("A rollout function would not see the images of the prompts: leave env=rollout_func out.")
-
-
-def _on_this_rank(work: Callable[[], Result]) -> Result:
-    return work()
-
-
 def _retry_once_where_lost(draw: Callable[[], Completions], bring_back: Callable[[], None]) -> Completions:
     """Begin episodes again, once, where an engine was lost in the middle: it does not know the conversation so far.
 
@@ -149,6 +140,9 @@ def _retry_once_where_lost(draw: Callable[[], Completions], bring_back: Callable
         return draw()
     except ConversationsLost as lost:
         raise GenerationError(f"{lost} It was the second time in one rollout, and the run ends.") from lost
+
+
+# ------------------------------------------------------------------ texts of completions
 
 
 def response_ids(completions: Completions) -> list[list[int]]:
@@ -192,8 +186,13 @@ def answer_to(prompt: Prompt, text: str) -> str | list[Message]:
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
+# ------------------------------------------------------------------ the text of each token
+
 UNFINISHED = "\ufffd"
 """The text of bytes that are no whole character."""
+
+_MAX_UTF8_BYTES = 4
+"""Most bytes of a character in UTF-8, and so most tokens of one."""
 
 
 def pieces_of(rows: Sequence[Sequence[int]], tokenizer: Any) -> list[list[str]]:
@@ -234,10 +233,6 @@ def _row_pieces(row: list[int], alone: dict[int, str], tokenizer: Any) -> list[s
         else:
             start += 1
     return pieces
-
-
-_MAX_UTF8_BYTES = 4
-"""Most bytes of a character in UTF-8, and so most tokens of one."""
 
 
 def _end_of_character(row: list[int], start: int, tokenizer: Any) -> int:

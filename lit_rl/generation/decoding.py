@@ -162,9 +162,9 @@ class DecodingSteps:
         if batch.repeats > 1:
             self._cache.batch_repeat_interleave(batch.repeats)
         self._length = batch.prompt_mask.shape[1]
-        self._mask = self._with_room(batch.prompt_mask.repeat_interleave(batch.repeats, 0))
+        self._mask = self._with_new_columns(batch.prompt_mask.repeat_interleave(batch.repeats, 0))
 
-    def _with_room(self, mask: Tensor) -> Tensor:
+    def _with_new_columns(self, mask: Tensor) -> Tensor:
         # True for every token to come: what a finished row writes is attended by that row alone, and thrown away.
         return nn.functional.pad(mask, (0, self._max_new_tokens), value=True)
 
@@ -178,7 +178,7 @@ class DecodingSteps:
         self._hides = True
         whole = torch.cat([self._mask[:, : self._length], mask], 1)
         logits = self._logits(ids, positions, lasts, attention_mask=whole, **seen)
-        self._length, self._mask = whole.shape[1], self._with_room(whole)
+        self._length, self._mask = whole.shape[1], self._with_new_columns(whole)
         return logits
 
     def _shift(self, columns: Tensor) -> None:
@@ -188,7 +188,7 @@ class DecodingSteps:
             for layer in self._layers():
                 layer.keys, layer.values = at_columns(layer.keys, index), at_columns(layer.values, index)
             there = torch.arange(self._length, device=columns.device) >= columns[:, None]
-            self._mask = self._with_room(self._mask[:, : self._length].gather(1, index) & there)
+            self._mask = self._with_new_columns(self._mask[:, : self._length].gather(1, index) & there)
         self._drop_unused()
 
     def _layers(self) -> list[Any]:
@@ -207,13 +207,16 @@ class DecodingSteps:
         if unused:
             for layer in self._layers():
                 layer.keys, layer.values = layer.keys[:, :, unused:], layer.values[:, :, unused:]
-            self._length, self._mask = self._length - unused, self._with_room(self._mask[:, unused : self._length])
+            self._length, self._mask = (
+                self._length - unused,
+                self._with_new_columns(self._mask[:, unused : self._length]),
+            )
 
     def _join_cache(self, others: Self) -> None:
         self._hides = True
         length = max(self._length, others._length)
         masks = [part._mask[:, : part._length] for part in (self, others)]
-        self._mask = self._with_room(torch.cat([nn.functional.pad(m, (length - m.shape[1], 0)) for m in masks]))
+        self._mask = self._with_new_columns(torch.cat([nn.functional.pad(m, (length - m.shape[1], 0)) for m in masks]))
         for mine, theirs in zip(self._layers(), others._layers(), strict=True):
             mine.keys, mine.values = joined(mine.keys, theirs.keys), joined(mine.values, theirs.values)
             theirs.keys = theirs.values = None  # used up: not all of it is held twice until the last layer
@@ -242,6 +245,29 @@ def _behind(positions: Tensor) -> Tensor:
     """Return long ``(b, 1)``: the position of the next token, behind positions ``(b, s)`` or ``(3, b, s)``."""
     last = positions[:, -1:] if positions.ndim == 2 else positions[..., -1].amax(0)[:, None]
     return last + 1
+
+
+# ------------------------------------------------------------------ caches
+
+
+def empty_cache(policy: nn.Module) -> Any:
+    """Return a cache of the model's own layer kinds. Refuse one that cannot be repeated over a group."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
+
+    model = base_of(policy)
+
+    def refuse(why: str) -> ConfigError:
+        return ConfigError(f"generator=native cannot decode {type(model).__name__}: {why}. Use generator=hf with it.")
+
+    if cache_name(policy) is None:
+        raise refuse("its forward takes neither cache nor past_key_values, so it keeps no cache of keys and values")
+    if getattr(getattr(policy, "active_peft_config", None), "is_prompt_learning", False):
+        raise refuse("its PEFT adapter adds virtual tokens to every call")
+    cache = DynamicCache(config=model.config)
+    for layer in caching_layers(cache):
+        if not isinstance(layer, DynamicLayer) or isinstance(layer, LinearAttentionCacheLayerMixin):
+            raise refuse(f"its cache holds a {type(layer).__name__}, which cannot be repeated over a group")
+    return cache
 
 
 def keeps_all(policy: nn.Module, cache: Any) -> bool:
@@ -273,24 +299,7 @@ def joined(one: Tensor, other: Tensor) -> Tensor:
     return torch.cat([nn.functional.pad(part, (0, 0, length - part.shape[2], 0)) for part in (one, other)])
 
 
-def empty_cache(policy: nn.Module) -> Any:
-    """Return a cache of the model's own layer kinds. Refuse one that cannot be repeated over a group."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
-
-    model = base_of(policy)
-
-    def refuse(why: str) -> ConfigError:
-        return ConfigError(f"generator=native cannot decode {type(model).__name__}: {why}. Use generator=hf with it.")
-
-    if cache_name(policy) is None:
-        raise refuse("its forward takes neither cache nor past_key_values, so it keeps no cache of keys and values")
-    if getattr(getattr(policy, "active_peft_config", None), "is_prompt_learning", False):
-        raise refuse("its PEFT adapter adds virtual tokens to every call")
-    cache = DynamicCache(config=model.config)
-    for layer in caching_layers(cache):
-        if not isinstance(layer, DynamicLayer) or isinstance(layer, LinearAttentionCacheLayerMixin):
-            raise refuse(f"its cache holds a {type(layer).__name__}, which cannot be repeated over a group")
-    return cache
+# ------------------------------------------------------------------ two models as one
 
 
 class GeometricMixture(nn.Module):
@@ -326,7 +335,7 @@ class GeometricMixture(nn.Module):
 
     @property
     def model(self) -> nn.Module:
-        """The policy without its adapters. `models.policy.positions` reads the positions of image tokens from
+        """The policy without its adapters. `lit_rl.models` reads the positions of image tokens from
         `.model`."""
         return base_of(self.policy)
 
@@ -350,7 +359,15 @@ class GeometricMixture(nn.Module):
                 self._reference_cache = empty_cache(reference)
             theirs = _last_logits(reference, inputs, extra, self._reference_cache)
         if first:
-            _append_layers(cache, self._reference_cache)
+            # A model looks its mask up by the first layer of a kind.
+            if set(cache.is_sliding) != set(self._reference_cache.is_sliding):
+                raise ConfigError(
+                    "The policy and the reference have layers of different kinds (sliding and full attention), and "
+                    "their caches cannot be kept together. Take a reference of the policy's own architecture, such as "
+                    "reference=auto."
+                )
+            # The same objects: rows that are repeated or dropped in one are in both.
+            cache.layers.extend(self._reference_cache.layers)
         if own.shape != theirs.shape:
             raise ConfigError(
                 f"The policy's logits are over {own.shape[-1]} tokens and the reference's over {theirs.shape[-1]}: "
@@ -364,13 +381,3 @@ def _last_logits(model: nn.Module, inputs: dict[str, Any], extra: dict[str, Any]
     parameters = forward_parameters(model)
     named = {name: value for name, value in extra.items() if name in parameters}
     return model(**inputs, **named, **cache_input(model, cache)).logits[:, -1:].float()
-
-
-def _append_layers(cache: Any, other: Any) -> None:
-    """Append the other cache's layers, the same objects: rows that are repeated or dropped in one are in both."""
-    if set(cache.is_sliding) != set(other.is_sliding):  # a model looks its mask up by the first layer of a kind
-        raise ConfigError(
-            "The policy and the reference have layers of different kinds (sliding and full attention), and their "
-            "caches cannot be kept together. Take a reference of the policy's own architecture, such as reference=auto."
-        )
-    cache.layers.extend(other.layers)

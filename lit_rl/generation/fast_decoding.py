@@ -62,25 +62,6 @@ from lit_rl.models.kernels import computes_as_its_class
 from lit_rl.models.trial import EquivalenceTrial, Unfit
 from lit_rl.models.trunk import base_of
 
-_MODEL = {"model", "lm_head"}
-_DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}
-_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_QK_NORMS = {"q_norm", "k_norm"}
-_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-
-_STATIC_ROTATIONS = {"default", "linear", "llama3", "yarn"}
-"""Kinds of rotary embeddings whose angles depend on the position alone; others look at the longest text so far."""
-
-_OF_POSITIONS = {"position_ids", "cache_position", "get_seq_length", "arange"}
-"""Names in the code of an attention that reads positions itself. Llama's gets the angles only."""
-
-_LEAN_TRIAL = EquivalenceTrial("generator.lean_steps", "The model's own modules take its decode steps", most=1e-3)
-"""On deterministic kernels the logits of the two ways are equal."""
-
-_ROUNDINGS = 8
-"""Roundings of the largest number of a tensor, by which an operation may differ from its module."""
-
 Operation = Callable[[Tensor], Tensor]
 
 
@@ -159,6 +140,34 @@ class _Layer:
         return self._down(self._act(self._gate(x)) * self._up(x))
 
 
+class LeanSteps(GroupedSteps):
+    """Decode steps over a grouped cache by a `LeanModel`; the model itself reads prompts and chunks.
+
+    Args:
+        model: The operations of the steps.
+        policy: The model itself.
+        batch: The rows to begin with.
+        max_new_tokens: See `DecodingSteps`.
+    """
+
+    def __init__(self, model: LeanModel, policy: nn.Module, batch: DecodeBatch, max_new_tokens: int) -> None:
+        self._lean = model
+        super().__init__(policy, batch, max_new_tokens)
+
+    def _share_out(self, batch: DecodeBatch) -> None:
+        layers: list[Any] = self._cache.layers
+        for layer in layers:  # transformers holds them in float32 under autocast, and each product would narrow them
+            kind = _of_autocast(layer.keys) or layer.keys.dtype
+            layer.keys, layer.values = layer.keys.to(kind), layer.values.to(kind)
+        super()._share_out(batch)
+
+    def _step(self, ids: Tensor) -> Tensor:
+        return self._lean(ids[:, 0], self._next_position[:, 0], self._cache)
+
+
+# ------------------------------------------------------------------ operations of modules
+
+
 def _operation_of(module: nn.Module) -> Operation:
     """Return the operation of a known module, or the module itself."""
     if _is_norm(module):
@@ -234,32 +243,20 @@ def _adapter(narrow: Any, wide: Any, scaling: float) -> Callable[[Tensor, Tensor
     return add
 
 
-class LeanSteps(GroupedSteps):
-    """Decode steps over a grouped cache by a `LeanModel`; the model itself reads prompts and chunks.
+# ------------------------------------------------------------------ models that take lean steps
 
-    Args:
-        model: The operations of the steps.
-        policy: The model itself.
-        batch: The rows to begin with.
-        max_new_tokens: See `DecodingSteps`.
-    """
+_MODEL = {"model", "lm_head"}
+_DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}
+_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_QK_NORMS = {"q_norm", "k_norm"}
+_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
-    def __init__(self, model: LeanModel, policy: nn.Module, batch: DecodeBatch, max_new_tokens: int) -> None:
-        self._lean = model
-        super().__init__(policy, batch, max_new_tokens)
+_STATIC_ROTATIONS = {"default", "linear", "llama3", "yarn"}
+"""Kinds of rotary embeddings whose angles depend on the position alone; others look at the longest text so far."""
 
-    def _share_out(self, batch: DecodeBatch) -> None:
-        layers: list[Any] = self._cache.layers
-        for layer in layers:  # transformers holds them in float32 under autocast, and each product would narrow them
-            kind = _of_autocast(layer.keys) or layer.keys.dtype
-            layer.keys, layer.values = layer.keys.to(kind), layer.values.to(kind)
-        super()._share_out(batch)
-
-    def _step(self, ids: Tensor) -> Tensor:
-        return self._lean(ids[:, 0], self._next_position[:, 0], self._cache)
-
-
-# ---------------------------------------------------------------------------------------------------- which models
+_OF_POSITIONS = {"position_ids", "cache_position", "get_seq_length", "arange"}
+"""Names in the code of an attention that reads positions itself. Llama's gets the angles only."""
 
 
 def fits_lean_steps(policy: nn.Module) -> bool:
@@ -330,6 +327,20 @@ def _is_hooked(module: nn.Module) -> bool:
     return bool(hooks) or module._compiled_call_impl is not None or not computes_as_its_class(module)
 
 
+_LEAN_TRIAL = EquivalenceTrial("generator.lean_steps", "The model's own modules take its decode steps", most=1e-3)
+"""On deterministic kernels the logits of the two ways are equal."""
+
+_ROUNDINGS = 8
+"""Roundings of the largest number of a tensor, by which an operation may differ from its module."""
+
+
+def lean_steps_proven(policy: nn.Module) -> bool:
+    """Decode a few tokens of two prompts both ways, and compare. Call it in evaluation mode, without gradient."""
+    return _LEAN_TRIAL.passes(
+        policy, lambda: decode_both_ways(policy, partial(_LeanProvingSteps, _LeanProvingModel(policy, 16), policy))
+    )
+
+
 class _LeanProvingModel(LeanModel):
     """A lean model that compares each operation with its module, and continues with the module's result: so a correct
     whole gives the model's logits to the last bits, for any type of the weights."""
@@ -368,25 +379,12 @@ def _refuse_difference(what: str, ours: Tensor, theirs: Tensor, x: Tensor) -> No
         )
 
 
-def lean_steps_proven(policy: nn.Module) -> bool:
-    """Decode a few tokens of two prompts both ways, and compare. Call it in evaluation mode, without gradient."""
-    return _LEAN_TRIAL.passes(
-        policy, lambda: decode_both_ways(policy, partial(_LeanProvingSteps, _LeanProvingModel(policy, 16), policy))
-    )
-
+# ------------------------------------------------------------------ CUDA graphs of lean steps
 
 _WARMUP_STEPS = 4
-"""Steps that are launched one by one before one is captured: of rows and room that stay for so few a graph would cost
-more than it saves. An estimate: to capture a step takes the host about as long as to launch it, and to make a graph of
-it some milliseconds. The last of them runs on the stream of the capture, as PyTorch asks for."""
-
-_GRAPH_TRIAL = EquivalenceTrial(
-    "generator.cuda_graphs", "The host launches each operation of its decode steps", most=1e-3
-)
-"""The same kernels on the same shapes: the logits of the two ways are equal."""
-
-_PROOF_STEPS = 8
-"""Steps of a proof: one to make room, those that are launched before a capture, and three replays."""
+"""Steps that are launched one by one before one is captured: for rows and a buffer that stay for fewer, a graph would
+cost more than it saves. An estimate: to capture a step takes the host about as long as to launch it, and to make a
+graph of it some milliseconds. The last of them runs on the stream of the capture, as PyTorch asks for."""
 
 
 class GraphedSteps(LeanSteps):
@@ -395,17 +393,17 @@ class GraphedSteps(LeanSteps):
     whole = True
 
     @property
-    def room_left(self) -> int:
+    def capacity_left(self) -> int:
         """The own tokens of each row that fit before new memory is allocated."""
         layer: Any = self._cache.layers[0]
-        return layer.room_left
+        return layer.capacity_left
 
     @property
-    def moved(self) -> int:
+    def allocations(self) -> int:
         """The number of times that the rows' own tokens got new memory: whenever rows leave or join, and when it
         grows."""
         layer: Any = self._cache.layers[0]
-        return layer.moved
+        return layer.allocations
 
     @property
     def own_length(self) -> int:
@@ -419,7 +417,7 @@ class GraphedSteps(LeanSteps):
 
     def replayed(self) -> None:
         """Count a replayed step."""
-        self._cache.wrote()
+        self._cache.count_written()
 
 
 class StepGraphs:
@@ -452,13 +450,13 @@ class StepGraphs:
             steps: The `GraphedSteps` that it advances.
             tokens: The newest ones.
         """
-        if self._of is None or self._of[0] is not steps or self._of[1] != steps.moved:
-            self._of, self._plain, self._graph = (steps, steps.moved), 0, None
-        if self._graph is not None and steps.room_left:
+        if self._of is None or self._of[0] is not steps or self._of[1] != steps.allocations:
+            self._of, self._plain, self._graph = (steps, steps.allocations), 0, None
+        if self._graph is not None and steps.capacity_left:
             replayed()
             steps.replayed()
             return self._replay(tokens, steps.own_length)
-        if steps.room_left < _WARMUP_STEPS or self._plain < _WARMUP_STEPS - 1:
+        if steps.capacity_left < _WARMUP_STEPS or self._plain < _WARMUP_STEPS - 1:
             self._plain += 1
             return step(tokens)
         if self._plain == _WARMUP_STEPS - 1:
@@ -522,6 +520,15 @@ def _capture_stream(device: torch.device) -> Any:
     return torch.cuda.Stream(device)
 
 
+_GRAPH_TRIAL = EquivalenceTrial(
+    "generator.cuda_graphs", "The host launches each operation of its decode steps", most=1e-3
+)
+"""The same kernels on the same shapes: the logits of the two ways are equal."""
+
+_PROOF_STEPS = 8
+"""Steps of a proof: one to allocate the buffer, those that are launched before a capture, and three replays."""
+
+
 def step_graphs_proven(policy: nn.Module, *, lean: bool) -> bool:
     """Decode a few tokens of two prompts both ways, and compare. Call it in evaluation mode, without gradient.
 
@@ -536,10 +543,12 @@ def _decode_graphed_and_launched(policy: nn.Module, lean: bool) -> tuple[Tensor,
         raise Unfit("it takes no lean steps")
     if batch.keys.device.type != "cuda":
         raise Unfit(f"CUDA graphs are of CUDA devices, and it is on {batch.keys.device.type}")
-    room = _PROOF_STEPS + _WARMUP_STEPS
-    model = LeanModel(policy, batch.prompt_ids.shape[1] + room)
+    capacity = _PROOF_STEPS + _WARMUP_STEPS
+    model = LeanModel(policy, batch.prompt_ids.shape[1] + capacity)
     graphs = StepGraphs(batch.keys.device)
-    launched, replayed = (_decode_steps(GraphedSteps(model, policy, batch, room), batch, way) for way in (None, graphs))
+    launched, replayed = (
+        _decode_steps(GraphedSteps(model, policy, batch, capacity), batch, way) for way in (None, graphs)
+    )
     assert graphs.replays > 1, graphs.replays  # the first takes the very numbers of the capture
     return replayed, launched
 

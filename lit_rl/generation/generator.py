@@ -170,7 +170,7 @@ def as_generator(generator: Any) -> Generator:
     if isinstance(generator, str):
         raise ConfigError(
             f"generator={generator!r} is a text, and no generator: pass an object. Of lit_rl.generation: "
-            "native.NativeGenerator(), hf.HFGenerator(), continuous.HFContinuousGenerator(), "
+            "native.NativeGenerator(), hf.HFGenerator(), hf.HFContinuousGenerator(), "
             "vllm.in_process.VLLMGenerator(), vllm.server.VLLMServerGenerator(urls=[...]) (docs/generators.md)."
         )
     came = f"the class {generator.__name__}" if isinstance(generator, type) else type(generator).__name__
@@ -249,7 +249,7 @@ class InProcessGenerator(Generator):
         check_request(prompts, sampling, self._policy)
         device = next(self._policy.parameters()).device
         decoded = []
-        with rollout_mode(self._policy), self._told_of_memory(len(prompts) * prompts.group_size):
+        with rollout_mode(self._policy), self._memory_errors(len(prompts) * prompts.group_size):
             for rows, part in self._decode(self._policy, prompts, sampling, device):
                 if not part.logprobs.isfinite().all():
                     why = (
@@ -265,7 +265,8 @@ class InProcessGenerator(Generator):
         return assemble(prompts, decoded, version=self._version, device=device)
 
     @contextmanager
-    def _told_of_memory(self, rows: int) -> Iterator[None]:
+    def _memory_errors(self, rows: int) -> Iterator[None]:
+        """Raise a lack of memory with the number of rows that were decoded together."""
         try:
             yield
         except Exception as error:

@@ -51,7 +51,7 @@ from lit_rl.models.trunk import base_of
 IMPLEMENTATION = "lit_rl_grouped"
 """The name of this attention in a model's config while it decodes."""
 
-_ROOM = 32
+_FIRST_CAPACITY = 32
 """Tokens of a row that fit into the first buffer."""
 
 
@@ -82,7 +82,7 @@ class GroupedLayer(CacheLayerMixin):
         self._whole = whole
         self._length = 0
         self._views: tuple[Tensor, Tensor] | None = None
-        self.moved = 0
+        self.allocations = 0
         """The number of times that the rows' own tokens got new memory."""
         self.column: Tensor | None = None
         """Long ``(1,)``: the column of the next own token, while a step is captured; else the host knows it."""
@@ -96,7 +96,7 @@ class GroupedLayer(CacheLayerMixin):
         return self._views
 
     @property
-    def read(self) -> tuple[Tensor, Tensor]:
+    def operands(self) -> tuple[Tensor, Tensor]:
         """The operands of products: the rows' own tokens, or the whole buffer for them, zero where nothing is
         written."""
         if self.keys is None or not (self._whole or _builds_kernels(self.keys)):
@@ -106,13 +106,13 @@ class GroupedLayer(CacheLayerMixin):
         return self.keys, self.values
 
     @property
-    def room_left(self) -> int:
+    def capacity_left(self) -> int:
         """The own tokens of each row that fit before new memory is allocated."""
         return 0 if self.keys is None else self.keys.shape[2] - self._length
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        room = min(_ROOM, self._max_new_tokens)
-        self.keys, self.values = (self._with_room(states[:, :, :0], room) for states in (key_states, value_states))
+        capacity = min(_FIRST_CAPACITY, self._max_new_tokens)
+        self.keys, self.values = (self._in_buffer(states[:, :, :0], capacity) for states in (key_states, value_states))
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -122,20 +122,20 @@ class GroupedLayer(CacheLayerMixin):
         if self.column is not None:
             self.keys.index_copy_(2, self.column, key_states)
             self.values.index_copy_(2, self.column, value_states)
-            self.wrote(1)
+            self.count_written(1)
             return self.keys, self.values
         length = self._length + key_states.shape[2]
         if length > self.keys.shape[2]:
             # Beyond the most that a row may have only while there are holes, which are closed at once.
-            room = max(min(2 * self._length, self._max_new_tokens), length)
-            self.keys, self.values = (self._with_room(states, room) for states in (self.keys, self.values))
+            capacity = max(min(2 * self._length, self._max_new_tokens), length)
+            self.keys, self.values = (self._in_buffer(states, capacity) for states in (self.keys, self.values))
         self.keys[:, :, self._length : length] = key_states
         self.values[:, :, self._length : length] = value_states
-        self.wrote(key_states.shape[2])
+        self.count_written(key_states.shape[2])
         assert self.own is not None
         return self.own
 
-    def wrote(self, tokens: int) -> None:
+    def count_written(self, tokens: int) -> None:
         """Count tokens that every row has got."""
         self._length, self._views = self._length + tokens, None
 
@@ -156,13 +156,13 @@ class GroupedLayer(CacheLayerMixin):
         if self.own is not None:
             assert self.keys is not None
             keys, values = self.own
-            self._own(keys[rows, :, of_rows:], values[rows, :, of_rows:], room=self.keys.shape[2])
+            self._own(keys[rows, :, of_rows:], values[rows, :, of_rows:], capacity=self.keys.shape[2])
 
     def shift(self, index: Tensor, unused: int) -> None:
         """Read the rows' own tokens at other columns, long ``(b, t)``, and drop the first ``unused`` ones."""
         assert self.own is not None
         keys, values = (at_columns(states, index)[:, :, unused:] for states in self.own)
-        self._own(keys, values, room=max(min(2 * keys.shape[2], self._max_new_tokens), keys.shape[2]))
+        self._own(keys, values, capacity=max(min(2 * keys.shape[2], self._max_new_tokens), keys.shape[2]))
 
     def join(self, others: GroupedLayer, rows: tuple[int, int], prompts: Tensor) -> None:
         """Append the rows of another layer, and the given prompts of it; padded on the left.
@@ -173,7 +173,11 @@ class GroupedLayer(CacheLayerMixin):
         self.prompt_keys = joined(self.prompt_keys, others.prompt_keys[prompts])
         self.prompt_values = joined(self.prompt_values, others.prompt_values[prompts])
         keys, values = (joined(*both) for both in zip(*own))
-        self._own(keys, values, room=max(min(max(2 * keys.shape[2], _ROOM), self._max_new_tokens), keys.shape[2]))
+        self._own(
+            keys,
+            values,
+            capacity=max(min(max(2 * keys.shape[2], _FIRST_CAPACITY), self._max_new_tokens), keys.shape[2]),
+        )
         self.is_initialized = True
         others.keys = others.values = others._views = None  # used up: not all of it is held twice until the last layer
         del others.prompt_keys, others.prompt_values
@@ -183,18 +187,18 @@ class GroupedLayer(CacheLayerMixin):
         keys, values = (states[:1, :, :0].expand(rows, -1, -1, -1) for states in (self.prompt_keys, self.prompt_values))
         return keys, values
 
-    def _own(self, keys: Tensor, values: Tensor, room: int) -> None:
+    def _own(self, keys: Tensor, values: Tensor, capacity: int) -> None:
         self._length, self._views = keys.shape[2], None
-        self.keys, self.values = self._with_room(keys, room), self._with_room(values, room)
+        self.keys, self.values = self._in_buffer(keys, capacity), self._in_buffer(values, capacity)
 
-    def _with_room(self, states: Tensor, room: int) -> Tensor:
-        """Return `(b, k, t, d)` at the head of new memory for `room` tokens."""
+    def _in_buffer(self, states: Tensor, capacity: int) -> Tensor:
+        """Return `(b, k, t, d)` at the head of new memory for `capacity` tokens."""
         b, k, t, d = states.shape
-        wide = states.new_empty(b, k, room, d)
+        wide = states.new_empty(b, k, capacity, d)
         wide[:, :, :t] = states
         if self._whole or _builds_kernels(states):
             wide[:, :, t:] = 0  # it is read, and what is hidden must be finite
-        self.moved += 1
+        self.allocations += 1
         return wide
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -245,7 +249,7 @@ class GroupedCache(Cache):
         self._place: Tensor | None = None
         self._padding = ~prompt_mask[:, None, None] if padded else None
         # First column of the own tokens of each row, `(b,)`. None: all in the first one.
-        self._begin: Tensor | None = None
+        self._starts: Tensor | None = None
         self._before: Tensor | None = None
         self._hides = 0, 0
         self._column: Tensor | None = None
@@ -271,15 +275,15 @@ class GroupedCache(Cache):
             self._names = [self._names[i] for i in prompts.tolist()]
             if self._padding is not None:
                 self._padding = self._padding[prompts, :, :, unused[0] :]
-        if self._begin is not None:
-            self._begin_at(self._begin[indices] - unused[1])
-        self._seat(prompt_of)
+        if self._starts is not None:
+            self._set_own_starts(self._starts[indices] - unused[1])
+        self._assign_places(prompt_of)
 
     def join(self, others: GroupedCache) -> None:
         """Append the rows of another cache. A prompt that both have is held once."""
         rows, device = (len(self._prompt_of), len(others._prompt_of)), self._prompt_of.device
         length = max(self.own_length, others.own_length)
-        self._begin_at(torch.cat([part._begins() + length - part.own_length for part in (self, others)]))
+        self._set_own_starts(torch.cat([part._own_starts() + length - part.own_length for part in (self, others)]))
         new = [i for i, name in enumerate(others._names) if name not in self._names]
         self._names = [*self._names, *(others._names[i] for i in new)]  # a part that was split has the old list
         number = torch.tensor([self._names.index(name) for name in others._names], device=device)
@@ -289,14 +293,14 @@ class GroupedCache(Cache):
         for mine, theirs in zip(self.layers, others.layers, strict=True):
             mine.join(theirs, rows, torch.tensor(new, dtype=torch.long, device=device))  # type: ignore[attr-defined]
         self._padding = whole if bool(whole.any()) else None
-        self._seat(torch.cat([self._prompt_of, number[others._prompt_of]]))
+        self._assign_places(torch.cat([self._prompt_of, number[others._prompt_of]]))
 
     @contextmanager
     def reading(self, mask: Tensor) -> Iterator[None]:
         """Enter the state in which rows read a chunk, with valid tokens where ``mask`` ``(b, c)`` is set: first, then
         padding."""
         columns, width = torch.arange(self.own_length, device=mask.device), mask.shape[1]
-        before = (columns >= self._begins()[:, None])[:, None].expand(-1, width, -1)
+        before = (columns >= self._own_starts()[:, None])[:, None].expand(-1, width, -1)
         causal = torch.ones(width, width, dtype=torch.bool, device=mask.device).tril()
         self._seen = torch.cat([before, mask[:, None] & causal], -1)
         try:
@@ -307,7 +311,7 @@ class GroupedCache(Cache):
     @contextmanager
     def writing_at(self, column: Tensor) -> Iterator[None]:
         """Enter the state in which a step is captured: its tokens go to a column that stands on the device, long
-        ``(1,)``, and is incremented. The host counts the step, and `wrote` its replays."""
+        ``(1,)``, and is incremented. The host counts the step, and `count_written` its replays."""
         self._write_at(column)
         try:
             yield
@@ -321,40 +325,40 @@ class GroupedCache(Cache):
         for layer in layers:
             layer.column = column
 
-    def wrote(self) -> None:
+    def count_written(self) -> None:
         """Count a token that every row has got by a replayed step."""
         layers: list[Any] = self.layers
         for layer in layers:
-            layer.wrote(1)
+            layer.count_written(1)
 
     def shift(self, columns: Tensor) -> None:
         """Drop as many of the last own columns of each row, ``(b,)``, and move the others up to the end."""
         if not bool(columns.any()):
             return
-        index, begin = moved_up(self.own_length, columns), self._begins() + columns
+        index, begin = moved_up(self.own_length, columns), self._own_starts() + columns
         unused = int(begin.min())
         layers: list[Any] = self.layers
         for layer in layers:
             layer.shift(index, unused)
-        self._begin_at(begin - unused)
+        self._set_own_starts(begin - unused)
 
     @property
     def prompts(self) -> int:
         """The number of prompts that are held."""
         return len(self._names)
 
-    def _begin_at(self, begin: Tensor) -> None:
-        self._begin, self._before = begin, None
+    def _set_own_starts(self, begin: Tensor) -> None:
+        self._starts, self._before = begin, None
 
-    def _begins(self) -> Tensor:
-        return torch.zeros_like(self._prompt_of) if self._begin is None else self._begin
+    def _own_starts(self) -> Tensor:
+        return torch.zeros_like(self._prompt_of) if self._starts is None else self._starts
 
     @property
     def chunk(self) -> int | None:
         """The tokens that every row reads now; None where it is one."""
         return None if self._seen is None else self._seen.shape[1]
 
-    def _seat(self, prompt_of: Tensor) -> None:
+    def _assign_places(self, prompt_of: Tensor) -> None:
         """Give every row a place in the table of prompts by places."""
         self._prompt_of, rows = prompt_of, prompt_of.bincount(minlength=len(self._names))
         self._table = len(rows), int(rows.max())
@@ -374,23 +378,23 @@ class GroupedCache(Cache):
     def _unused(self, rows: Tensor, prompts: Tensor | None) -> tuple[int, int]:
         """Return the columns of the prompts, and of the rows' own, that are padding in all of these. Without a join,
         none."""
-        if self._begin is None:
+        if self._starts is None:
             return 0, 0
         of_prompts = 0
         if prompts is not None and self._padding is not None:
             of_prompts = int((~self._padding[prompts]).any(0).flatten().int().argmax())
-        return of_prompts, int(self._begin[rows].min())
+        return of_prompts, int(self._starts[rows].min())
 
     def _hidden(self, length: int, columns: int) -> Tensor | None:
         """Return bool `(b or 1, 1, 1, columns)`: the columns without an own token of each row, while `length` are
         written."""
-        if self._begin is None and length == columns and self._column is None:
+        if self._starts is None and length == columns and self._column is None:
             return None
         if self._before is None or self._hides != (length, columns):
             index = torch.arange(columns, device=self._prompt_of.device)
             hidden = (index >= length if self._column is None else index > self._column)[None]
-            if self._begin is not None:
-                hidden = hidden | (index < self._begin[:, None])
+            if self._starts is not None:
+                hidden = hidden | (index < self._starts[:, None])
             self._before, self._hides = hidden[:, None, None], (length, columns)
         return self._before
 
@@ -407,7 +411,7 @@ class GroupedCache(Cache):
         Returns:
             ``(b, k r, c, e)``.
         """
-        keys, values = layer.read
+        keys, values = layer.operands
         b, heads, c, d = query.shape
         query = query.reshape(b, keys.shape[1], heads // keys.shape[1] * c, d) * scaling
         of_prompt = torch.matmul(self._by_prompt(query), layer.prompt_keys.mT)
@@ -440,45 +444,6 @@ class GroupedCache(Cache):
         _, k, _, w = x.shape
         x = x.reshape(n, k, m, -1, w).transpose(1, 2).reshape(n * m, k, -1, w)
         return x if self._place is None else x[self._place]
-
-
-class GroupedProvingCache(GroupedCache):
-    """A cache that compares each attention with plain attention over repeated and joined keys and values, in float64.
-
-    Later layers get the latter, computed as plain ``sdpa`` computes it. So a model that uses this cache as intended
-    gets the logits of the plain way to the last bits, whatever its weights' type.
-    """
-
-    def _whole_mask(self, own: int, queries: int) -> Tensor:
-        """Return bool `(b, 1, c, p + t)`: the tokens of its prompt and its own that each query sees."""
-        of_prompt = ~self._whole_padding()[self._prompt_of]
-        rows = len(self._prompt_of)
-        if self._seen is not None:
-            of_own = self._seen[:, None]
-        else:
-            of_own = (torch.arange(own, device=of_prompt.device) >= self._begins()[:, None])[:, None, None]
-        return torch.cat([of_prompt.expand(rows, 1, queries, -1), of_own], -1)
-
-    def attend(self, module: nn.Module, layer: GroupedLayer, query: Tensor, scaling: float) -> Tensor:
-        assert layer.own is not None
-        shared = layer.prompt_keys, layer.prompt_values
-        keys, values = (torch.cat([part[self._prompt_of], own], 2) for part, own in zip(shared, layer.own))
-        seen = self._whole_mask(layer.own[0].shape[2], query.shape[2])
-        mask = None if bool(seen.all()) else seen
-        with torch.autocast(query.device.type, enabled=False):
-            ours = super().attend(module, _in_float64(layer), query.double(), scaling)
-            theirs = plain_attention(module, query.double(), keys.double(), values.double(), mask, scaling)
-        if not torch.allclose(ours, theirs, rtol=1e-8, atol=1e-10, equal_nan=True):
-            raise NotGrouped("its attention over the grouped keys differs from plain attention")
-        return plain_attention(module, query, keys, values, mask, scaling)
-
-
-def _in_float64(layer: GroupedLayer) -> GroupedLayer:
-    assert layer.own is not None
-    twin = GroupedLayer(layer.prompt_keys.double(), layer.prompt_values.double(), 0)
-    twin._views = layer.own[0].double(), layer.own[1].double()
-    twin._length = layer.own_length
-    return twin
 
 
 def grouped_attention(
@@ -525,10 +490,7 @@ ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, grouped_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, no_mask)
 
 
-_GROUPED_TRIAL = EquivalenceTrial(
-    "generator.grouped_cache", "Each sample has its prompt's keys and values for itself", most=0.01
-)
-"""On deterministic kernels the logits of the two ways are equal."""
+# ------------------------------------------------------------------ decode steps
 
 
 class GroupedSteps(DecodingSteps):
@@ -585,10 +547,6 @@ class GroupedSteps(DecodingSteps):
         self._cache.join(others._cache)
 
 
-class _GroupedProvingSteps(GroupedSteps):
-    kind = GroupedProvingCache
-
-
 def fits_grouped_cache(policy: nn.Module, length: int) -> bool:
     """Tell whether a policy may be able to: a model of transformers with its ``sdpa`` attention, whose cache keeps
     every token of texts of ``length``."""
@@ -598,9 +556,48 @@ def fits_grouped_cache(policy: nn.Module, length: int) -> bool:
     return text_config(model)._attn_implementation == "sdpa" and keeps_whole_texts(empty_cache(policy), length)
 
 
+# ------------------------------------------------------------------ the proof of a model
+
+_GROUPED_TRIAL = EquivalenceTrial(
+    "generator.grouped_cache", "Each sample has its prompt's keys and values for itself", most=0.01
+)
+"""On deterministic kernels the logits of the two ways are equal."""
+
+
 def grouped_cache_proven(policy: nn.Module) -> bool:
     """Decode a few tokens of two prompts both ways, and compare. Call it in evaluation mode, without gradient."""
     return _GROUPED_TRIAL.passes(policy, lambda: decode_both_ways(policy, partial(_GroupedProvingSteps, policy)))
+
+
+class GroupedProvingCache(GroupedCache):
+    """A cache that compares each attention with plain attention over repeated and joined keys and values, in float64.
+
+    Later layers get the latter, computed as plain ``sdpa`` computes it. So a model that uses this cache as intended
+    gets the logits of the plain way to the last bits, whatever its weights' type.
+    """
+
+    def attend(self, module: nn.Module, layer: GroupedLayer, query: Tensor, scaling: float) -> Tensor:
+        assert layer.own is not None
+        shared = layer.prompt_keys, layer.prompt_values
+        keys, values = (torch.cat([part[self._prompt_of], own], 2) for part, own in zip(shared, layer.own))
+        # Bool `(b, 1, c, p + t)`: the tokens of its prompt and its own that each query sees.
+        own = torch.arange(layer.own[0].shape[2], device=query.device)
+        of_own = (own >= self._own_starts()[:, None])[:, None, None] if self._seen is None else self._seen[:, None]
+        of_prompt = ~self._whole_padding()[self._prompt_of]
+        seen = torch.cat([of_prompt.expand(-1, 1, query.shape[2], -1), of_own], -1)
+        mask = None if bool(seen.all()) else seen
+        wide = GroupedLayer(layer.prompt_keys.double(), layer.prompt_values.double(), 0)
+        wide._views, wide._length = (layer.own[0].double(), layer.own[1].double()), layer.own_length
+        with torch.autocast(query.device.type, enabled=False):
+            ours = super().attend(module, wide, query.double(), scaling)
+            theirs = plain_attention(module, query.double(), keys.double(), values.double(), mask, scaling)
+        if not torch.allclose(ours, theirs, rtol=1e-8, atol=1e-10, equal_nan=True):
+            raise NotGrouped("its attention over the grouped keys differs from plain attention")
+        return plain_attention(module, query, keys, values, mask, scaling)
+
+
+class _GroupedProvingSteps(GroupedSteps):
+    kind = GroupedProvingCache
 
 
 def decode_both_ways(policy: nn.Module, quicker: Callable[[DecodeBatch, int], DecodingSteps]) -> tuple[Tensor, Tensor]:

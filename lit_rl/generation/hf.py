@@ -31,89 +31,6 @@ from lit_rl.generation.token_sampler import Drawn, TokenSampler
 from lit_rl.models.forward_inputs import forward_parameters, masks_that_hide
 
 
-class TurnByTurn:
-    """The conversations of a request, held by an engine that decodes one turn of some rows at a time.
-
-    Args:
-        decode: Decodes a batch of one turn, of a request without a responder.
-        prompts: The requested completions; their responder answers.
-        sampling: How to draw; ``max_new_tokens`` are those of a turn.
-        places: Most rows that are decoded at a time; None: all.
-        device: The device of the tokens.
-    """
-
-    def __init__(
-        self,
-        decode: Callable[[DecodeBatch, Prompts, Sampling], Decoded],
-        prompts: Prompts,
-        sampling: Sampling,
-        places: int | None,
-        device: torch.device,
-    ) -> None:
-        self._decode, self._prompts, self._sampling, self._places = decode, prompts, sampling, places
-        (self._whole,) = decode_batches(prompts, None, device)
-        self._responses = Responses(prompts, sampling, len(self._whole.rows), device)
-
-    def run(self) -> Decoded:
-        """Return the responses of all rows."""
-        responder, device = self._prompts.responder, self._whole.keys.device
-        assert responder is not None
-        self._speak(decode_batches(self._prompts, self._places, device))
-        unanswered = len(self._whole.rows)
-        while unanswered:
-            heard = [*responder.answers(wait=True), *responder.answers(wait=False)]
-            speaking = [each.row for each in heard if self._responses.hear(each)]
-            unanswered -= len(heard) - len(speaking)
-            self._speak(self._batches(speaking))
-        return self._responses.decoded()
-
-    def _speak(self, batches: Iterable[DecodeBatch]) -> None:
-        """Decode a turn for the rows of each batch, and pass it to the responder."""
-        responder, device = self._prompts.responder, self._whole.keys.device
-        assert responder is not None
-        alone = dataclasses.replace(self._prompts, responder=None)
-        for batch in batches:
-            rows, room = batch.rows.to(device), self._responses.room(int(batch.rows[0]))
-            least = min(self._sampling.min_new_tokens, room)
-            turn = dataclasses.replace(self._sampling, max_new_tokens=room, min_new_tokens=least)
-            decoded = self._decode(batch, alone, turn)
-            for column in range(decoded.ids.shape[1]):
-                mass = None if decoded.kept_logmass is None else decoded.kept_logmass[:, column]
-                self._responses.add(rows, Drawn(decoded.ids[:, column], decoded.logprobs[:, column], mass))
-            self._responses.look(rows)
-            for said in self._responses.said(batch.rows.tolist()):
-                responder.tell(said)
-
-    def _batches(self, rows: Sequence[int]) -> Iterator[DecodeBatch]:
-        """Yield the next turn of these rows: those with equal room together, so that none leaves the model's
-        context."""
-        by_room: dict[int, list[int]] = {}
-        for row in sorted(rows, key=lambda row: int(self._responses.lengths[row])):
-            by_room.setdefault(self._responses.room(row), []).append(row)
-        for together in by_room.values():
-            for start in range(0, len(together), self._places or len(together)):
-                yield self._batch(together[start : start + (self._places or len(together))])
-
-    def _batch(self, rows: Sequence[int]) -> DecodeBatch:
-        prompts, device = self._prompts, self._whole.keys.device
-        said = self._responses.texts(rows)
-        numbers = [row // prompts.group_size for row in rows]
-        texts = [[*prompts.token_ids[number], *text] for number, text in zip(numbers, said)]
-        which = torch.tensor(rows)
-        ids, mask, at = in_one_transfer(device, *left_pad(texts, prompts.pad_id), which)
-        seen = tuple(
-            with_later(
-                prompts.vision[number] if prompts.vision else None,
-                len(prompts.token_ids[number]),
-                self._responses.later(row),
-                len(text),
-            )
-            for row, number, text in zip(rows, numbers, said)
-        )
-        keys, begun = self._whole.keys[at], self._responses.lengths[at]
-        return DecodeBatch(ids, mask, 1, keys, which, rows, begun, seen, padded=has_padding(texts))
-
-
 class HFGenerator(InProcessGenerator):
     """A generator that decodes with the policy's ``generate``: any model of transformers, and no shared prompts.
 
@@ -123,7 +40,7 @@ class HFGenerator(InProcessGenerator):
     Args:
         batch_size: Sequences per decode batch; None decodes all at once. Bounds memory: samples do not depend on it.
         static_cache: Hold keys and values in a cache of the longest length from the first token on. On a GPU
-            transformers then compiles the decode step to a CUDA graph, anew for other numbers of rows and for longer
+            transformers then compiles the decode step to a CUDA graph, again for other numbers of rows and for longer
             texts than before.
         generation_kwargs: Further fields of `GenerationConfig`, such as `no_repeat_ngram_size`. With one that changes
             what is drawn the samples are weighted as those of another engine (`algo/correction`). Its processors read
@@ -169,7 +86,12 @@ class HFGenerator(InProcessGenerator):
         sampler = TokenSampler.of(batch, prompts, sampling)
         config = _generation_config(prompts, sampling, self.generation_kwargs)
         if self.static_cache:
-            _refuse_autocast(ids.device)
+            # It has one type for both, and autocast gives float32 keys and narrow values.
+            if torch.is_autocast_enabled(ids.device.type):
+                raise ConfigError(
+                    "generator.static_cache=true cannot decode under autocast: set trainer.precision=bf16-true or "
+                    "32-true, or generator.static_cache=false."
+                )
             config.cache_implementation = "static"
         draws = _BatchDraws(sampler, Responses(prompts, sampling, len(ids), ids.device), ids)
         # By its number, not as a slice: see `DecodingSteps`.
@@ -212,9 +134,9 @@ class _BatchDraws:
 
     def over(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """Return bool ``(b,)``: the finished rows. Stop strings are searched every few tokens."""
-        if (input_ids.shape[1] - self._prompt_width) % self.responses.look_every == 0:
-            self.responses.look_for_stops(self._rows)
-        return self.responses.over(self._rows)
+        if (input_ids.shape[1] - self._prompt_width) % self.responses.poll_every == 0:
+            self.responses.end_at_stop_strings(self._rows)
+        return self.responses.finished(self._rows)
 
 
 def _reshaped_by(kwargs: dict[str, Any]) -> tuple[str, ...]:
@@ -250,16 +172,6 @@ def _generation_config(prompts: Prompts, sampling: Sampling, kwargs: dict[str, A
     )
 
 
-def _refuse_autocast(device: torch.device) -> None:
-    """Refuse autocast: transformers' static cache has one type for both, and autocast gives float32 keys and narrow
-    values."""
-    if torch.is_autocast_enabled(device.type):
-        raise ConfigError(
-            "generator.static_cache=true cannot decode under autocast: set trainer.precision=bf16-true or 32-true, or "
-            "generator.static_cache=false."
-        )
-
-
 @contextmanager
 def blank_generation_config(policy: nn.Module) -> Iterator[None]:
     """Put a blank generation config on the model, under a PEFT wrapper too, and restore the old one at the end."""
@@ -277,6 +189,63 @@ def blank_generation_config(policy: nn.Module) -> Iterator[None]:
             vars(module)["generation_config"] = config
 
 
+# ------------------------------------------------------------------ continuous batching
+
+
+class HFContinuousGenerator(InProcessGenerator):
+    """A generator that decodes with the policy's continuous batching: `NativeGenerator`'s samples, another scheduler.
+
+    Keys and values lie in pages, a prompt is read once a group, and no step waits for the longest sequence. It pays for
+    responses of very different lengths on a GPU with model.attn_implementation=flash_attention_2. Any other attention
+    compares every token with all that the cache holds, other sequences included: take generator=native there. The cache
+    is made for every call, so nothing in it is older than the weights.
+
+    Args:
+        batch_size: Sequences that are decoded at a time, whose whole length the cache has room for; None decodes all at
+            once. Bounds memory: samples do not depend on it.
+    """
+
+    def __init__(self, batch_size: int | None = None) -> None:
+        super().__init__(batch_size)
+
+    def _decode(
+        self, policy: nn.Module, prompts: Prompts, sampling: Sampling, device: torch.device
+    ) -> Iterator[tuple[Tensor, Decoded]]:
+        decode = partial(self._decode_batch, _continuous_model(policy))
+        if prompts.responder is not None:
+            rows = torch.arange(len(prompts) * prompts.group_size)
+            yield rows, TurnByTurn(decode, prompts, sampling, None, device).run()
+            return
+        (batch,) = decode_batches(prompts, None, device)  # the engine, which fills the places, has to see every row
+        yield batch.rows, decode(batch, prompts, sampling)
+
+    def _decode_batch(self, model: Any, batch: DecodeBatch, prompts: Prompts, sampling: Sampling) -> Decoded:
+        from transformers import GenerationConfig
+
+        # Not inference mode: a thread writes into the tensors.
+        with torch.inference_mode(False), _restored_state(model, batch.keys.device):
+            forks = _forks(batch, self.rows_a_batch)
+            draws = ContinuousDraws(batch, prompts, sampling, forks)
+            try:
+                # Greedy over our draws and without an EOS: the longest response alone is the engine's limit.
+                config = GenerationConfig(max_new_tokens=sampling.max_new_tokens, do_sample=False)
+                config.num_return_sequences = batch.repeats if forks else 1  # the constructor refuses greedy ones
+                config.eos_token_id = -1
+                batching = _continuous_batching_config(model, batch, sampling, self.rows_a_batch, forks)
+                manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=batching)
+                manager.logit_processor = draws
+                manager.warmup()  # makes the cache
+                _keep_dtype(manager.batch_processor.cache, model.dtype)
+            except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"generator=hf_continuous cannot decode {type(model).__name__}: {error} Use generator=native or "
+                    "generator=hf with it."
+                ) from error
+            requests = (batch.prompt_ids, batch.prompt_mask) if forks else batch.repeated()
+            _run_requests(manager, requests, sampling, draws)
+        return draws.decoded()
+
+
 class ContinuousDraws:
     """The engine's logits processors: draws every token with our noise, and leaves the engine no other choice.
 
@@ -292,7 +261,12 @@ class ContinuousDraws:
         self._sampler = TokenSampler.of(batch, prompts, sampling)
         self._responses = Responses(prompts, sampling, len(batch.keys), device)
         self._device, self._longest = device, sampling.max_new_tokens
-        self._rows = _row_by_request(batch, forks)
+        # The row of a decode batch by the engine's name for it.
+        count, names = batch.repeats, ["", *(f"__child#{fork}" for fork in range(batch.repeats - 1))]
+        self._rows = {str(row): row for row in range(len(batch.keys))}
+        if forks:
+            prompts_of_batch = range(len(batch.prompt_ids))
+            self._rows = {f"{i}{name}": i * count + k for i in prompts_of_batch for k, name in enumerate(names)}
         self._all = torch.arange(len(batch.keys), device=device)
         self._requests: list[str] = []
         self._running, self._steps = self._all, 0
@@ -329,11 +303,12 @@ class ContinuousDraws:
         drawn = self._sampler(scores[: len(rows)], self._responses.lengths[rows], rows)
         self._responses.add(rows, drawn)
         self._steps += 1
-        if self._steps % self._responses.look_every == 0:
-            look = self._responses.look(self._all)  # at rows that the engine has ended since the last look too
+        if self._steps % self._responses.poll_every == 0:
+            states = self._responses.read_states(self._all)  # at rows that the engine has ended since the last look too
             for request in self._requests:
                 row = self._rows[request]
-                if not look.running[row] and look.lengths[row] < self._longest:  # longer ones the engine ends by itself
+                # The engine ends longer ones by itself.
+                if not states.running[row] and states.lengths[row] < self._longest:
                     assert self.end is not None
                     self.end(request)
         forced[: len(rows)].scatter_(1, drawn.tokens[:, None], 0.0)
@@ -342,73 +317,11 @@ class ContinuousDraws:
     @property
     def complete(self) -> bool:
         """Tell whether every row ended or has its full length."""
-        self._responses.look_for_stops(self._all)
+        self._responses.end_at_stop_strings(self._all)
         return self._responses.complete
 
     def decoded(self) -> Decoded:
         return self._responses.decoded()
-
-
-def _row_by_request(batch: DecodeBatch, forks: bool) -> dict[str, int]:
-    """Return the row of a decode batch by the engine's name for it."""
-    if not forks:
-        return {str(row): row for row in range(len(batch.keys))}
-    names = ["", *(f"__child#{fork}" for fork in range(batch.repeats - 1))]
-    return {f"{i}{name}": i * batch.repeats + k for i in range(len(batch.prompt_ids)) for k, name in enumerate(names)}
-
-
-class HFContinuousGenerator(InProcessGenerator):
-    """A generator that decodes with the policy's continuous batching: `NativeGenerator`'s samples, another scheduler.
-
-    Keys and values lie in pages, a prompt is read once a group, and no step waits for the longest sequence. It pays for
-    responses of very different lengths on a GPU with model.attn_implementation=flash_attention_2. Any other attention
-    compares every token with all that the cache holds, other sequences included: take generator=native there. The cache
-    is made anew for every call, so nothing in it is older than the weights.
-
-    Args:
-        batch_size: Sequences that are decoded at a time, whose whole length the cache has room for; None decodes all at
-            once. Bounds memory: samples do not depend on it.
-    """
-
-    def __init__(self, batch_size: int | None = None) -> None:
-        super().__init__(batch_size)
-
-    def _decode(
-        self, policy: nn.Module, prompts: Prompts, sampling: Sampling, device: torch.device
-    ) -> Iterator[tuple[Tensor, Decoded]]:
-        decode = partial(self._decode_batch, _continuous_model(policy))
-        if prompts.responder is not None:
-            rows = torch.arange(len(prompts) * prompts.group_size)
-            yield rows, TurnByTurn(decode, prompts, sampling, None, device).run()
-            return
-        (batch,) = decode_batches(prompts, None, device)  # the engine, which fills the places, has to see every row
-        yield batch.rows, decode(batch, prompts, sampling)
-
-    def _decode_batch(self, model: Any, batch: DecodeBatch, prompts: Prompts, sampling: Sampling) -> Decoded:
-        with (
-            torch.inference_mode(False),
-            _restored_state(model, batch.keys.device),
-        ):  # tensors that a thread writes into
-            forks = _forks(batch, self.rows_a_batch)
-            draws = ContinuousDraws(batch, prompts, sampling, forks)
-            try:
-                manager = model.init_continuous_batching(
-                    generation_config=_continuous_generation_config(sampling, batch.repeats if forks else 1),
-                    continuous_batching_config=_continuous_batching_config(
-                        model, batch, sampling, self.rows_a_batch, forks
-                    ),
-                )
-                manager.logit_processor = draws
-                manager.warmup()  # makes the cache
-                _keep_dtype(manager.batch_processor.cache, model.dtype)
-            except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
-                raise ConfigError(
-                    f"generator=hf_continuous cannot decode {type(model).__name__}: {error} Use generator=native or "
-                    "generator=hf with it."
-                ) from error
-            requests = (batch.prompt_ids, batch.prompt_mask) if forks else batch.repeated()
-            _run_requests(manager, requests, sampling, draws)
-        return draws.decoded()
 
 
 def _run_requests(manager: Any, requests: tuple[Tensor, Tensor], sampling: Sampling, draws: ContinuousDraws) -> None:
@@ -438,8 +351,8 @@ def _run_requests(manager: Any, requests: tuple[Tensor, Tensor], sampling: Sampl
 def _forks(batch: DecodeBatch, batch_size: int | None) -> bool:
     """Tell whether a group is one request, which the engine forks once all of the prompt but its last token is read.
 
-    With a prompt of one token that would be a step of nothing, which fails; and where not all rows have room, the forks
-    take it from each other for ever.
+    With a prompt of one token that would be an empty step, which fails; and where not all rows have room, the forks
+    take it from each other forever.
     """
     room = batch_size is None or batch_size >= len(batch.keys)
     return room and batch.repeats > 1 and int(batch.prompt_mask.sum(1).min()) > 1
@@ -470,17 +383,6 @@ def _continuous_model(policy: nn.Module) -> Any:
             "continuous batching. Use generator=native with it."
         )
     return model
-
-
-def _continuous_generation_config(sampling: Sampling, sequences: int) -> Any:
-    """Return a config that is greedy over our processor's choice and without an EOS; the longest response alone is the
-    engine's limit."""
-    from transformers import GenerationConfig
-
-    config = GenerationConfig(max_new_tokens=sampling.max_new_tokens, do_sample=False)
-    config.num_return_sequences = sequences  # refused by the constructor, which takes greedy ones to be equal
-    config.eos_token_id = -1
-    return config
 
 
 def _continuous_batching_config(
@@ -530,3 +432,89 @@ def _restored_state(model: Any, device: torch.device) -> Iterator[None]:
         log.setLevel(level)
         if model.config._attn_implementation != attention:
             model.set_attn_implementation(attention)
+
+
+# ------------------------------------------------------------------ conversations
+
+
+class TurnByTurn:
+    """The conversations of a request, held by an engine that decodes one turn of some rows at a time.
+
+    Args:
+        decode: Decodes a batch of one turn, of a request without a responder.
+        prompts: The requested completions; their responder answers.
+        sampling: How to draw; ``max_new_tokens`` are those of a turn.
+        places: Most rows that are decoded at a time; None: all.
+        device: The device of the tokens.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[DecodeBatch, Prompts, Sampling], Decoded],
+        prompts: Prompts,
+        sampling: Sampling,
+        places: int | None,
+        device: torch.device,
+    ) -> None:
+        self._decode, self._prompts, self._sampling, self._places = decode, prompts, sampling, places
+        (self._whole,) = decode_batches(prompts, None, device)
+        self._responses = Responses(prompts, sampling, len(self._whole.rows), device)
+
+    def run(self) -> Decoded:
+        """Return the responses of all rows."""
+        responder, device = self._prompts.responder, self._whole.keys.device
+        assert responder is not None
+        self._speak(decode_batches(self._prompts, self._places, device))
+        unanswered = len(self._whole.rows)
+        while unanswered:
+            heard = [*responder.answers(wait=True), *responder.answers(wait=False)]
+            speaking = [each.row for each in heard if self._responses.add_answer(each)]
+            unanswered -= len(heard) - len(speaking)
+            self._speak(self._batches(speaking))
+        return self._responses.decoded()
+
+    def _speak(self, batches: Iterable[DecodeBatch]) -> None:
+        """Decode a turn for the rows of each batch, and pass it to the responder."""
+        responder, device = self._prompts.responder, self._whole.keys.device
+        assert responder is not None
+        alone = dataclasses.replace(self._prompts, responder=None)
+        for batch in batches:
+            rows, room = batch.rows.to(device), self._responses.tokens_left(int(batch.rows[0]))
+            least = min(self._sampling.min_new_tokens, room)
+            turn = dataclasses.replace(self._sampling, max_new_tokens=room, min_new_tokens=least)
+            decoded = self._decode(batch, alone, turn)
+            for column in range(decoded.ids.shape[1]):
+                mass = None if decoded.kept_logmass is None else decoded.kept_logmass[:, column]
+                self._responses.add(rows, Drawn(decoded.ids[:, column], decoded.logprobs[:, column], mass))
+            self._responses.read_states(rows)
+            for said in self._responses.newest_turns(batch.rows.tolist()):
+                responder.tell(said)
+
+    def _batches(self, rows: Sequence[int]) -> Iterator[DecodeBatch]:
+        """Yield the next turn of these rows: those with equal room together, so that none leaves the model's
+        context."""
+        by_room: dict[int, list[int]] = {}
+        for row in sorted(rows, key=lambda row: int(self._responses.lengths[row])):
+            by_room.setdefault(self._responses.tokens_left(row), []).append(row)
+        for together in by_room.values():
+            for start in range(0, len(together), self._places or len(together)):
+                yield self._batch(together[start : start + (self._places or len(together))])
+
+    def _batch(self, rows: Sequence[int]) -> DecodeBatch:
+        prompts, device = self._prompts, self._whole.keys.device
+        said = self._responses.texts(rows)
+        numbers = [row // prompts.group_size for row in rows]
+        texts = [[*prompts.token_ids[number], *text] for number, text in zip(numbers, said)]
+        which = torch.tensor(rows)
+        ids, mask, at = in_one_transfer(device, *left_pad(texts, prompts.pad_id), which)
+        seen = tuple(
+            with_later(
+                prompts.vision[number] if prompts.vision else None,
+                len(prompts.token_ids[number]),
+                self._responses.images(row),
+                len(text),
+            )
+            for row, number, text in zip(rows, numbers, said)
+        )
+        keys, begun = self._whole.keys[at], self._responses.lengths[at]
+        return DecodeBatch(ids, mask, 1, keys, which, rows, begun, seen, padded=has_padding(texts))

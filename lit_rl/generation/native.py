@@ -28,266 +28,6 @@ from lit_rl.models.trunk import base_of
 if TYPE_CHECKING:
     from lit_rl.generation.fast_decoding import StepGraphs
 
-
-_COMPACT_BELOW = 0.75
-"""The share of running rows at which finished ones are dropped. That copies the cache of the others, and so does a join
-of new rows: for a quarter of the rows it pays back within a few tokens."""
-
-_STRAGGLERS = 2
-"""Prompts that are held at most, over those of places that are full of whole groups: the last row of a group keeps its
-prompt. A memory plan counts as many."""
-
-_POLL_TOKENS = 16
-"""Tokens after which answers are polled, where no row has ended."""
-
-
-class DecodeLoop:
-    """A loop that decodes every row of a request, within a number of places.
-
-    Finished rows leave. With continuous batching waiting groups take their places; without, these begin when all rows
-    before them have finished. Where a responder answers the rows, one that waits keeps its place and its part of the
-    cache until the answer is there; others continue meanwhile.
-
-    Args:
-        begin: Reads the prompts of a batch.
-        prompts: The requested completions.
-        sampling: How to draw.
-        places: Most rows at a time.
-        whole: All rows of the request as one batch.
-        continuous: Batch continuously, where the rows of a batch can be joined to others.
-        graphs: Replays steps of those that `begin` returns. None: each is launched by itself.
-    """
-
-    def __init__(
-        self,
-        begin: Callable[[DecodeBatch], DecodingSteps],
-        prompts: Prompts,
-        sampling: Sampling,
-        places: int,
-        whole: DecodeBatch,
-        *,
-        continuous: bool,
-        graphs: StepGraphs | None = None,
-    ) -> None:
-        self._begin, self._places, self._continuous, self._graphs = begin, places, continuous, graphs
-        self._waiting = WaitingRows(prompts, places, whole.keys.device)
-        self._sampler = TokenSampler.of(whole, prompts, sampling)
-        self._responses = Responses(prompts, sampling, len(whole.rows), whole.keys.device)
-        self._rows = torch.zeros(0, dtype=torch.long, device=whole.keys.device)
-        self._steps: DecodingSteps | None = None
-        # The newest tokens, which the model has not read yet.
-        self._due: Tensor | None = None
-        self._group, self._tokens, self._broken = prompts.group_size, 0, False
-        # The step by which every row has finished, and the most tokens of a row's first turn.
-        self._over_at, self._first_turn = 0, min(sampling.max_new_tokens, prompts.longest_response(sampling))
-        self._talk = (
-            None
-            if prompts.responder is None
-            else _Conversations(prompts.responder, prompts, self._responses, self._sampler)
-        )
-        told = prompts.on_finished
-        self._finished = None if told is None else FinishedRows(told, self._responses)
-
-    def run(self) -> Decoded:
-        """Return the responses of all rows. Logits that are not finite end it early, and are part of the responses."""
-        while self._take_places():
-            while not self._step():
-                pass
-        return self._responses.decoded()
-
-    def _take_places(self) -> bool:
-        """Let answered rows continue and waiting groups begin, as far as there are places; return False where none runs
-        then."""
-        wait = False
-        while not self._broken:
-            for joining in self._talk.answered(wait=wait) if self._talk else ():
-                self._join(*joining)
-            if batch := self._next_batch():
-                self._join(self._begin(batch), batch.rows.to(self._rows.device), self._first_turn)
-            held = self._talk.held if self._talk else 0
-            if self._steps is not None or not (held or self._waiting):
-                return self._steps is not None
-            wait = held > 0
-        return False
-
-    def _next_batch(self) -> DecodeBatch | None:
-        """Return the groups that may begin now."""
-        held = self._talk.held if self._talk else 0
-        if not self._continuous and (self._steps is not None or held):
-            return None
-        free = self._places - len(self._rows) - held
-        if self._steps is None:
-            return self._waiting.take(free)
-        prompts = _STRAGGLERS * math.ceil(self._places / self._group) - self._steps.prompts
-        return self._waiting.take(min(free, prompts * self._group)) if self._steps.joinable else None
-
-    def _join(self, steps: DecodingSteps, rows: Tensor, most: int) -> None:
-        """Add these rows to those that run. ``most``: most tokens of a row in its turn."""
-        self._over_at = max(self._over_at, self._tokens + most)
-        if self._steps is None:
-            self._steps, self._rows = steps, rows
-        else:
-            self._steps.join(steps)
-            self._rows = torch.cat([self._rows, rows])
-
-    def _step(self) -> bool:
-        """Give every row a token. Return whether it is time to look for rows that may continue or begin."""
-        assert self._steps is not None
-        rows, tokens = self._rows, self._next_tokens()
-        self._tokens += 1
-        if self._looks():
-            look = self._responses.look(rows)
-            if self._talk:
-                self._talk.tell(rows, look)
-            if self._finished:
-                self._finished.tell(look)
-            if sum(look.running) <= _COMPACT_BELOW * len(rows) or self._steps.full:
-                self._broken = not look.finite
-                return self._drop(look, tokens)
-        self._due = tokens
-        if not (self._talk and self._talk.held) or self._tokens % _POLL_TOKENS:
-            return False
-        self._give(tokens)
-        return True
-
-    def _next_tokens(self) -> Tensor:
-        """Draw the next token of every row, long ``(m,)``, after it was given the one before."""
-        if self._due is None:
-            return self._draw()
-        if self._graphs is None:
-            return self._go_on(self._due)
-        assert self._steps is not None
-        return self._graphs(self._go_on, self._responses.added, self._steps, self._due)
-
-    def _go_on(self, tokens: Tensor) -> Tensor:
-        """Give every row a token, and draw its next, without a query of the device."""
-        self._give(tokens)
-        return self._draw()
-
-    def _draw(self) -> Tensor:
-        assert self._steps is not None
-        rows = self._rows
-        drawn = self._sampler(self._steps.logits, self._responses.spoken(rows), rows)
-        self._responses.add(rows, drawn)
-        return drawn.tokens
-
-    def _give(self, tokens: Tensor) -> None:
-        assert self._steps is not None
-        if self._talk:
-            self._talk.passed_by(self._rows)
-        self._steps.advance(tokens)
-        self._due = None
-
-    def _looks(self) -> bool:
-        """Tell whether to look which rows still run."""
-        assert self._steps is not None
-        return self._steps.full or self._tokens % self._responses.look_every == 0 or self._tokens >= self._over_at
-
-    def _drop(self, look: RowStates, tokens: Tensor) -> bool:
-        """Drop the finished rows."""
-        assert self._steps is not None
-        if self._talk:
-            self._talk.hold(self._steps, look)
-        going_on = [place for place, runs in enumerate(look.running) if runs]
-        kept = torch.tensor(going_on, dtype=torch.long, device=self._rows.device)
-        self._rows, self._due = self._rows[kept], None
-        if going_on:
-            self._steps.keep(kept)
-            self._steps.advance(tokens[kept])
-        else:
-            self._steps = None
-        return True
-
-
-class _Conversations:
-    """Rows that wait for an answer, each with its part of the cache.
-
-    Args:
-        responder: Answers the rows.
-        prompts: The requested completions.
-        responses: The texts of the rows.
-        sampler: Its history gets the answers.
-    """
-
-    def __init__(self, responder: Responder, prompts: Prompts, responses: Responses, sampler: TokenSampler) -> None:
-        self._responder, self._responses, self._sampler = responder, responses, sampler
-        lengths = [len(ids) for ids in prompts.token_ids for _ in range(prompts.group_size)]
-        self._prompt_lengths = lengths
-        self._told: set[int] = set()
-        # Filler tokens that a finished row has read while it was still in the batch.
-        self._stale = torch.zeros_like(responses.lengths)
-        self._parts: list[tuple[DecodingSteps, list[int]]] = []
-        self._heard: dict[int, EnvironmentTurn] = {}
-
-    @property
-    def held(self) -> int:
-        """The number of rows that wait for an answer."""
-        return sum(len(rows) for _, rows in self._parts)
-
-    def tell(self, rows: Tensor, look: RowStates) -> None:
-        """Pass the finished turns to the responder."""
-        if look.behind is not None:
-            self._stale[rows] += look.behind
-        new = [row for row, runs in zip(look.rows, look.running, strict=True) if not runs and row not in self._told]
-        self._told.update(new)
-        for said in self._responses.said(new) if new else ():
-            self._responder.tell(said)
-
-    def passed_by(self, rows: Tensor) -> None:
-        """Count one filler token for each finished row that is still in the batch."""
-        self._stale[rows] += self._responses.over(rows)
-
-    def hold(self, steps: DecodingSteps, look: RowStates) -> None:
-        """Take finished rows out of those that run."""
-        if over := [place for place, runs in enumerate(look.running) if not runs]:
-            self._parts.append((_split(steps, look.rows, over), [look.rows[place] for place in over]))
-
-    def answered(self, *, wait: bool) -> Iterator[tuple[DecodingSteps, Tensor, int]]:
-        """Yield the rows that continue, after they have read their answers, and the most tokens that one may write
-        now."""
-        self._heard |= {heard.row: heard for heard in self._responder.answers(wait=wait)}
-        for _ in range(len(self._parts)):
-            steps, rows = self._parts.pop(0)
-            waiting = [place for place, row in enumerate(rows) if row not in self._heard]
-            if len(waiting) == len(rows):
-                self._parts.append((steps, rows))
-                continue
-            if waiting:
-                self._parts.append((_split(steps, rows, waiting), [rows[place] for place in waiting]))
-            heard = [place for place, row in enumerate(rows) if row in self._heard]
-            said = self._responses.texts([rows[place] for place in heard])
-            read = {place: self._read(rows[place], text) for place, text in zip(heard, said, strict=True)}
-            chunks = {place: chunk for place, chunk in read.items() if chunk is not None}
-            if chunks:
-                steps = _split(steps, rows, list(chunks))  # frees the cache of the others before more is read
-                going_on = [rows[place] for place in chunks]
-                ids, before, room, seen = zip(*chunks.values())
-                of, positions = torch.tensor([going_on, before], device=self._stale.device)
-                steps.feed(ids, positions, self._stale[of], seen)
-                self._stale[of] = 0
-                self._told.difference_update(going_on)
-                yield steps, of, max(room)
-
-    def _read(self, row: int, said: list[int]) -> tuple[list[int], int, int, tuple[Later, ...]] | None:
-        """Return the text that the model has to read before the row's next turn, the tokens before it, the room for the
-        turn, and the images in it. The row's last token is part of it.
-
-        Returns:
-            None where the conversation is over.
-        """
-        heard = self._heard.pop(row)
-        if not (room := self._responses.hear(heard)):
-            return None
-        read = [said[-1], *(heard.token_ids or ())]
-        self._sampler.next_turn(row, [*said[:-1], *read])
-        return read, self._prompt_lengths[row] + len(said) - 1, room, tuple(each.moved(1) for each in heard.seen)
-
-
-def _split(steps: DecodingSteps, rows: Sequence[int], which: Sequence[int]) -> DecodingSteps:
-    """Return those rows as steps of their own."""
-    return steps if len(which) == len(rows) else steps.split(torch.tensor(which, device=steps.logits.device))
-
-
 MakeSteps = Callable[[nn.Module, DecodeBatch, int], DecodingSteps]
 """A function that makes the steps of a policy for a batch of rows and their number of new tokens."""
 
@@ -343,10 +83,20 @@ class NativeGenerator(InProcessGenerator):
     ) -> Iterator[tuple[Tensor, Decoded]]:
         (whole,) = decode_batches(prompts, None, device)
         longest = prompts.longest_response(sampling)
-        kind = DecodingSteps if prompts.vision else self._kind(policy, whole.prompt_ids.shape[1] + longest)
-        self.steps = _steps_name(kind)
-        if prompts.responder is not None and kind is DecodingSteps:
-            _refuse_partial_caches(policy)
+        make_steps = (
+            DecodingSteps if prompts.vision else self._choose_steps(policy, whole.prompt_ids.shape[1] + longest)
+        )
+        if isinstance(make_steps, partial):
+            steps: Any = make_steps.func
+            self.steps = "cuda_graphs" if steps.whole else "lean_steps"
+        else:
+            self.steps = "own" if make_steps is DecodingSteps else "grouped_cache"
+        # A waiting row of a conversation keeps its part of the cache, which has to be all of its text.
+        if prompts.responder is not None and make_steps is DecodingSteps and not keeps_all(policy, empty_cache(policy)):
+            raise ConfigError(
+                f"generator=native cannot hold conversations with {type(base_of(policy)).__name__}: it is no model of "
+                "transformers, or layers of its cache have a window and may drop tokens. Use generator=hf with it."
+            )
         graphs = None
         if self.steps == "cuda_graphs":
             from lit_rl.generation.fast_decoding import StepGraphs
@@ -354,7 +104,7 @@ class NativeGenerator(InProcessGenerator):
             graphs = StepGraphs(device)
         places = self.rows_a_batch or len(whole.rows)
         loop = DecodeLoop(
-            lambda batch: kind(policy, batch, longest),
+            lambda batch: make_steps(policy, batch, longest),
             prompts,
             sampling,
             places,
@@ -364,45 +114,25 @@ class NativeGenerator(InProcessGenerator):
         )
         yield whole.rows, loop.run()
 
-    def _kind(self, policy: nn.Module, length: int) -> MakeSteps:
+    def _choose_steps(self, policy: nn.Module, length: int) -> MakeSteps:
         """Return the steps for texts of up to `length` tokens."""
+        from lit_rl.generation.fast_decoding import (
+            GraphedSteps,
+            LeanModel,
+            LeanSteps,
+            fits_lean_steps,
+            lean_steps_proven,
+            step_graphs_proven,
+        )
         from lit_rl.generation.grouped_cache import GroupedSteps, fits_grouped_cache, grouped_cache_proven
 
         grouped = self.grouped_cache and fits_grouped_cache(policy, length) and grouped_cache_proven(policy)
-        lean = self._lean(policy, length) if grouped else None
-        graphed = self._graphed(policy, lean) if self.cuda_graphs else None
-        return graphed or lean or (GroupedSteps if grouped else DecodingSteps)
-
-    def _lean(self, policy: nn.Module, length: int) -> partial[Any] | None:
-        """Return lean steps over the model's weights, where they are proven; else None."""
-        from lit_rl.generation.fast_decoding import LeanModel, LeanSteps, fits_lean_steps, lean_steps_proven
-
-        lean = self.lean_steps and fits_lean_steps(policy) and lean_steps_proven(policy)
-        return partial(LeanSteps, LeanModel(policy, length)) if lean else None
-
-    def _graphed(self, policy: nn.Module, lean: partial[Any] | None) -> MakeSteps | None:
-        """Return captured lean steps, where they are proven; else None."""
-        from lit_rl.generation.fast_decoding import GraphedSteps, step_graphs_proven
-
-        fits = step_graphs_proven(policy, lean=lean is not None)
-        return partial(GraphedSteps, *lean.args) if lean and fits else None
-
-
-def _steps_name(kind: MakeSteps) -> str:
-    """Return the value of `NativeGenerator.steps`."""
-    if not isinstance(kind, partial):
-        return "own" if kind is DecodingSteps else "grouped_cache"
-    steps: Any = kind.func
-    return "cuda_graphs" if steps.whole else "lean_steps"
-
-
-def _refuse_partial_caches(policy: nn.Module) -> None:
-    """Refuse a cache that does not keep all of a text: a waiting row of a conversation keeps its part of it."""
-    if not keeps_all(policy, empty_cache(policy)):
-        raise ConfigError(
-            f"generator=native cannot hold conversations with {type(base_of(policy)).__name__}: it is no model of "
-            "transformers, or layers of its cache have a window and may drop tokens. Use generator=hf with it."
-        )
+        lean = grouped and self.lean_steps and fits_lean_steps(policy) and lean_steps_proven(policy)
+        model = LeanModel(policy, length) if lean else None
+        graphed = self.cuda_graphs and step_graphs_proven(policy, lean=lean)
+        if model is not None:
+            return partial(GraphedSteps if graphed else LeanSteps, model)
+        return GroupedSteps if grouped else DecodingSteps
 
 
 def for_another_policy(generator: Generator) -> Generator:
@@ -412,3 +142,255 @@ def for_another_policy(generator: Generator) -> Generator:
     generator decodes with any model that it is synced to, and is returned itself.
     """
     return generator if isinstance(generator, InProcessGenerator) else NativeGenerator()
+
+
+# ------------------------------------------------------------------ the decode loop
+
+_COMPACT_BELOW = 0.75
+"""The share of running rows at which finished ones are dropped. That copies the cache of the others, and so does a join
+of new rows: for a quarter of the rows it pays back within a few tokens."""
+
+_STRAGGLERS = 2
+"""Prompts that are held at most, over those of places that are full of whole groups: the last row of a group keeps its
+prompt. A memory plan counts as many."""
+
+_POLL_TOKENS = 16
+"""Tokens after which answers are polled, where no row has ended."""
+
+
+class DecodeLoop:
+    """A loop that decodes every row of a request, within a number of places.
+
+    Finished rows leave. With continuous batching waiting groups take their places; without, these begin when all rows
+    before them have finished. Where a responder answers the rows, one that waits keeps its place and its part of the
+    cache until the answer is there; others continue meanwhile.
+
+    Args:
+        begin: Reads the prompts of a batch.
+        prompts: The requested completions.
+        sampling: How to draw.
+        places: Most rows at a time.
+        whole: All rows of the request as one batch.
+        continuous: Batch continuously, where the rows of a batch can be joined to others.
+        graphs: Replays steps of those that `begin` returns. None: each is launched by itself.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[DecodeBatch], DecodingSteps],
+        prompts: Prompts,
+        sampling: Sampling,
+        places: int,
+        whole: DecodeBatch,
+        *,
+        continuous: bool,
+        graphs: StepGraphs | None = None,
+    ) -> None:
+        self._begin, self._places, self._continuous, self._graphs = begin, places, continuous, graphs
+        self._waiting = WaitingRows(prompts, places, whole.keys.device)
+        self._sampler = TokenSampler.of(whole, prompts, sampling)
+        self._responses = Responses(prompts, sampling, len(whole.rows), whole.keys.device)
+        self._rows = torch.zeros(0, dtype=torch.long, device=whole.keys.device)
+        self._steps: DecodingSteps | None = None
+        # The newest tokens, which the model has not read yet.
+        self._unread: Tensor | None = None
+        self._group, self._tokens, self._diverged = prompts.group_size, 0, False
+        # The step by which every row has finished, and the most tokens of a row's first turn.
+        self._last_finish, self._first_turn = 0, min(sampling.max_new_tokens, prompts.longest_response(sampling))
+        self._conversations = (
+            None
+            if prompts.responder is None
+            else _Conversations(prompts.responder, prompts, self._responses, self._sampler)
+        )
+        on_finished = prompts.on_finished
+        self._finished = None if on_finished is None else FinishedRows(on_finished, self._responses)
+
+    def run(self) -> Decoded:
+        """Return the responses of all rows. Logits that are not finite end it early, and are part of the responses."""
+        while self._fill_places():
+            while not self._step():
+                pass
+        return self._responses.decoded()
+
+    def _fill_places(self) -> bool:
+        """Let answered rows continue and waiting groups begin, as far as there are places; return False where none runs
+        then."""
+        wait = False
+        while not self._diverged:
+            for joining in self._conversations.answered(wait=wait) if self._conversations else ():
+                self._join(*joining)
+            if batch := self._next_batch():
+                self._join(self._begin(batch), batch.rows.to(self._rows.device), self._first_turn)
+            held = self._conversations.held if self._conversations else 0
+            if self._steps is not None or not (held or self._waiting):
+                return self._steps is not None
+            wait = held > 0
+        return False
+
+    def _next_batch(self) -> DecodeBatch | None:
+        """Return the groups that may begin now."""
+        held = self._conversations.held if self._conversations else 0
+        if not self._continuous and (self._steps is not None or held):
+            return None
+        free = self._places - len(self._rows) - held
+        if self._steps is None:
+            return self._waiting.take(free)
+        prompts = _STRAGGLERS * math.ceil(self._places / self._group) - self._steps.prompts
+        return self._waiting.take(min(free, prompts * self._group)) if self._steps.joinable else None
+
+    def _join(self, steps: DecodingSteps, rows: Tensor, most: int) -> None:
+        """Add these rows to those that run. ``most``: most tokens of a row in its turn."""
+        self._last_finish = max(self._last_finish, self._tokens + most)
+        if self._steps is None:
+            self._steps, self._rows = steps, rows
+        else:
+            self._steps.join(steps)
+            self._rows = torch.cat([self._rows, rows])
+
+    def _step(self) -> bool:
+        """Give every row a token. Return whether it is time to look for rows that may continue or begin."""
+        assert self._steps is not None
+        rows = self._rows
+        if self._unread is None:
+            tokens = self._draw()
+        elif self._graphs is None:
+            tokens = self._advance_and_draw(self._unread)
+        else:
+            tokens = self._graphs(self._advance_and_draw, self._responses.count_token, self._steps, self._unread)
+        self._tokens += 1
+        if self._steps.full or self._tokens % self._responses.poll_every == 0 or self._tokens >= self._last_finish:
+            states = self._responses.read_states(rows)
+            if self._conversations:
+                self._conversations.report(rows, states)
+            if self._finished:
+                self._finished.report(states)
+            if sum(states.running) <= _COMPACT_BELOW * len(rows) or self._steps.full:
+                self._diverged = not states.finite
+                return self._drop_finished(states, tokens)
+        self._unread = tokens
+        if not (self._conversations and self._conversations.held) or self._tokens % _POLL_TOKENS:
+            return False
+        self._advance(tokens)
+        return True
+
+    def _advance_and_draw(self, tokens: Tensor) -> Tensor:
+        """Give every row a token, and draw its next, without a query of the device."""
+        self._advance(tokens)
+        return self._draw()
+
+    def _draw(self) -> Tensor:
+        assert self._steps is not None
+        rows = self._rows
+        drawn = self._sampler(self._steps.logits, self._responses.turn_lengths(rows), rows)
+        self._responses.add(rows, drawn)
+        return drawn.tokens
+
+    def _advance(self, tokens: Tensor) -> None:
+        assert self._steps is not None
+        if self._conversations:
+            self._conversations.count_fillers(self._rows)
+        self._steps.advance(tokens)
+        self._unread = None
+
+    def _drop_finished(self, states: RowStates, tokens: Tensor) -> bool:
+        """Drop the finished rows."""
+        assert self._steps is not None
+        if self._conversations:
+            self._conversations.hold(self._steps, states)
+        running = [place for place, runs in enumerate(states.running) if runs]
+        kept = torch.tensor(running, dtype=torch.long, device=self._rows.device)
+        self._rows, self._unread = self._rows[kept], None
+        if running:
+            self._steps.keep(kept)
+            self._steps.advance(tokens[kept])
+        else:
+            self._steps = None
+        return True
+
+
+class _Conversations:
+    """Rows that wait for an answer, each with its part of the cache.
+
+    Args:
+        responder: Answers the rows.
+        prompts: The requested completions.
+        responses: The texts of the rows.
+        sampler: Its history gets the answers.
+    """
+
+    def __init__(self, responder: Responder, prompts: Prompts, responses: Responses, sampler: TokenSampler) -> None:
+        self._responder, self._responses, self._sampler = responder, responses, sampler
+        lengths = [len(ids) for ids in prompts.token_ids for _ in range(prompts.group_size)]
+        self._prompt_lengths = lengths
+        self._reported: set[int] = set()
+        # Filler tokens that a finished row has read while it was still in the batch.
+        self._stale = torch.zeros_like(responses.lengths)
+        self._parts: list[tuple[DecodingSteps, list[int]]] = []
+        self._heard: dict[int, EnvironmentTurn] = {}
+
+    @property
+    def held(self) -> int:
+        """The number of rows that wait for an answer."""
+        return sum(len(rows) for _, rows in self._parts)
+
+    def report(self, rows: Tensor, states: RowStates) -> None:
+        """Pass the finished turns to the responder."""
+        if states.behind is not None:
+            self._stale[rows] += states.behind
+        new = states.newly_finished(self._reported)
+        for said in self._responses.newest_turns(new) if new else ():
+            self._responder.tell(said)
+
+    def count_fillers(self, rows: Tensor) -> None:
+        """Count one filler token for each finished row that is still in the batch."""
+        self._stale[rows] += self._responses.finished(rows)
+
+    def hold(self, steps: DecodingSteps, states: RowStates) -> None:
+        """Take finished rows out of those that run."""
+        if over := [place for place, runs in enumerate(states.running) if not runs]:
+            self._parts.append((_split(steps, states.rows, over), [states.rows[place] for place in over]))
+
+    def answered(self, *, wait: bool) -> Iterator[tuple[DecodingSteps, Tensor, int]]:
+        """Yield the rows that continue, after they have read their answers, and the most tokens that one may write
+        now."""
+        self._heard |= {heard.row: heard for heard in self._responder.answers(wait=wait)}
+        for _ in range(len(self._parts)):
+            steps, rows = self._parts.pop(0)
+            waiting = [place for place, row in enumerate(rows) if row not in self._heard]
+            if len(waiting) == len(rows):
+                self._parts.append((steps, rows))
+                continue
+            if waiting:
+                self._parts.append((_split(steps, rows, waiting), [rows[place] for place in waiting]))
+            heard = [place for place, row in enumerate(rows) if row in self._heard]
+            said = self._responses.texts([rows[place] for place in heard])
+            read = {place: self._read(rows[place], text) for place, text in zip(heard, said, strict=True)}
+            chunks = {place: chunk for place, chunk in read.items() if chunk is not None}
+            if chunks:
+                steps = _split(steps, rows, list(chunks))  # frees the cache of the others before more is read
+                running = [rows[place] for place in chunks]
+                ids, before, room, seen = zip(*chunks.values())
+                of, positions = torch.tensor([running, before], device=self._stale.device)
+                steps.feed(ids, positions, self._stale[of], seen)
+                self._stale[of] = 0
+                self._reported.difference_update(running)
+                yield steps, of, max(room)
+
+    def _read(self, row: int, said: list[int]) -> tuple[list[int], int, int, tuple[Later, ...]] | None:
+        """Return the text that the model has to read before the row's next turn, the tokens before it, the room for the
+        turn, and the images in it. The row's last token is part of it.
+
+        Returns:
+            None where the conversation is over.
+        """
+        heard = self._heard.pop(row)
+        if not (room := self._responses.add_answer(heard)):
+            return None
+        read = [said[-1], *(heard.token_ids or ())]
+        self._sampler.next_turn(row, [*said[:-1], *read])
+        return read, self._prompt_lengths[row] + len(said) - 1, room, tuple(each.moved(1) for each in heard.seen)
+
+
+def _split(steps: DecodingSteps, rows: Sequence[int], which: Sequence[int]) -> DecodingSteps:
+    """Return those rows as steps of their own."""
+    return steps if len(which) == len(rows) else steps.split(torch.tensor(which, device=steps.logits.device))

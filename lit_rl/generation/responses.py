@@ -34,6 +34,12 @@ class RowStates:
     finite: bool
     """True where the newest log-prob of every row is finite."""
 
+    def newly_finished(self, reported: set[int]) -> list[int]:
+        """Return the rows whose turn has ended and that are not in the set, and add them to it."""
+        new = [row for row, runs in zip(self.rows, self.running, strict=True) if not runs and row not in reported]
+        reported.update(new)
+        return new
+
 
 class Responses:
     """Tokens and log-probs of ``n`` rows, and the state of each.
@@ -66,19 +72,19 @@ class Responses:
         self.ended = torch.zeros(n_rows, dtype=torch.bool, device=device)
         """Bool ``(n,)``: the rows whose newest turn an EOS or a stop string has ended, or whose conversation ended."""
 
-    def spoken(self, rows: Tensor) -> Tensor:
+    def turn_lengths(self, rows: Tensor) -> Tensor:
         """Return long ``(m,)``: tokens of these rows in their newest turn."""
         return self.lengths[rows] - self._begun[rows]
 
-    def over(self, rows: Tensor) -> Tensor:
-        """Return bool ``(m,)``: rows whose turn is finished, as far as the last `look` and the device know."""
+    def finished(self, rows: Tensor) -> Tensor:
+        """Return bool ``(m,)``: rows whose turn is finished, as far as the last `read_states` and the device know."""
         return self._columns[rows] == self._longest
 
     def add(self, rows: Tensor, drawn: Drawn) -> None:
         """Write the next token of these rows, long ``(m,)``, each at most once; where a turn is over nothing is kept.
 
-        The device is not queried, so stop strings end a turn at the next `look` only. Every row has to be looked at
-        before others are added without it.
+        The device is not queried, so stop strings end a turn at the next `read_states` only. Every row has to be looked
+        at before others are added without it.
         """
         column = self._columns[rows]
         self._ids[rows, column] = drawn.tokens
@@ -95,25 +101,25 @@ class Responses:
         self.ended[rows] |= ended
         self.lengths[rows] += running
         self._columns[rows] = (column + 1).where(goes_on, self._longest)
-        self.added()
+        self.count_token()
 
-    def added(self) -> None:
+    def count_token(self) -> None:
         """Count a token of the rows that are looked at, by `add` or by a replay of it."""
         self._since += 1
 
     @property
-    def look_every(self) -> int:
+    def poll_every(self) -> int:
         """The number of tokens between two looks: on an accelerator the host waits for it."""
         return self._ends.every
 
-    def look(self, rows: Tensor) -> RowStates:
+    def read_states(self, rows: Tensor) -> RowStates:
         """Read the state of these rows in one transfer, long ``(m,)``, and end those that have completed a stop string.
 
         Tokens behind it are removed: the row is as if it had ended with the stop string.
         """
         lengths, begun = self.lengths[rows], self._begun[rows]
         finite = self._logprobs[rows, (lengths - 1).clamp(min=0)].isfinite()
-        facts = torch.stack([rows, (~self.over(rows)).long(), finite.long(), lengths, begun])
+        facts = torch.stack([rows, (~self.finished(rows)).long(), finite.long(), lengths, begun])
         if not self._ends.stops:
             self._since, (asked, running, finites, known, _) = 0, facts.tolist()
             for row, length in zip(asked, known):
@@ -135,10 +141,10 @@ class Responses:
             finite=all(each[2] for each in told),
         )
 
-    def look_for_stops(self, rows: Tensor) -> None:
+    def end_at_stop_strings(self, rows: Tensor) -> None:
         """End those of these rows, long ``(m,)``, that have completed a stop string since the last look."""
         if self._since and self._ends.stops:
-            self.look(rows)
+            self.read_states(rows)
 
     def _take_back(self, rows: Tensor, behind: Sequence[int | None]) -> Tensor:
         """End the turns of rows with a number here: so many of the last tokens are removed."""
@@ -154,7 +160,7 @@ class Responses:
             self._turns.sampled[rows] = self._turns.sampled[rows] & ~gone
         return back
 
-    def take(self, row: int, token_ids: Sequence[int], logprobs: Sequence[float], *, ended: bool) -> None:
+    def add_turn(self, row: int, token_ids: Sequence[int], logprobs: Sequence[float], *, ended: bool) -> None:
         """Write a whole turn of a row, which an engine has drawn and ended by rules of its own."""
         assert self._turns is not None
         begin = int(self.lengths[row])
@@ -162,7 +168,7 @@ class Responses:
         if not begin < end <= int(self._limits[row]):
             raise GenerationError(
                 f"The engine wrote {len(token_ids)} tokens in a turn of row {row}; asked for were 1 to "
-                f"{self.room(row)}."
+                f"{self.tokens_left(row)}."
             )
         self._ids[row, begin:end] = torch.tensor(token_ids, dtype=torch.long, device=self._ids.device)
         self._logprobs[row, begin:end] = torch.tensor(logprobs, device=self._ids.device)
@@ -171,7 +177,7 @@ class Responses:
         self.ended[row], self.lengths[row], self._columns[row] = ended, end, self._longest
         self._known[row] = end
 
-    def said(self, rows: Sequence[int]) -> list[PolicyTurn]:
+    def newest_turns(self, rows: Sequence[int]) -> list[PolicyTurn]:
         """Return the newest turn of each of these rows, for the responder."""
         assert self._turns is not None
         at = torch.tensor(rows, device=self._ids.device)
@@ -185,11 +191,11 @@ class Responses:
         told = torch.cat([self.lengths[at][:, None], self._ids[at]], 1).tolist()
         return [ids[:length] for length, *ids in told]
 
-    def later(self, row: int) -> tuple[Later, ...]:
+    def images(self, row: int) -> tuple[Later, ...]:
         """Return the images in a row's response so far."""
         return self._later.get(row, ())
 
-    def room(self, row: int) -> int:
+    def tokens_left(self, row: int) -> int:
         """Return the tokens that a row may still write in its turn."""
         return int(self._limits[row] - self.lengths[row])
 
@@ -197,7 +203,7 @@ class Responses:
         """Return the newest turn of a row, 0 for the first."""
         return 0 if self._turns is None else int(self._turns.now[row])
 
-    def hear(self, heard: EnvironmentTurn) -> int:
+    def add_answer(self, heard: EnvironmentTurn) -> int:
         """Write the answer to a row, and begin its next turn.
 
         Returns:
@@ -219,7 +225,7 @@ class Responses:
         self._ids[row, begin:end] = torch.tensor(ids, dtype=torch.long, device=self._ids.device)
         self._turns.index[row, begin:end] = self._turns.now[row]
         if heard.seen:
-            self._later[row] = (*self.later(row), *(each.moved(begin) for each in heard.seen))
+            self._later[row] = (*self.images(row), *(each.moved(begin) for each in heard.seen))
         self._turns.now[row] += 1
         # To assign a number to one element would copy it to an accelerator, and wait for that.
         for field in (self.lengths, self._begun, self._columns):
@@ -236,7 +242,7 @@ class Responses:
 
     def decoded(self) -> Decoded:
         """Return all responses, as wide as the longest row."""
-        self.look_for_stops(torch.arange(len(self._known), device=self._ids.device))
+        self.end_at_stop_strings(torch.arange(len(self._known), device=self._ids.device))
         length = int(self.lengths.max())
         within = torch.arange(length, device=self._ids.device) < self.lengths[:, None]
         turns = self._turns
@@ -248,7 +254,7 @@ class Responses:
             kept_logmass=None if self._kept_logmass is None else self._kept_logmass[:, :length],
             attended=None if turns is None else within,
             turn=None if turns is None else turns.index[:, :length],
-            later=tuple(map(self.later, range(len(within)))) if self._later else None,
+            later=tuple(map(self.images, range(len(within)))) if self._later else None,
         )
 
 
@@ -260,6 +266,8 @@ class _Turns:
         self.index = torch.zeros(shape, dtype=torch.long, device=device)
         self.now = torch.zeros(shape[0], dtype=torch.long, device=device)
 
+
+# ------------------------------------------------------------------ reports of finished rows
 
 OnFinished = Callable[[int, list[int]], None]
 """A function of a row of the completions and its tokens."""
@@ -275,12 +283,11 @@ class FinishedRows:
 
     def __init__(self, on_finished: OnFinished, responses: Responses) -> None:
         self._on_finished, self._responses = on_finished, responses
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
 
-    def tell(self, look: RowStates) -> None:
+    def report(self, states: RowStates) -> None:
         """Report those of these rows that are finished, and were not reported before."""
-        new = [row for row, runs in zip(look.rows, look.running, strict=True) if not runs and row not in self._told]
-        self._told.update(new)
+        new = states.newly_finished(self._reported)
         for row, ids in zip(new, self._responses.texts(new) if new else (), strict=True):
             self._on_finished(row, ids)
 

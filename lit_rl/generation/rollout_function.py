@@ -39,474 +39,6 @@ from lit_rl.generation.ranks import background_thread
 from lit_rl.rewards.contract import ARGUMENTS, SINGULAR
 
 
-class RolloutHandle:
-    """The `trainer` of a rollout function: the tokenizer, and the run's generator, synced to the policy.
-
-    Args:
-        request: The requested completions.
-        encode: From a prompt to its tokens, as the run does it.
-        tokenizer: The policy's.
-        template_kwargs: Arguments of the chat template.
-        max_tokens: Most tokens of a completion, with those that the policy did not write.
-    """
-
-    def __init__(
-        self,
-        request: EpisodeRequest,
-        encode: Callable[..., list[int]],
-        tokenizer: Any,
-        template_kwargs: Mapping[str, Any],
-        max_tokens: int,
-    ) -> None:
-        self._generate, self._asked, self._keys = request.generate, request.prompts, request.row_keys
-        self._thread, self._calls = threading.get_ident(), [0] * len(request.row_keys)
-        self._context = request.context
-        self.seconds = 0.0
-        """Seconds that `generate` has taken so far."""
-        self.sampling = request.sampling
-        """The run's sampling."""
-        self.encode = encode
-        """From a prompt to its tokens, by the chat template and its arguments."""
-        self.tokenizer = self.processing_class = tokenizer
-        self.template_kwargs, self.max_tokens = dict(template_kwargs), max_tokens
-        self.eos_ids = tuple(request.prompts.eos_ids)
-        """Every token that ends a turn."""
-        self.count = len(request.row_keys)
-        """Completions of this process."""
-        self.columns = {name: self.of_completions(values) for name, values in request.batch.columns.items()}
-        """The columns of the data, one entry a completion."""
-        self.num_generations = self._asked.group_size
-        """Completions of each prompt."""
-
-    def __getattr__(self, name: str) -> Any:
-        """Refuse a name of TRL's trainer, with a list of the names that exist.
-
-        Raises:
-            AttributeError: always: Python finds existing attributes first.
-        """
-        there = sorted({*vars(self), "generate"} - {each for each in vars(self) if each.startswith("_")})
-        raise AttributeError(
-            f"The trainer of a rollout function has no {name!r}: it is not TRL's GRPOTrainer. It has "
-            f"{', '.join(there)} (docs/agents.md, A function that makes the rollouts). "
-            "Completions are drawn by trainer.generate(ids)."
-        )
-
-    def of_completions(self, values: Sequence[Any]) -> list[Any]:
-        """Return copies of values that are there once a prompt, one for each completion."""
-        return [copy.deepcopy(value) for value in values for _ in range(self._asked.group_size)]
-
-    def generate(
-        self,
-        prompt_ids: Sequence[Sequence[int]],
-        *,
-        rows: Sequence[int] | None = None,
-        max_new_tokens: int | Sequence[int] | None = None,
-    ) -> dict[str, list[Any]]:
-        """Let the policy continue texts. A sample depends on its completion and on how often that was continued so far,
-        and on no other text; with vLLM, a first one that is requested without the others differs from one with them.
-
-        Args:
-            prompt_ids: The tokens of each text.
-            rows: The completion of each text. None: there is one for every completion, in order.
-            max_new_tokens: One number, or one for each text. None is `sampling.max_new_tokens`. Texts are drawn
-                together as long as they fit in the model's context, and each is cut to its own number: it gets the
-                tokens that it would have got alone.
-
-        Returns:
-            ``prompt_ids``, ``completion_ids`` and ``logprobs``, as a rollout function returns them, and ``ended``:
-            whether each came to its end.
-
-        Raises:
-            GenerationError: a text for no completion, or called in another thread than the function.
-        """
-        numbers = list(range(len(self._keys))) if rows is None else list(rows)
-        self._check(prompt_ids, numbers)
-        if not numbers:
-            return {name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "ended")}
-        texts, rooms = [list(ids) for ids in prompt_ids], self._rooms(max_new_tokens, len(numbers))
-        drawn: dict[int, tuple[list[int], list[float], bool]] = {}
-        for together in self._together(texts, rooms):
-            most = max(rooms[place] for place in together)
-            parts = self._drawn([texts[place] for place in together], [numbers[place] for place in together], most)
-            drawn |= {place: _cut_to_length(*part, rooms[place]) for place, part in zip(together, parts)}
-        completions = [drawn[place] for place in range(len(texts))]
-        columns = dict(zip(("completion_ids", "logprobs", "ended"), map(list, zip(*completions))))
-        return {"prompt_ids": texts, **columns}
-
-    def _rooms(self, max_new_tokens: int | Sequence[int] | None, count: int) -> list[int]:
-        """Return the most new tokens of each of ``count`` texts."""
-        given = self.sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
-        rooms = [given] * count if isinstance(given, int) else list(given)
-        if len(rooms) != count:
-            raise GenerationError(
-                f"trainer.generate was given {count} texts and {len(rooms)} max_new_tokens: give one number, or one "
-                "for each text."
-            )
-        for room in set(rooms):
-            in_range("max_new_tokens", room, low=1)
-        return rooms
-
-    def _together(self, texts: Sequence[list[int]], rooms: Sequence[int]) -> Iterator[list[int]]:
-        """Yield the places of the texts of each call. All are drawn with the room of the largest, which changes nothing
-        for a text that stays in the context, and whose EOS `min_new_tokens` blocks for as long as it would alone."""
-        left = list(range(len(texts)))
-        while left:
-            most = max(rooms[place] for place in left)
-            now = [
-                place
-                for place in left
-                if rooms[place] == most
-                or (self._least(rooms[place]) == self._least(most) and len(texts[place]) + most <= self._context)
-            ]
-            yield now
-            left = [place for place in left if place not in now]
-
-    def _least(self, room: int) -> int:
-        return min(self.sampling.min_new_tokens, room)
-
-    def _drawn(
-        self, texts: Sequence[list[int]], rows: Sequence[int], room: int
-    ) -> list[tuple[list[int], list[float], bool]]:
-        """Return tokens and log-probs of the continuations, and whether each came to its end."""
-        sampling = replace(self.sampling, max_new_tokens=room, min_new_tokens=self._least(room))
-        begun = time.perf_counter()
-        with background_thread():  # ranks call it as often as they like: none waits for another
-            out = self._generate(self._prompts(texts, rows), sampling)
-        self.seconds += time.perf_counter() - begun
-        for row in rows:
-            self._calls[row] += 1
-        within = [mask.nonzero()[:, 0] for mask in out.response_mask]
-        return [
-            (ids[there].tolist(), logprobs[there].tolist(), ended)
-            for ids, logprobs, ended, there in zip(
-                out.response_ids, out.sampler_logprobs, out.ended.tolist(), within, strict=True
-            )
-        ]
-
-    def _check(self, prompt_ids: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
-        if threading.get_ident() != self._thread:
-            raise GenerationError(
-                "trainer.generate was called in another thread than the rollout function: call it there."
-            )
-        if len(prompt_ids) != len(rows) or len(set(rows)) < len(rows) or not set(rows) <= set(range(len(self._keys))):
-            raise GenerationError(
-                f"trainer.generate was given {len(prompt_ids)} texts for the completions {excerpt(repr(list(rows)))}. "
-                f"There are {len(self._keys)}, each at most once in a call: say with rows=[...] which they are for."
-            )
-
-    def _prompts(self, prompt_ids: Sequence[list[int]], rows: Sequence[int]) -> Prompts:
-        """Return the request: whole groups at their first turn, as it would be without a rollout function."""
-        group, asked = self._asked.group_size, self._asked
-        firsts = prompt_ids[::group]
-        whole = list(rows) == list(range(len(self._keys))) and not any(self._calls)
-        if whole and prompt_ids == [ids for ids in firsts for _ in range(group)]:
-            return replace(asked, token_ids=firsts)
-        keys = [
-            turn_key(self._keys[row], self._calls[row])
-            if self._calls[row]
-            else sample_key(asked.keys[row // group], row % group)
-            for row in rows
-        ]
-        return replace(asked, token_ids=prompt_ids, keys=keys, group_size=1)
-
-
-def _cut_to_length(
-    ids: list[int], logprobs: list[float], ended: bool, room: int
-) -> tuple[list[int], list[float], bool]:
-    """Cut a completion to its room: a longer one has not come to its end there."""
-    return ids[:room], logprobs[:room], ended and len(ids) <= room
-
-
-_ROLES = ("assistant", "tool", "user", "system")
-
-
-class InvalidMessages(ValueError):
-    """Returned messages that are invalid, and the reason."""
-
-
-def decoded_messages(token_ids: Sequence[int], written: Sequence[bool], tokenizer: Any) -> list[Message]:
-    """Return each stretch of tokens by one author as a message. Tokens do not name the author of answers: it is the
-    user.
-
-    Args:
-        token_ids: The completion's tokens.
-        written: True for those that the policy wrote.
-        tokenizer: The policy's.
-    """
-    return [
-        {
-            "role": "assistant" if by_policy else "user",
-            "content": str(tokenizer.decode([token for _, token in part], skip_special_tokens=True)),
-        }
-        for by_policy, part in groupby(zip(written, token_ids, strict=True), key=lambda each: each[0])
-    ]
-
-
-def read_messages(given: Any, turns: int) -> list[Message]:
-    """Return the messages of a rollout function, with the arguments of calls as mappings.
-
-    Args:
-        given: The messages of one completion.
-        turns: The policy's turns, by the tokens.
-
-    Raises:
-        NoMessages: one has no role, text or readable call; or there is not one message for each turn.
-    """
-    listed: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
-    if not all(isinstance(each, Mapping) and each.get("role") in _ROLES for each in listed):
-        raise InvalidMessages(
-            f"takes messages, each a dict with the role {', '.join(_ROLES)}; here {excerpt(repr(given))}"
-        )
-    said = sum(message["role"] == "assistant" for message in listed)
-    if said != turns:
-        raise InvalidMessages(
-            f"takes a message of the assistant for each of the {turns} turns that env_mask has; here {said}"
-        )
-    return [_read_message(message) for message in listed]
-
-
-def _read_message(message: Mapping[str, Any]) -> Message:
-    calls = message.get("tool_calls") or []
-    content = "" if message.get("content") is None and calls else message.get("content")
-    if not isinstance(content, str):
-        raise InvalidMessages(f"takes a text under 'content'; here {excerpt(repr(dict(message)))}")
-    read: Message = {**message, "content": content}
-    if calls:
-        read["tool_calls"] = [_read_call(call) for call in calls]
-    try:
-        json.dumps(read)
-    except (TypeError, ValueError) as error:
-        raise InvalidMessages(f"takes what JSON can write ({error}); here {excerpt(repr(read))}") from error
-    return read
-
-
-def _read_call(call: Any) -> Message:
-    try:
-        function = call["function"]
-        arguments = function["arguments"]
-        arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-        return {**call, "function": {**function, "name": str(function["name"]), "arguments": dict(arguments)}}
-    except (KeyError, TypeError, ValueError) as error:
-        raise InvalidMessages(
-            "takes calls such as {'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 1}}}; here "
-            f"{excerpt(repr(call))}"
-        ) from error
-
-
-REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
-MASK = "env_mask"
-ENDED = "ended"
-MESSAGES = "episode_messages"
-ERROR = "episode_error"
-_OPTIONAL = (MASK, ENDED, MESSAGES, ERROR)
-_OWN = (*REQUIRED, *_OPTIONAL)
-"""Keys of its own; all others are for rewards."""
-
-
-@dataclass(frozen=True)
-class CompletionFailure:
-    """The reason why a completion is neither scored nor learned from."""
-
-    end: Literal["failed", "timeout"]
-    error: str
-
-
-@dataclass(frozen=True)
-class ReturnedRow:
-    """One completion."""
-
-    prompt_ids: list[int]
-    token_ids: list[int]
-    """Up to the last one that the policy wrote: later ones have no effect."""
-    logprobs: list[float]
-    """0 where the policy did not write."""
-    written: list[bool]
-    """True for the tokens that the policy wrote."""
-    ended: bool | None
-    """True where it came to its end; None where that was not returned."""
-    messages: list[Message] | None = None
-    """Its messages, where they were returned: one of the assistant for each turn of the policy."""
-    failure: CompletionFailure | None = None
-    """None where nothing failed."""
-
-    @property
-    def turns(self) -> list[int]:
-        """The turn of each token: tokens between two turns of the policy count to the first."""
-        turns, now, begun = list[int](), 0, False
-        for before, written in zip([False, *self.written], self.written):
-            now += begun and written and not before
-            begun = begun or written
-            turns.append(now)
-        return turns
-
-
-class ReturnedRollout:
-    """The dict of a rollout function.
-
-    Args:
-        returned: The function's value.
-        who: The function's name, for messages.
-        count: Requested completions.
-        group_size: Completions of each prompt.
-        max_prompt_tokens: Most tokens of a prompt.
-        max_tokens: Most tokens of a completion.
-
-    Raises:
-        GenerationError: it is no dict of lists of the right lengths; names the key and the completion.
-        NumericError: a log-prob is not finite.
-    """
-
-    def __init__(
-        self,
-        returned: Any,
-        who: str,
-        count: int,
-        *,
-        group_size: int,
-        max_prompt_tokens: int,
-        max_tokens: int,
-    ) -> None:
-        self._who, self._count = who, count
-        missing = [key for key in REQUIRED if not isinstance(returned, Mapping) or key not in returned]
-        if missing:
-            came = f"a dict without {', '.join(missing)}" if isinstance(returned, Mapping) else type(returned).__name__
-            raise self._wrong(f"returned {came}; it returns a dict with {', '.join(REQUIRED)}, one entry a completion")
-        self._returned = returned
-        columns = [self._list(key) for key in REQUIRED]
-        columns += [self._list(key) if returned.get(key) is not None else [None] * count for key in _OPTIONAL]
-        self.rows = [self._row(index, *parts) for index, parts in enumerate(zip(*columns, strict=True))]
-        self.has_mask = returned.get(MASK) is not None
-        for index, row in enumerate(self.rows):
-            if row.prompt_ids != self.rows[index // group_size * group_size].prompt_ids:
-                raise self._wrong(
-                    f"gave completion {index} other prompt_ids than the first of its group: the {group_size} "
-                    "completions of a prompt are compared, and answer the same"
-                )
-            self._check_lengths(index, row, max_prompt_tokens, max_tokens)
-
-    def _check_lengths(self, index: int, row: ReturnedRow, max_prompt_tokens: int, max_tokens: int) -> None:
-        if len(row.prompt_ids) > max_prompt_tokens:
-            raise self._wrong(
-                f"gave completion {index} a prompt of {len(row.prompt_ids)} tokens, and the run is planned for "
-                f"{max_prompt_tokens}: set env.max_prompt_tokens"
-            )
-        if len(row.token_ids) > max_tokens:
-            raise self._wrong(
-                f"gave completion {index} {len(row.token_ids)} tokens, and env.max_tokens={max_tokens}: raise it, or "
-                "end conversations earlier"
-            )
-
-    def _wrong(self, what: str) -> GenerationError:
-        return GenerationError(f"env.path={self._who} {what}.")
-
-    def _list(self, key: str) -> Sequence[Any]:
-        values = self._returned[key]
-        if not _is_listed(values) or len(values) != self._count:
-            length = f"{len(values)} entries" if _is_listed(values) else type(values).__name__
-            raise self._wrong(f"returned {length} as {key}; it takes a list of {self._count}, one for each completion")
-        return values
-
-    def _row(self, index: int, prompt_ids: Any, token_ids: Any, logprobs: Any, *optional: Any) -> ReturnedRow:
-        mask, ended, messages, error = optional
-        prompt, tokens = self._ids(index, "prompt_ids", prompt_ids), self._ids(index, "completion_ids", token_ids)
-        lengths = {"logprobs": logprobs} | ({} if mask is None else {MASK: mask})
-        for key, values in lengths.items():
-            if not hasattr(values, "__len__") or len(values) != len(tokens):
-                length = len(values) if hasattr(values, "__len__") else repr(values)
-                raise self._wrong(f"gave completion {index} {length} {key} for {len(tokens)} tokens: one for each")
-        written = [True] * len(tokens) if mask is None else [self._bit(index, MASK, value) for value in mask]
-        if not any(written):
-            raise self._wrong(f"gave completion {index} an {MASK} without a token of the policy")
-        end = len(written) - written[::-1].index(True)
-        found = [self._number(index, value) if ours else 0.0 for value, ours in zip(logprobs, written)]
-        is_ended = None if ended is None else self._bit(index, ENDED, ended)
-        failure = None if error is None else self._failure(index, error)
-        row = ReturnedRow(prompt, tokens[:end], found[:end], written[:end], is_ended, failure=failure)
-        return row if messages is None else replace(row, messages=self._messages(index, messages, row.turns[-1] + 1))
-
-    def _messages(self, index: int, given: Any, turns: int) -> list[Message]:
-        try:
-            return read_messages(given, turns)
-        except InvalidMessages as why:
-            raise self._wrong(f"gave completion {index} {MESSAGES}, which {why}") from why
-
-    def _failure(self, index: int, error: Any) -> CompletionFailure:
-        if isinstance(error, Exception):
-            return CompletionFailure("timeout" if isinstance(error, TimeoutError) else "failed", error_line(error))
-        if not isinstance(error, str) or not error:
-            raise self._wrong(
-                f"gave completion {index} {excerpt(repr(error))} as {ERROR}; it takes what went wrong, a text or an "
-                "exception, and None where nothing did"
-            )
-        return CompletionFailure("failed", excerpt(error, 200))
-
-    def _ids(self, index: int, key: str, ids: Any) -> list[int]:
-        listed: Any = ids.tolist() if hasattr(ids, "tolist") else ids
-        if not isinstance(listed, Sequence) or not listed or not all(map(_is_token, listed)):
-            raise self._wrong(f"gave completion {index} {excerpt(repr(ids))} as {key}; it takes one token id or more")
-        return list(listed)
-
-    def _bit(self, index: int, key: str, value: Any) -> bool:
-        if value not in (0, 1):
-            raise self._wrong(f"gave completion {index} {excerpt(repr(value))} in {key}; it takes 1 or 0")
-        return bool(value)
-
-    def _number(self, index: int, value: Any) -> float:
-        alone: Any = value[0] if isinstance(value, Sequence) and len(value) == 1 else value  # as vLLM has them
-        try:
-            number = float(alone)
-        except (TypeError, ValueError):
-            wrong = f"gave completion {index} the log-prob {excerpt(repr(value))}, which is no number"
-            raise self._wrong(wrong) from None
-        if not math.isfinite(number):
-            raise NumericError(f"env.path={self._who} gave completion {index} the log-prob {number}.")
-        return number
-
-    def extra(self, columns: Sequence[str], declared: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the other columns of each completion: an entry of a list, or one value for all.
-
-        Args:
-            columns: Columns of the data, whose names are taken.
-            declared: Names that it has to return.
-        """
-        others = {key: value for key, value in self._returned.items() if key not in _OWN}
-        if missing := [name for name in declared if name not in others]:
-            raise self._wrong(f"did not return {', '.join(missing)}, which env.columns names")
-        if taken := [name for name in others if name in (*columns, "episodes", *ARGUMENTS, *SINGULAR)]:
-            raise self._wrong(f"returned {', '.join(taken)}, which rewards get already: give it another name")
-        lists = {key: self._list(key) for key, value in others.items() if _is_listed(value)}
-        return [{key: lists[key][i] if key in lists else others[key] for key in others} for i in range(self._count)]
-
-    def decoded(self, asked: Prompts) -> Decoded:
-        """Return the completions as tensors."""
-        width = max(len(row.token_ids) for row in self.rows)
-
-        def padded(values: Sequence[Sequence[Any]], fill: Any) -> torch.Tensor:
-            return torch.tensor([[*row, *[fill] * (width - len(row))] for row in values])
-
-        there = torch.arange(width) < torch.tensor([len(row.token_ids) for row in self.rows])[:, None]
-        return Decoded(
-            ids=padded([row.token_ids for row in self.rows], asked.pad_id),
-            mask=padded([row.written for row in self.rows], False),
-            logprobs=padded([row.logprobs for row in self.rows], 0.0).float(),
-            ended=torch.tensor(
-                [row.token_ids[-1] in asked.eos_ids if row.ended is None else row.ended for row in self.rows]
-            ),
-            kept_logmass=None,
-            attended=there if self.has_mask else None,
-            turn=padded([row.turns for row in self.rows], 0) if self.has_mask else None,
-        )
-
-
-def _is_listed(value: Any) -> bool:
-    """Tell whether it is a list, a tuple or an array: an entry a completion."""
-    return isinstance(value, list | tuple) or (hasattr(value, "tolist") and getattr(value, "ndim", 0) > 0)
-
-
-def _is_token(value: Any) -> bool:
-    return isinstance(value, int) and value >= 0
-
-
 class RolloutFunction(Interactive):
     """The settings of `env=rollout_func`.
 
@@ -657,3 +189,463 @@ class RolloutCalls(EpisodeSource):
             extra=extra,
             error=None if row.failure is None else row.failure.error,
         )
+
+
+# ------------------------------------------------------------------ the second argument
+
+
+class RolloutHandle:
+    """The `trainer` of a rollout function: the tokenizer, and the run's generator, synced to the policy.
+
+    Args:
+        request: The requested completions.
+        encode: From a prompt to its tokens, as the run does it.
+        tokenizer: The policy's.
+        template_kwargs: Arguments of the chat template.
+        max_tokens: Most tokens of a completion, with those that the policy did not write.
+    """
+
+    def __init__(
+        self,
+        request: EpisodeRequest,
+        encode: Callable[..., list[int]],
+        tokenizer: Any,
+        template_kwargs: Mapping[str, Any],
+        max_tokens: int,
+    ) -> None:
+        self._generate, self._asked, self._keys = request.generate, request.prompts, request.row_keys
+        self._thread, self._calls = threading.get_ident(), [0] * len(request.row_keys)
+        self._context = request.context
+        self.seconds = 0.0
+        """Seconds that `generate` has taken so far."""
+        self.sampling = request.sampling
+        """The run's sampling."""
+        self.encode = encode
+        """From a prompt to its tokens, by the chat template and its arguments."""
+        self.tokenizer = self.processing_class = tokenizer
+        self.template_kwargs, self.max_tokens = dict(template_kwargs), max_tokens
+        self.eos_ids = tuple(request.prompts.eos_ids)
+        """Every token that ends a turn."""
+        self.count = len(request.row_keys)
+        """Completions of this process."""
+        self.columns = {name: self.of_completions(values) for name, values in request.batch.columns.items()}
+        """The columns of the data, one entry a completion."""
+        self.num_generations = self._asked.group_size
+        """Completions of each prompt."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse a name of TRL's trainer, with a list of the names that exist.
+
+        Raises:
+            AttributeError: always: Python finds existing attributes first.
+        """
+        there = sorted({*vars(self), "generate"} - {each for each in vars(self) if each.startswith("_")})
+        raise AttributeError(
+            f"The trainer of a rollout function has no {name!r}: it is not TRL's GRPOTrainer. It has "
+            f"{', '.join(there)} (docs/agents.md, A function that makes the rollouts). "
+            "Completions are drawn by trainer.generate(ids)."
+        )
+
+    def of_completions(self, values: Sequence[Any]) -> list[Any]:
+        """Return copies of values that are there once a prompt, one for each completion."""
+        return [copy.deepcopy(value) for value in values for _ in range(self._asked.group_size)]
+
+    def generate(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        *,
+        rows: Sequence[int] | None = None,
+        max_new_tokens: int | Sequence[int] | None = None,
+    ) -> dict[str, list[Any]]:
+        """Let the policy continue texts. A sample depends on its completion and on how often that was continued so far,
+        and on no other text; with vLLM, a first one that is requested without the others differs from one with them.
+
+        Args:
+            prompt_ids: The tokens of each text.
+            rows: The completion of each text. None: there is one for every completion, in order.
+            max_new_tokens: One number, or one for each text. None is `sampling.max_new_tokens`. Texts are drawn
+                together as long as they fit in the model's context, and each is cut to its own number: it gets the
+                tokens that it would have got alone.
+
+        Returns:
+            ``prompt_ids``, ``completion_ids`` and ``logprobs``, as a rollout function returns them, and ``ended``:
+            whether each came to its end.
+
+        Raises:
+            GenerationError: a text for no completion, or called in another thread than the function.
+        """
+        numbers = list(range(len(self._keys))) if rows is None else list(rows)
+        self._check(prompt_ids, numbers)
+        if not numbers:
+            return {name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "ended")}
+        texts, limits = [list(ids) for ids in prompt_ids], self._limits(max_new_tokens, len(numbers))
+        drawn: dict[int, tuple[list[int], list[float], bool]] = {}
+        for together in self._together(texts, limits):
+            most = max(limits[place] for place in together)
+            parts = self._drawn([texts[place] for place in together], [numbers[place] for place in together], most)
+            for place, (ids, logprobs, ended) in zip(together, parts):
+                limit = limits[place]  # a longer completion has not come to its end there
+                drawn[place] = ids[:limit], logprobs[:limit], ended and len(ids) <= limit
+        completions = [drawn[place] for place in range(len(texts))]
+        columns = dict(zip(("completion_ids", "logprobs", "ended"), map(list, zip(*completions))))
+        return {"prompt_ids": texts, **columns}
+
+    def _limits(self, max_new_tokens: int | Sequence[int] | None, count: int) -> list[int]:
+        """Return the most new tokens of each of ``count`` texts."""
+        given = self.sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
+        limits = [given] * count if isinstance(given, int) else list(given)
+        if len(limits) != count:
+            raise GenerationError(
+                f"trainer.generate was given {count} texts and {len(limits)} max_new_tokens: give one number, or one "
+                "for each text."
+            )
+        for limit in set(limits):
+            in_range("max_new_tokens", limit, low=1)
+        return limits
+
+    def _together(self, texts: Sequence[list[int]], limits: Sequence[int]) -> Iterator[list[int]]:
+        """Yield the places of the texts of each call. All are drawn with the largest limit, which changes nothing
+        for a text that stays in the context, and whose EOS `min_new_tokens` blocks for as long as it would alone."""
+        left, least = list(range(len(texts))), self.sampling.min_new_tokens
+        while left:
+            most = max(limits[place] for place in left)
+            now = [
+                place
+                for place in left
+                if limits[place] == most
+                or (min(least, limits[place]) == min(least, most) and len(texts[place]) + most <= self._context)
+            ]
+            yield now
+            left = [place for place in left if place not in now]
+
+    def _drawn(
+        self, texts: Sequence[list[int]], rows: Sequence[int], limit: int
+    ) -> list[tuple[list[int], list[float], bool]]:
+        """Return tokens and log-probs of the continuations, and whether each came to its end."""
+        sampling = replace(self.sampling, max_new_tokens=limit, min_new_tokens=min(self.sampling.min_new_tokens, limit))
+        begun = time.perf_counter()
+        with background_thread():  # ranks call it as often as they like: none waits for another
+            out = self._generate(self._prompts(texts, rows), sampling)
+        self.seconds += time.perf_counter() - begun
+        for row in rows:
+            self._calls[row] += 1
+        within = [mask.nonzero()[:, 0] for mask in out.response_mask]
+        return [
+            (ids[there].tolist(), logprobs[there].tolist(), ended)
+            for ids, logprobs, ended, there in zip(
+                out.response_ids, out.sampler_logprobs, out.ended.tolist(), within, strict=True
+            )
+        ]
+
+    def _check(self, prompt_ids: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
+        if threading.get_ident() != self._thread:
+            raise GenerationError(
+                "trainer.generate was called in another thread than the rollout function: call it there."
+            )
+        if len(prompt_ids) != len(rows) or len(set(rows)) < len(rows) or not set(rows) <= set(range(len(self._keys))):
+            raise GenerationError(
+                f"trainer.generate was given {len(prompt_ids)} texts for the completions {excerpt(repr(list(rows)))}. "
+                f"There are {len(self._keys)}, each at most once in a call: say with rows=[...] which they are for."
+            )
+
+    def _prompts(self, prompt_ids: Sequence[list[int]], rows: Sequence[int]) -> Prompts:
+        """Return the request: whole groups at their first turn, as it would be without a rollout function."""
+        group, asked = self._asked.group_size, self._asked
+        firsts = prompt_ids[::group]
+        whole = list(rows) == list(range(len(self._keys))) and not any(self._calls)
+        if whole and prompt_ids == [ids for ids in firsts for _ in range(group)]:
+            return replace(asked, token_ids=firsts)
+        keys = [
+            turn_key(self._keys[row], self._calls[row])
+            if self._calls[row]
+            else sample_key(asked.keys[row // group], row % group)
+            for row in rows
+        ]
+        return replace(asked, token_ids=prompt_ids, keys=keys, group_size=1)
+
+
+# ------------------------------------------------------------------ the returned dict
+
+REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
+MASK = "env_mask"
+ENDED = "ended"
+MESSAGES = "episode_messages"
+ERROR = "episode_error"
+_OPTIONAL = (MASK, ENDED, MESSAGES, ERROR)
+
+_OWN = (*REQUIRED, *_OPTIONAL)
+"""Keys of its own; all others are for rewards."""
+
+
+class ReturnedRollout:
+    """The dict of a rollout function.
+
+    Args:
+        returned: The function's value.
+        who: The function's name, for messages.
+        count: Requested completions.
+        group_size: Completions of each prompt.
+        max_prompt_tokens: Most tokens of a prompt.
+        max_tokens: Most tokens of a completion.
+
+    Raises:
+        GenerationError: it is no dict of lists of the right lengths; names the key and the completion.
+        NumericError: a log-prob is not finite.
+    """
+
+    def __init__(
+        self,
+        returned: Any,
+        who: str,
+        count: int,
+        *,
+        group_size: int,
+        max_prompt_tokens: int,
+        max_tokens: int,
+    ) -> None:
+        self._who, self._count = who, count
+        missing = [key for key in REQUIRED if not isinstance(returned, Mapping) or key not in returned]
+        if missing:
+            came = f"a dict without {', '.join(missing)}" if isinstance(returned, Mapping) else type(returned).__name__
+            raise self._wrong(f"returned {came}; it returns a dict with {', '.join(REQUIRED)}, one entry a completion")
+        self._returned = returned
+        columns = [self._list(key) for key in REQUIRED]
+        columns += [self._list(key) if returned.get(key) is not None else [None] * count for key in _OPTIONAL]
+        self.rows = [self._row(index, *parts) for index, parts in enumerate(zip(*columns, strict=True))]
+        self.has_mask = returned.get(MASK) is not None
+        for index, row in enumerate(self.rows):
+            if row.prompt_ids != self.rows[index // group_size * group_size].prompt_ids:
+                raise self._wrong(
+                    f"gave completion {index} other prompt_ids than the first of its group: the {group_size} "
+                    "completions of a prompt are compared, and answer the same"
+                )
+            if len(row.prompt_ids) > max_prompt_tokens:
+                raise self._wrong(
+                    f"gave completion {index} a prompt of {len(row.prompt_ids)} tokens, and the run is planned for "
+                    f"{max_prompt_tokens}: set env.max_prompt_tokens"
+                )
+            if len(row.token_ids) > max_tokens:
+                raise self._wrong(
+                    f"gave completion {index} {len(row.token_ids)} tokens, and env.max_tokens={max_tokens}: raise it, "
+                    "or end conversations earlier"
+                )
+
+    def _wrong(self, what: str) -> GenerationError:
+        return GenerationError(f"env.path={self._who} {what}.")
+
+    def _list(self, key: str) -> Sequence[Any]:
+        values = self._returned[key]
+        if not _is_listed(values) or len(values) != self._count:
+            length = f"{len(values)} entries" if _is_listed(values) else type(values).__name__
+            raise self._wrong(f"returned {length} as {key}; it takes a list of {self._count}, one for each completion")
+        return values
+
+    def _row(self, index: int, prompt_ids: Any, token_ids: Any, logprobs: Any, *optional: Any) -> ReturnedRow:
+        mask, ended, messages, error = optional
+        prompt, tokens = self._ids(index, "prompt_ids", prompt_ids), self._ids(index, "completion_ids", token_ids)
+        lengths = {"logprobs": logprobs} | ({} if mask is None else {MASK: mask})
+        for key, values in lengths.items():
+            if not hasattr(values, "__len__") or len(values) != len(tokens):
+                length = len(values) if hasattr(values, "__len__") else repr(values)
+                raise self._wrong(f"gave completion {index} {length} {key} for {len(tokens)} tokens: one for each")
+        written = [True] * len(tokens) if mask is None else [self._bit(index, MASK, value) for value in mask]
+        if not any(written):
+            raise self._wrong(f"gave completion {index} an {MASK} without a token of the policy")
+        end = len(written) - written[::-1].index(True)
+        found = [self._number(index, value) if ours else 0.0 for value, ours in zip(logprobs, written)]
+        is_ended = None if ended is None else self._bit(index, ENDED, ended)
+        failure = None if error is None else self._failure(index, error)
+        row = ReturnedRow(prompt, tokens[:end], found[:end], written[:end], is_ended, failure=failure)
+        if messages is None:
+            return row
+        try:
+            return replace(row, messages=read_messages(messages, row.turns[-1] + 1))
+        except InvalidMessages as why:
+            raise self._wrong(f"gave completion {index} {MESSAGES}, which {why}") from why
+
+    def _failure(self, index: int, error: Any) -> CompletionFailure:
+        if isinstance(error, Exception):
+            return CompletionFailure("timeout" if isinstance(error, TimeoutError) else "failed", error_line(error))
+        if not isinstance(error, str) or not error:
+            raise self._wrong(
+                f"gave completion {index} {excerpt(repr(error))} as {ERROR}; it takes what went wrong, a text or an "
+                "exception, and None where nothing did"
+            )
+        return CompletionFailure("failed", excerpt(error, 200))
+
+    def _ids(self, index: int, key: str, ids: Any) -> list[int]:
+        listed: Any = ids.tolist() if hasattr(ids, "tolist") else ids
+        if not isinstance(listed, Sequence) or not listed or not all(isinstance(i, int) and i >= 0 for i in listed):
+            raise self._wrong(f"gave completion {index} {excerpt(repr(ids))} as {key}; it takes one token id or more")
+        return list(listed)
+
+    def _bit(self, index: int, key: str, value: Any) -> bool:
+        if value not in (0, 1):
+            raise self._wrong(f"gave completion {index} {excerpt(repr(value))} in {key}; it takes 1 or 0")
+        return bool(value)
+
+    def _number(self, index: int, value: Any) -> float:
+        alone: Any = value[0] if isinstance(value, Sequence) and len(value) == 1 else value  # as vLLM has them
+        try:
+            number = float(alone)
+        except (TypeError, ValueError):
+            wrong = f"gave completion {index} the log-prob {excerpt(repr(value))}, which is no number"
+            raise self._wrong(wrong) from None
+        if not math.isfinite(number):
+            raise NumericError(f"env.path={self._who} gave completion {index} the log-prob {number}.")
+        return number
+
+    def extra(self, columns: Sequence[str], declared: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the other columns of each completion: an entry of a list, or one value for all.
+
+        Args:
+            columns: Columns of the data, whose names are taken.
+            declared: Names that it has to return.
+        """
+        others = {key: value for key, value in self._returned.items() if key not in _OWN}
+        if missing := [name for name in declared if name not in others]:
+            raise self._wrong(f"did not return {', '.join(missing)}, which env.columns names")
+        if taken := [name for name in others if name in (*columns, "episodes", *ARGUMENTS, *SINGULAR)]:
+            raise self._wrong(f"returned {', '.join(taken)}, which rewards get already: give it another name")
+        lists = {key: self._list(key) for key, value in others.items() if _is_listed(value)}
+        return [{key: lists[key][i] if key in lists else others[key] for key in others} for i in range(self._count)]
+
+    def decoded(self, asked: Prompts) -> Decoded:
+        """Return the completions as tensors."""
+        width = max(len(row.token_ids) for row in self.rows)
+
+        def padded(values: Sequence[Sequence[Any]], fill: Any) -> torch.Tensor:
+            return torch.tensor([[*row, *[fill] * (width - len(row))] for row in values])
+
+        there = torch.arange(width) < torch.tensor([len(row.token_ids) for row in self.rows])[:, None]
+        return Decoded(
+            ids=padded([row.token_ids for row in self.rows], asked.pad_id),
+            mask=padded([row.written for row in self.rows], False),
+            logprobs=padded([row.logprobs for row in self.rows], 0.0).float(),
+            ended=torch.tensor(
+                [row.token_ids[-1] in asked.eos_ids if row.ended is None else row.ended for row in self.rows]
+            ),
+            kept_logmass=None,
+            attended=there if self.has_mask else None,
+            turn=padded([row.turns for row in self.rows], 0) if self.has_mask else None,
+        )
+
+
+@dataclass(frozen=True)
+class ReturnedRow:
+    """One completion."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    """Up to the last one that the policy wrote: later ones have no effect."""
+    logprobs: list[float]
+    """0 where the policy did not write."""
+    written: list[bool]
+    """True for the tokens that the policy wrote."""
+    ended: bool | None
+    """True where it came to its end; None where that was not returned."""
+    messages: list[Message] | None = None
+    """Its messages, where they were returned: one of the assistant for each turn of the policy."""
+    failure: CompletionFailure | None = None
+    """None where nothing failed."""
+
+    @property
+    def turns(self) -> list[int]:
+        """The turn of each token: tokens between two turns of the policy count to the first."""
+        turns, now, begun = list[int](), 0, False
+        for before, written in zip([False, *self.written], self.written):
+            now += begun and written and not before
+            begun = begun or written
+            turns.append(now)
+        return turns
+
+
+@dataclass(frozen=True)
+class CompletionFailure:
+    """The reason why a completion is neither scored nor learned from."""
+
+    end: Literal["failed", "timeout"]
+    error: str
+
+
+def _is_listed(value: Any) -> bool:
+    """Tell whether it is a list, a tuple or an array: an entry a completion."""
+    return isinstance(value, list | tuple) or (hasattr(value, "tolist") and getattr(value, "ndim", 0) > 0)
+
+
+# ------------------------------------------------------------------ messages
+
+_ROLES = ("assistant", "tool", "user", "system")
+
+
+class InvalidMessages(ValueError):
+    """Returned messages that are invalid, and the reason."""
+
+
+def read_messages(given: Any, turns: int) -> list[Message]:
+    """Return the messages of a rollout function, with the arguments of calls as mappings.
+
+    Args:
+        given: The messages of one completion.
+        turns: The policy's turns, by the tokens.
+
+    Raises:
+        InvalidMessages: one has no role, text or readable call; or there is not one message for each turn.
+    """
+    listed: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+    if not all(isinstance(each, Mapping) and each.get("role") in _ROLES for each in listed):
+        raise InvalidMessages(
+            f"takes messages, each a dict with the role {', '.join(_ROLES)}; here {excerpt(repr(given))}"
+        )
+    said = sum(message["role"] == "assistant" for message in listed)
+    if said != turns:
+        raise InvalidMessages(
+            f"takes a message of the assistant for each of the {turns} turns that env_mask has; here {said}"
+        )
+    return [_read_message(message) for message in listed]
+
+
+def _read_message(message: Mapping[str, Any]) -> Message:
+    calls = message.get("tool_calls") or []
+    content = "" if message.get("content") is None and calls else message.get("content")
+    if not isinstance(content, str):
+        raise InvalidMessages(f"takes a text under 'content'; here {excerpt(repr(dict(message)))}")
+    read: Message = {**message, "content": content}
+    if calls:
+        read["tool_calls"] = [_read_call(call) for call in calls]
+    try:
+        json.dumps(read)
+    except (TypeError, ValueError) as error:
+        raise InvalidMessages(f"takes what JSON can write ({error}); here {excerpt(repr(read))}") from error
+    return read
+
+
+def _read_call(call: Any) -> Message:
+    try:
+        function = call["function"]
+        arguments = function["arguments"]
+        arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        return {**call, "function": {**function, "name": str(function["name"]), "arguments": dict(arguments)}}
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidMessages(
+            "takes calls such as {'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 1}}}; here "
+            f"{excerpt(repr(call))}"
+        ) from error
+
+
+def decoded_messages(token_ids: Sequence[int], written: Sequence[bool], tokenizer: Any) -> list[Message]:
+    """Return each stretch of tokens by one author as a message. Tokens do not name the author of answers: it is the
+    user.
+
+    Args:
+        token_ids: The completion's tokens.
+        written: True for those that the policy wrote.
+        tokenizer: The policy's.
+    """
+    return [
+        {
+            "role": "assistant" if by_policy else "user",
+            "content": str(tokenizer.decode([token for _, token in part], skip_special_tokens=True)),
+        }
+        for by_policy, part in groupby(zip(written, token_ids, strict=True), key=lambda each: each[0])
+    ]

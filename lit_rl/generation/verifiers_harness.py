@@ -76,7 +76,10 @@ class VerifiersHarness:
         games = {taskset: taskset.environment(self.env) for taskset in dict.fromkeys(row.taskset for row in rows)}
 
         async def episode(number: int, url: str) -> VerifiersScores:
-            return _scores(await games[rows[number].taskset].run_episode(rows[number].task(), _context(url)))
+            vf = verifiers()
+            client = vf.EvalClientConfig(base_url=url, api_key_var="LIT_RL_NO_KEY")
+            context = vf.ModelContext(model=MODEL, client=client)
+            return _scores(await games[rows[number].taskset].run_episode(rows[number].task(), context))
 
         played = self._endpoint(trainer).play(episode, around=_serving(games), instead=prompts)
         errors = [each if isinstance(each, Exception) else None for each in played.results]
@@ -92,11 +95,6 @@ async def _serving(games: Mapping[TaskSet, Any]) -> AsyncIterator[None]:
         for game in games.values():
             await stack.enter_async_context(game.serving())
         yield
-
-
-def _context(url: str) -> Any:
-    vf = verifiers()
-    return vf.ModelContext(model=MODEL, client=vf.EvalClientConfig(base_url=url, api_key_var="LIT_RL_NO_KEY"))
 
 
 class EpisodeFailed(Exception):

@@ -64,7 +64,7 @@ def serve(job: Serve) -> int:
             _say_how(job, server)
             while server.alive:
                 time.sleep(_LOOK_EVERY)
-            raise server.death(f"The vLLM server at {server.url} ended.")
+            raise server.failure(f"The vLLM server at {server.url} ended.")
         finally:
             server.stop()
 

@@ -397,7 +397,7 @@ def test_waiting_groups_take_the_places_of_rows_that_end(grouped: bool) -> None:
             columns = self._cache.own_length if grouped else self._length - 8  # of the longest prompt
             seen.append((len(tokens), columns, self.full))
 
-    generator._kind = lambda policy, length: Watched  # type: ignore[method-assign]
+    generator._choose_steps = lambda policy, length: Watched  # type: ignore[method-assign]
     asked = {"rows": list(range(20)), "group_size": 2, "eos_ids": tuple(range(1, 6))}
     out = drawn(generator, policy, Sampling(max_new_tokens=9), **asked)
     assert responses(out) == responses(drawn(HFGenerator(), policy, Sampling(max_new_tokens=9), **asked))
@@ -435,7 +435,7 @@ def test_without_it_one_batch_follows_another(grouped: bool) -> None:
             steps[-1][1].append(len(tokens))
 
     generator = NativeGenerator(6, grouped, continuous_batching=False)
-    generator._kind = lambda policy, length: Counted  # type: ignore[method-assign]
+    generator._choose_steps = lambda policy, length: Counted  # type: ignore[method-assign]
     asked = {"rows": list(range(20)), "group_size": 2, "eos_ids": tuple(range(1, 6))}
     out = drawn(generator, policy, Sampling(max_new_tokens=9), **asked)
     assert [len(rows) for rows, _ in steps] == [6] * 6 + [4]

@@ -76,7 +76,7 @@ def lean(policy: nn.Module, batch: Any, new_tokens: int) -> LeanSteps:
 
 def kind_of(policy: nn.Module) -> Any:
     """What `native` would decode this policy with."""
-    kind: Any = NativeGenerator()._kind(policy, 20)
+    kind: Any = NativeGenerator()._choose_steps(policy, 20)
     return getattr(kind, "func", kind)
 
 
@@ -147,7 +147,7 @@ def test_autocast_is_kept(kind: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         out = engine.generate(ask(group_size=8), sampling)
         off["autocast"] = score(policy, out, sampling).logprobs
-        steps: Any = engine._kind(policy, 20)(policy, probe_batch(policy), 5)
+        steps: Any = engine._choose_steps(policy, 20)(policy, probe_batch(policy), 5)
     off["float32"] = score(policy, out, sampling).logprobs
     off = {name: (out.sampler_logprobs - values)[out.response_mask].abs().mean() for name, values in off.items()}
     assert off["float32"] > 1e-4 and off["autocast"] < 1.5 * off["float32"]

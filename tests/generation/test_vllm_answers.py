@@ -264,7 +264,7 @@ def waiting_threads() -> int:
 @pytest.mark.parametrize("how", ["silent", "dripping"])
 def test_no_thread_waits_on_for_a_server_that_hangs_on_every_request(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The deadline of completions is an hour."""
-    monkeypatch.setattr(asking, "_LOOK_EVERY", 0.3)
+    monkeypatch.setattr(asking, "_CHECK_EVERY", 0.3)
     hung, over = threading.Event(), threading.Event()
 
     def behave(handler: Handler) -> None:

@@ -14,7 +14,7 @@ def given(dealer: Dealer, *tasks: ServerTask) -> list[tuple[int, int]]:
     """Server and number of each task that is given out once these were added."""
     for each in tasks:
         dealer.add(each)
-    return [(server, each.number) for server, each in dealer.give()]
+    return [(server, each.number) for server, each in dealer.assign()]
 
 
 def test_the_server_that_holds_the_fewest_tokens_is_asked_and_of_equals_the_first() -> None:
@@ -67,7 +67,7 @@ def test_what_a_lost_server_owes_is_asked_of_the_others_and_its_late_answers_are
     assert dealer.done(1, 1)
     dealer.add(task(1))  # follows, at home
     dealer.add(task(6))
-    assert dealer.lose(1) == 2 and dealer.servers == [0]
+    assert dealer.drop(1) == 2 and dealer.servers == [0]
     assert not dealer.done(1, 3), "it was given to another"
     assert dealer.done(0, 2) and given(dealer) == [(0, 3)], "what was owed comes before what waits"
     assert dealer.done(0, 3) and dealer.done(0, 4) and given(dealer) == [(0, 1), (0, 6)]

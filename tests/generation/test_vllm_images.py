@@ -104,7 +104,7 @@ def test_answers_that_no_policy_gave() -> None:
     with pytest.raises(
         GenerationError, match="Completion 0 of the engine holds the token 9, which stands for an image"
     ):
-        completions_of(one, [group, group], version=0, device=cpu, never=(9,))
+        completions_of(one, [group, group], version=0, device=cpu, forbidden=(9,))
 
 
 def test_the_engines_head_rules_placeholders_out_once() -> None:

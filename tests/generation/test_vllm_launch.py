@@ -215,6 +215,6 @@ def test_the_first_error_of_a_log_is_shown_before_its_last_lines(tmp_path):
         "RuntimeError: see above \x1b[31m",
     ]
     log.write_text("\n".join(lines))
-    said = str(ServerProcess([], url="http://127.0.0.1:1", cpu=True, log=log).death("It died."))
+    said = str(ServerProcess([], url="http://127.0.0.1:1", cpu=True, log=log).failure("It died."))
     assert said.splitlines()[:2] == ["It died.", "Its first error: ValueError: too little memory"]
     assert "line 39" in said and "line 10" not in said and "\x1b" not in said

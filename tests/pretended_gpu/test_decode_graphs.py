@@ -61,7 +61,7 @@ def one_by_one() -> Iterator[None]:
 def drawn(policy: nn.Module, sampling: Sampling, *, talks: bool = False, cuda_graphs: bool = True, **kinds: Any) -> Any:
     """The completions, and what the host was told: by the responder, and of tokens for each look."""
     counted: list[int] = []
-    added = Responses.added
+    added = Responses.count_token
 
     def noted(self: Responses) -> None:
         added(self)
@@ -71,7 +71,7 @@ def drawn(policy: nn.Module, sampling: Sampling, *, talks: bool = False, cuda_gr
     prompts, responder = ask(group_size=4, eos_ids=(1,)), Scripted(reply, max_tokens=50)
     generator.sync(policy, 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Responses, "added", noted)
+        patch.setattr(Responses, "count_token", noted)
         out = generator.generate(replace(prompts, responder=responder) if talks else prompts, sampling)
     assert generator.steps == ("cuda_graphs" if cuda_graphs else "lean_steps")
     return out, (responder.told, counted)
@@ -126,7 +126,7 @@ def test_other_weights(policy: nn.Module, kind: str) -> None:
 
 def test_a_number_of_the_host_shows(policy: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """The law above can fail: here the host counts the tokens of a turn, which is right where steps are launched."""
-    calls, spoken = [0], Responses.spoken
+    calls, spoken = [0], Responses.turn_lengths
 
     def counted(self: Responses, rows: Tensor) -> Tensor:
         calls[0] += 1
@@ -136,7 +136,7 @@ def test_a_number_of_the_host_shows(policy: nn.Module, monkeypatch: pytest.Monke
     for way in (nullcontext, one_by_one):
         with way(), monkeypatch.context() as patch:
             expected, _ = drawn(policy, sampling)
-            patch.setattr(Responses, "spoken", counted)
+            patch.setattr(Responses, "turn_lengths", counted)
             calls[0] = 0
             outs.append(drawn(policy, sampling)[0])
     assert same_bits(outs[1], expected) and not same_bits(outs[0], expected)

@@ -30,62 +30,6 @@ from lit_rl.generation.vllm import api_key
 from lit_rl.generation.vllm.engine import EngineAnswer, Facts, Request
 
 
-class Connections:
-    """The connections of some calls. Threads may share it."""
-
-    def __init__(self) -> None:
-        self._lock, self._is_cut = threading.Lock(), False
-        self._open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-    def handlers(self) -> list[urllib.request.BaseHandler]:
-        """Return the handlers of an opener with these connections."""
-        opened = self._opened
-
-        class Plain(http.client.HTTPConnection):
-            def connect(self) -> None:
-                super().connect()
-                opened(self.sock)
-
-        class Encrypted(http.client.HTTPSConnection):
-            def connect(self) -> None:
-                super().connect()
-                opened(self.sock)
-
-        class PlainHandler(urllib.request.HTTPHandler):
-            def http_open(self, req: urllib.request.Request) -> Any:
-                return self.do_open(Plain, req)
-
-        class EncryptedHandler(urllib.request.HTTPSHandler):
-            def https_open(self, req: urllib.request.Request) -> Any:
-                return self.do_open(Encrypted, req, context=self._context)  # pyright: ignore  # read once, as theirs is
-
-        return [PlainHandler(), EncryptedHandler()]
-
-    def cut(self) -> None:
-        """End all calls in flight, and all later ones. A server then drops their requests too."""
-        with self._lock:
-            self._is_cut = True
-            left = list(self._open)
-        for each in left:
-            with contextlib.suppress(OSError):  # it has ended by itself
-                each.shutdown(socket.SHUT_RDWR)
-
-    def _opened(self, connection: socket.socket) -> None:
-        with self._lock:
-            if self._is_cut:
-                raise ConnectionAbortedError("the call was given up")
-            self._open.add(connection)
-
-
-_LONGEST_MESSAGE = 600
-LARGEST_ANSWER = 2**28
-"""Bytes: a completion of a million tokens with its log-probs has less."""
-_DEAD = ("EngineDeadError", "EngineCore encountered")
-_ENDING = ("Server shutting down", "after shutdown")  # the second is Python's, of a pool that takes no more work
-_EXCERPT = 200
-"""Letters of an answer in a message."""
-
-
 class ServerError(GenerationError):
     """A failed call to a server; `url` is the server's."""
 
@@ -114,6 +58,20 @@ class ServerRefused(ServerError):
         self.status = status
 
 
+# ------------------------------------------------------------------ calls
+
+_LONGEST_MESSAGE = 600
+
+LARGEST_ANSWER = 2**28
+"""Bytes: a completion of a million tokens with its log-probs has less."""
+
+_DEAD = ("EngineDeadError", "EngineCore encountered")
+_ENDING = ("Server shutting down", "after shutdown")  # the second is Python's, of a pool that takes no more work
+
+_EXCERPT = 200
+"""Letters of an answer in a message."""
+
+
 class JSONCalls:
     """Calls of one server. Holds no connection, so threads may share it.
 
@@ -140,9 +98,9 @@ class JSONCalls:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
 
-    def hang_up(self) -> None:
+    def abort(self) -> None:
         """End the calls that other threads wait for, as `ServerDead`, and every later one."""
-        self._connections.cut()
+        self._connections.abort()
 
     def get(self, route: str, deadline: float, **query: Any) -> Any:
         """Return the JSON of an answer; None where it is empty.
@@ -234,6 +192,53 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
+class Connections:
+    """The connections of some calls. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._lock, self._is_aborted = threading.Lock(), False
+        self._open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+    def handlers(self) -> list[urllib.request.BaseHandler]:
+        """Return the handlers of an opener with these connections."""
+        opened = self._opened
+
+        class Plain(http.client.HTTPConnection):
+            def connect(self) -> None:
+                super().connect()
+                opened(self.sock)
+
+        class Encrypted(http.client.HTTPSConnection):
+            def connect(self) -> None:
+                super().connect()
+                opened(self.sock)
+
+        class PlainHandler(urllib.request.HTTPHandler):
+            def http_open(self, req: urllib.request.Request) -> Any:
+                return self.do_open(Plain, req)
+
+        class EncryptedHandler(urllib.request.HTTPSHandler):
+            def https_open(self, req: urllib.request.Request) -> Any:
+                return self.do_open(Encrypted, req, context=self._context)  # pyright: ignore  # read once, as theirs is
+
+        return [PlainHandler(), EncryptedHandler()]
+
+    def abort(self) -> None:
+        """End all calls in flight, and all later ones. A server then drops their requests too."""
+        with self._lock:
+            self._is_aborted = True
+            left = list(self._open)
+        for each in left:
+            with contextlib.suppress(OSError):  # it has ended by itself
+                each.shutdown(socket.SHUT_RDWR)
+
+    def _opened(self, connection: socket.socket) -> None:
+        with self._lock:
+            if self._is_aborted:
+                raise ConnectionAbortedError("the call was given up")
+            self._open.add(connection)
+
+
 def checked_url(url: str, key: str) -> str:
     """Return the base address without a slash at its end. Raise a ConfigError for an invalid one; see `Client`."""
     try:
@@ -310,14 +315,114 @@ def _plain(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in words)[:_LONGEST_MESSAGE]
 
 
+# ------------------------------------------------------------------ routes
+
+_RETRY_AFTER = 0.05
+
+
+class Client(JSONCalls):
+    """A client of one server with vLLM's routes of training, started by `lit-rl serve`, by `launch` or otherwise.
+
+    Every method raises `ServerDead`, `ServerHung` or `ServerRefused`, also for an invalid answer.
+    """
+
+    def health(self, deadline: float) -> None:
+        """Return if the engine behind the server lives.
+
+        Raises:
+            ServerDead: also where the server answers and its engine does not live.
+        """
+        try:
+            self.get("/health", deadline)
+        except ServerRefused as error:
+            if error.status == 503:
+                raise ServerDead(self.url, "GET /health", "its engine has died.") from error
+            raise
+
+    def models(self, deadline: float) -> dict[str, int | None]:
+        """Return the names of the model and of adapters, each with its longest sequence in tokens."""
+        return parse_models(self._answered("GET /v1/models", self.get("/v1/models", deadline)))
+
+    def world_size(self, deadline: float) -> int:
+        """Return the number of workers behind the server, of all copies of the model together."""
+        return parse_world_size(self._answered("GET /get_world_size", self.get("/get_world_size", deadline)))
+
+    def facts(self, deadline: float) -> Facts:
+        """Return the engine's facts from its first worker; all workers of a server are alike."""
+        first, *_ = self.rpc("lit_rl_facts", deadline=deadline)
+        return parse_facts(self._answered("rpc lit_rl_facts", first))
+
+    def rpc(
+        self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *, deadline: float
+    ) -> list[Any]:
+        """Call a method of every worker, and return the results, one a worker.
+
+        Arguments and results are JSON values; a result that is no dict, list or None comes as a string.
+        """
+        body = {"method": method, "args": list(args), "kwargs": dict(kwargs or {}), "timeout": deadline}
+        return parse_results(self._answered(f"rpc {method}", self.post("/collective_rpc", deadline, body)))
+
+    def complete(self, payload: Mapping[str, Any], deadline: float) -> JSONAnswer:
+        """Return the answer of ``POST /v1/completions``, for `parse_completions`."""
+        return self._answered("POST /v1/completions", self.post("/v1/completions", deadline, payload))
+
+    def generate(self, payload: Mapping[str, Any], deadline: float) -> JSONAnswer:
+        """Return the answer of ``POST /inference/v1/generate``, which takes images beside token ids, for
+        `parse_generated`. A server started with ``--enable-scale-out`` has this route."""
+        route = "/inference/v1/generate"
+        return self._answered(f"POST {route}", self.post(route, deadline, payload))
+
+    def pause(self, deadline: float, mode: Literal["abort", "wait", "keep"] = "wait") -> None:
+        """Accept no new requests. Running ones are aborted, waited for, or frozen until `resume`."""
+        self.post("/pause", deadline, mode=mode)
+
+    def resume(self, deadline: float) -> None:
+        """Accept requests again after `pause`."""
+        self.post("/resume", deadline)
+
+    def reset_caches(self, deadline: float) -> None:
+        """Empty every cache with results of older weights: of prefixes, of images, of encoders.
+
+        Raises:
+            ServerRefused: requests still hold parts of the prefix cache when the deadline comes.
+        """
+        call, until = "POST /reset_prefix_cache", time.monotonic() + deadline
+        while not parse_reset(self._answered(call, self.post("/reset_prefix_cache", _left(until)))):
+            if _left(until) < 2 * _RETRY_AFTER:
+                raise ServerRefused(self.url, call, "running requests hold the prefix cache: pause first.", 200)
+            time.sleep(_RETRY_AFTER)
+        self.post("/reset_mm_cache", _left(until))
+        self.post("/reset_encoder_cache", _left(until))
+
+    def load_adapter(self, name: str, path: str, deadline: float) -> None:
+        """Load a PEFT adapter from a folder that the server can read, in place of one of the same name.
+
+        Requests with ``"model": name`` then use it. The caches stay as they are.
+        """
+        self.post("/v1/load_lora_adapter", deadline, {"lora_name": name, "lora_path": path, "load_inplace": True})
+
+    def _answered(self, call: str, value: Any) -> JSONAnswer:
+        return JSONAnswer(self.url, call, value)
+
+
+def _left(until: float) -> float:
+    return until - time.monotonic()
+
+
+# ------------------------------------------------------------------ answers
+
 _LOWEST = -9999.0
 """vLLM's log-prob in place of minus infinity; on the route for images, in place of NaN too."""
+
 _HIGHEST = 0.01
 """A log-prob is at most 0; an engine that rounds may end a little above it."""
+
 _MOST = 2**31 - 1
 _MOST_WORKERS = 2**16
+
 _LARGEST_BLOCK = 2**16
 """Tokens. The probe is longer than a block."""
+
 _LONGEST_WORD = 1000
 """Letters of a name: they stand in messages."""
 
@@ -366,9 +471,6 @@ class JSONAnswer:
         return self.value
 
 
-# ---------------------------------------------------------------------- what a server is
-
-
 def parse_models(came: JSONAnswer) -> dict[str, int | None]:
     """Return the names of the model and of adapters, each with its longest sequence in tokens; one or more."""
     models, found = came.part("data"), {}
@@ -387,6 +489,12 @@ def parse_results(came: JSONAnswer) -> list[Any]:
     """Return the results of the workers; one or more."""
     results = came.part("results")
     return results.as_list() or results.refuse("a list with a result of every worker")
+
+
+def parse_reset(came: JSONAnswer) -> bool:
+    """Tell whether a cache was emptied."""
+    done = came.part("success")
+    return done.value if isinstance(done.value, bool) else done.refuse("true or false")
 
 
 def parse_facts(came: JSONAnswer) -> Facts:
@@ -420,15 +528,6 @@ def _parse_model(came: JSONAnswer) -> dict[str, Any]:
         if type(value) not in (bool, int):
             JSONAnswer(came.url, came.call, value, f"{came.place}[{json_excerpt(name)}]").word()
     return came.value
-
-
-def parse_reset(came: JSONAnswer) -> bool:
-    """Tell whether a cache was emptied."""
-    done = came.part("success")
-    return done.value if isinstance(done.value, bool) else done.refuse("true or false")
-
-
-# ---------------------------------------------------------------------- completions
 
 
 def parse_completions(came: JSONAnswer, request: Request, vocabulary: int) -> list[EngineAnswer]:
@@ -523,95 +622,3 @@ def _prompt_logprobs(came: JSONAnswer, prompt: list[int]) -> list[float]:
         came.refuse(f"a list of {len(prompt)}, one for each token of the prompt, not of {len(came.value)}")
     values = [came.entry(i).part(str(prompt[i])).part("logprob").value for i in range(1, len(prompt))]
     return _logprobs(came, values, len(prompt) - 1)
-
-
-_RETRY_AFTER = 0.05
-
-
-class Client(JSONCalls):
-    """A client of one server with vLLM's routes of training, started by `lit-rl serve`, by `launch` or otherwise.
-
-    Every method raises `calls.ServerDead`, `ServerHung` or `ServerRefused`; answers are checked in `answers`.
-    """
-
-    def health(self, deadline: float) -> None:
-        """Return if the engine behind the server lives.
-
-        Raises:
-            ServerDead: also where the server answers and its engine does not live.
-        """
-        try:
-            self.get("/health", deadline)
-        except ServerRefused as error:
-            if error.status == 503:
-                raise ServerDead(self.url, "GET /health", "its engine has died.") from error
-            raise
-
-    def models(self, deadline: float) -> dict[str, int | None]:
-        """Return the names of the model and of adapters, each with its longest sequence in tokens."""
-        return parse_models(self._answered("GET /v1/models", self.get("/v1/models", deadline)))
-
-    def world_size(self, deadline: float) -> int:
-        """Return the number of workers behind the server, of all copies of the model together."""
-        return parse_world_size(self._answered("GET /get_world_size", self.get("/get_world_size", deadline)))
-
-    def facts(self, deadline: float) -> Facts:
-        """Return the engine's facts from its first worker; all workers of a server are alike."""
-        first, *_ = self.rpc("lit_rl_facts", deadline=deadline)
-        return parse_facts(self._answered("rpc lit_rl_facts", first))
-
-    def rpc(
-        self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *, deadline: float
-    ) -> list[Any]:
-        """Call a method of every worker, and return the results, one a worker.
-
-        Arguments and results are JSON values; a result that is no dict, list or None comes as a string.
-        """
-        body = {"method": method, "args": list(args), "kwargs": dict(kwargs or {}), "timeout": deadline}
-        return parse_results(self._answered(f"rpc {method}", self.post("/collective_rpc", deadline, body)))
-
-    def complete(self, payload: Mapping[str, Any], deadline: float) -> JSONAnswer:
-        """Return the answer of ``POST /v1/completions``, for `answers.completions_in`."""
-        return self._answered("POST /v1/completions", self.post("/v1/completions", deadline, payload))
-
-    def generate(self, payload: Mapping[str, Any], deadline: float) -> JSONAnswer:
-        """Return the answer of ``POST /inference/v1/generate``, which takes images beside token ids, for
-        `answers.drawn_in`. A server started with ``--enable-scale-out`` has this route."""
-        route = "/inference/v1/generate"
-        return self._answered(f"POST {route}", self.post(route, deadline, payload))
-
-    def pause(self, deadline: float, mode: Literal["abort", "wait", "keep"] = "wait") -> None:
-        """Accept no new requests. Running ones are aborted, waited for, or frozen until `resume`."""
-        self.post("/pause", deadline, mode=mode)
-
-    def resume(self, deadline: float) -> None:
-        """Accept requests again after `pause`."""
-        self.post("/resume", deadline)
-
-    def reset_caches(self, deadline: float) -> None:
-        """Empty every cache with results of older weights: of prefixes, of images, of encoders.
-
-        Raises:
-            ServerRefused: requests still hold parts of the prefix cache when the deadline comes.
-        """
-        call, until = "POST /reset_prefix_cache", time.monotonic() + deadline
-        while not parse_reset(self._answered(call, self.post("/reset_prefix_cache", _left(until)))):
-            if _left(until) < 2 * _RETRY_AFTER:
-                raise ServerRefused(self.url, call, "running requests hold the prefix cache: pause first.", 200)
-            time.sleep(_RETRY_AFTER)
-        self.post("/reset_mm_cache", _left(until))
-        self.post("/reset_encoder_cache", _left(until))
-
-    def load_adapter(self, name: str, path: str, deadline: float) -> None:
-        """Load a PEFT adapter from a folder that the server can read, in place of one of the same name.
-
-        Requests with ``"model": name`` then use it. The caches stay as they are.
-        """
-        self.post("/v1/load_lora_adapter", deadline, {"lora_name": name, "lora_path": path, "load_inplace": True})
-
-    def _answered(self, call: str, value: Any) -> JSONAnswer:
-        return JSONAnswer(self.url, call, value)
-
-
-def _left(until: float) -> float:
-    return until - time.monotonic()

@@ -26,26 +26,6 @@ from lit_rl.generation.generator import EngineLost
 from lit_rl.generation.noise import turn_key
 from lit_rl.models.engine_weights import base_weights, weight_shapes, whole_weights
 
-_TEMPERATURES = 0.01, 2.0
-"""vLLM refuses higher ones, and raises lower ones without an error."""
-
-_SEED_BITS = 62
-"""vLLM counts a prompt's seed up by one for each further completion, in a signed 64-bit integer."""
-
-
-@dataclass(frozen=True)
-class ImagePrompt:
-    """vLLM's form of a prompt with images: it expands the placeholders and makes the pixels itself.
-
-    Expanded placeholders would be expanded again, without an error.
-    """
-
-    token_ids: list[int]
-    """Tokens with one placeholder an image."""
-    images: Sequence[Picture]
-    row: int
-    """Number of the prompt in its data set; -1: in none."""
-
 
 @dataclass(frozen=True)
 class Request:
@@ -69,6 +49,20 @@ class Request:
 
 
 @dataclass(frozen=True)
+class ImagePrompt:
+    """vLLM's form of a prompt with images: it expands the placeholders and makes the pixels itself.
+
+    Expanded placeholders would be expanded again, without an error.
+    """
+
+    token_ids: list[int]
+    """Tokens with one placeholder an image."""
+    images: Sequence[Picture]
+    row: int
+    """Number of the prompt in its data set; -1: in none."""
+
+
+@dataclass(frozen=True)
 class EngineAnswer:
     """One completion."""
 
@@ -80,6 +74,15 @@ class EngineAnswer:
     """True where an EOS or a stop string ended it; False where it reached its length."""
     prompt_logprobs: list[float] | None = None
     """Log-softmax of each prompt token but the first, at temperature 1. None where the request did not ask."""
+
+
+# ------------------------------------------------------------------ from prompts to requests
+
+_TEMPERATURES = 0.01, 2.0
+"""vLLM refuses higher ones, and raises lower ones without an error."""
+
+_SEED_BITS = 62
+"""vLLM counts a prompt's seed up by one for each further completion, in a signed 64-bit integer."""
 
 
 def requests_of(prompts: Prompts, sampling: Sampling, kwargs: Mapping[str, Any] | None = None) -> list[Request]:
@@ -136,33 +139,6 @@ def turn_request(
     return Request([*prompts.token_ids[number], *text], fields, pictured)
 
 
-def _image_prompt(prompts: Prompts, number: int) -> ImagePrompt | None:
-    vision = prompts.vision[number] if prompts.vision else None
-    if vision is None:
-        return None
-    if vision.source is None or prompts.encode is None:
-        raise GenerationError(
-            f"Prompt {number} of the batch has pixels, and vLLM makes them itself: it takes the images "
-            "(PromptVision.source) and a tokenizer for the text around them (Prompts.encode). Data modules and "
-            "lit_rl.data.visual_prompts.PromptVisuals give both."
-        )
-    if vision.from_environment:
-        raise ConfigError(
-            "An environment began an episode with an image, and generator=vllm and vllm_server show images of the data "
-            "alone. Take generator=native, or hf."
-        )
-    if video := next((each for each in vision.source.visuals if isinstance(each, VideoRef)), None):
-        raise ConfigError(
-            f"Prompt {number} of the batch, row {vision.row} of its data, shows the video {video.name}, and the "
-            "generators of vLLM are given images alone. Set generator=native or generator=hf."
-        )
-    return ImagePrompt(list(prompts.encode(vision.source.text)), vision.source.visuals, vision.row)
-
-
-def _seed(key: int) -> int:
-    return key & ((1 << _SEED_BITS) - 1)
-
-
 def check_temperature(sampling: Sampling) -> None:
     """Refuse temperatures at which vLLM would sample in another way.
 
@@ -214,6 +190,104 @@ def structured_fields(sampling: Sampling) -> dict[str, Any]:
     return {name: value for name, value in named.items() if value is not None}
 
 
+def _image_prompt(prompts: Prompts, number: int) -> ImagePrompt | None:
+    vision = prompts.vision[number] if prompts.vision else None
+    if vision is None:
+        return None
+    if vision.source is None or prompts.encode is None:
+        raise GenerationError(
+            f"Prompt {number} of the batch has pixels, and vLLM makes them itself: it takes the images "
+            "(PromptVision.source) and a tokenizer for the text around them (Prompts.encode). Data modules and "
+            "lit_rl.data.visual_prompts.PromptVisuals give both."
+        )
+    if vision.from_environment:
+        raise ConfigError(
+            "An environment began an episode with an image, and generator=vllm and vllm_server show images of the data "
+            "alone. Take generator=native, or hf."
+        )
+    if video := next((each for each in vision.source.visuals if isinstance(each, VideoRef)), None):
+        raise ConfigError(
+            f"Prompt {number} of the batch, row {vision.row} of its data, shows the video {video.name}, and the "
+            "generators of vLLM are given images alone. Set generator=native or generator=hf."
+        )
+    return ImagePrompt(list(prompts.encode(vision.source.text)), vision.source.visuals, vision.row)
+
+
+def _seed(key: int) -> int:
+    return key & ((1 << _SEED_BITS) - 1)
+
+
+# ------------------------------------------------------------------ from answers to completions
+
+
+def completions_of(
+    prompts: Prompts,
+    answers: Sequence[Sequence[EngineAnswer]],
+    *,
+    version: int,
+    device: torch.device,
+    forbidden: Sequence[int] = (),
+) -> Completions:
+    """Return answers, one list a prompt, as completions on `device`.
+
+    Raises:
+        GenerationError: completions are missing, or one is refused by `check_answer`, which says what `forbidden` is.
+        NumericError: a log-prob is NaN.
+    """
+    for index, group in enumerate(answers):
+        if len(group) != prompts.group_size:
+            raise GenerationError(
+                f"The engine gave {len(group)} completions of prompt {index}; asked for were {prompts.group_size}."
+            )
+    rows = [answer for group in answers for answer in group]
+    for row, answer in enumerate(rows):
+        check_answer(answer, row, version, forbidden)
+    width = max(len(answer.token_ids) for answer in rows)
+    lengths = torch.tensor([len(answer.token_ids) for answer in rows])
+    ids = torch.tensor([answer.token_ids + [prompts.pad_id] * (width - len(answer.token_ids)) for answer in rows])
+    logprobs = torch.tensor([answer.logprobs + [0.0] * (width - len(answer.logprobs)) for answer in rows])
+    decoded = Decoded(
+        ids=ids.to(device),
+        mask=(torch.arange(width) < lengths[:, None]).to(device),
+        logprobs=logprobs.float().to(device),
+        ended=torch.tensor([answer.ended for answer in rows], device=device),
+        kept_logmass=None,
+    )
+    return assemble(prompts, [(torch.arange(len(rows)), decoded)], version=version, device=device)
+
+
+def check_answer(answer: EngineAnswer, row: int, version: int, forbidden: Sequence[int] = ()) -> None:
+    """Refuse an invalid answer.
+
+    Args:
+        answer: The engine's.
+        row: Row of the completions.
+        version: Version of the engine's weights.
+        forbidden: Forbidden tokens: placeholders of images.
+
+    Raises:
+        GenerationError: tokens or log-probs are missing, or a token stands for an image that is not there.
+        NumericError: a log-prob is NaN.
+    """
+    if not answer.token_ids or len(answer.token_ids) != len(answer.logprobs):
+        raise GenerationError(
+            f"Completion {row} of the engine has {len(answer.token_ids)} tokens and {len(answer.logprobs)} "
+            "log-probs: it takes one or more, and one for each. A server has to be started by `lit-rl serve`."
+        )
+    if any(map(math.isnan, answer.logprobs)):
+        raise NumericError(
+            f"The engine's log-probs of completion {row} hold NaN (policy version {version}): the weights "
+            "diverged, or its type is too narrow for this model. Lower optimizer.lr, or set "
+            "generator.dtype=bfloat16 or float32."
+        )
+    if said := set(forbidden).intersection(answer.token_ids):
+        raise GenerationError(
+            f"Completion {row} of the engine holds the token {min(said)}, which stands for an image: the policy gives "
+            "it no probability, and no pass over the completion could be made. lit_rl's workers rule it out: start the "
+            "server by `lit-rl serve`, with the trainer's version of lit_rl."
+        )
+
+
 def check_prompt_tokens(request: Request, number: int, ids: Sequence[int] | None) -> None:
     """Refuse an answer to another prompt with images than the policy will be trained on.
 
@@ -237,78 +311,13 @@ def check_prompt_tokens(request: Request, number: int, ids: Sequence[int] | None
     )
 
 
-def check_answer(answer: EngineAnswer, row: int, version: int, never: Sequence[int] = ()) -> None:
-    """Refuse an invalid answer.
-
-    Args:
-        answer: The engine's.
-        row: Row of the completions.
-        version: Version of the engine's weights.
-        never: Forbidden tokens: placeholders of images.
-
-    Raises:
-        GenerationError: tokens or log-probs are missing, or a token stands for an image that is not there.
-        NumericError: a log-prob is NaN.
-    """
-    if not answer.token_ids or len(answer.token_ids) != len(answer.logprobs):
-        raise GenerationError(
-            f"Completion {row} of the engine has {len(answer.token_ids)} tokens and {len(answer.logprobs)} "
-            "log-probs: it takes one or more, and one for each. A server has to be started by `lit-rl serve`."
-        )
-    if any(map(math.isnan, answer.logprobs)):
-        raise NumericError(
-            f"The engine's log-probs of completion {row} hold NaN (policy version {version}): the weights "
-            "diverged, or its type is too narrow for this model. Lower optimizer.lr, or set "
-            "generator.dtype=bfloat16 or float32."
-        )
-    if said := set(never).intersection(answer.token_ids):
-        raise GenerationError(
-            f"Completion {row} of the engine holds the token {min(said)}, which stands for an image: the policy gives "
-            "it no probability, and no pass over the completion could be made. lit_rl's workers rule it out: start the "
-            "server by `lit-rl serve`, with the trainer's version of lit_rl."
-        )
-
-
-def completions_of(
-    prompts: Prompts,
-    answers: Sequence[Sequence[EngineAnswer]],
-    *,
-    version: int,
-    device: torch.device,
-    never: Sequence[int] = (),
-) -> Completions:
-    """Return answers, one list a prompt, as completions on `device`.
-
-    Raises:
-        GenerationError: completions are missing, or one is refused by `check_answer`, which says what `never` is.
-        NumericError: a log-prob is NaN.
-    """
-    for index, group in enumerate(answers):
-        if len(group) != prompts.group_size:
-            raise GenerationError(
-                f"The engine gave {len(group)} completions of prompt {index}; asked for were {prompts.group_size}."
-            )
-    rows = [answer for group in answers for answer in group]
-    for row, answer in enumerate(rows):
-        check_answer(answer, row, version, never)
-    width = max(len(answer.token_ids) for answer in rows)
-    lengths = torch.tensor([len(answer.token_ids) for answer in rows])
-    ids = torch.tensor([answer.token_ids + [prompts.pad_id] * (width - len(answer.token_ids)) for answer in rows])
-    logprobs = torch.tensor([answer.logprobs + [0.0] * (width - len(answer.logprobs)) for answer in rows])
-    decoded = Decoded(
-        ids=ids.to(device),
-        mask=(torch.arange(width) < lengths[:, None]).to(device),
-        logprobs=logprobs.float().to(device),
-        ended=torch.tensor([answer.ended for answer in rows], device=device),
-        kept_logmass=None,
-    )
-    return assemble(prompts, [(torch.arange(len(rows)), decoded)], version=version, device=device)
+# ------------------------------------------------------------------ work
 
 
 class EngineWork(ABC):
     """Abstract: requests, and the use of their answers. Used by one thread."""
 
-    at_once: int
+    max_concurrent: int
     """Most requests at the same time."""
 
     @abstractmethod
@@ -326,7 +335,7 @@ class EngineWork(ABC):
         """Take the answers of the last request with this number."""
 
     @abstractmethod
-    def again(self) -> None:
+    def restart(self) -> None:
         """Begin again: the engine was lost and is back.
 
         Raises:
@@ -350,14 +359,14 @@ class CompletionWork(EngineWork):
     def __init__(
         self, requests: Sequence[Request], on_finished: Callable[[int, list[EngineAnswer]], None] | None = None
     ) -> None:
-        self.at_once, self._all, self._on_finished = len(requests), requests, on_finished
+        self.max_concurrent, self._all, self._on_finished = len(requests), requests, on_finished
         self._asked = sum(request.completions for request in requests)
-        self.again()
+        self.restart()
 
     @property
     def answers(self) -> list[list[EngineAnswer]]:
         """The answers to each request, in order, when all is done."""
-        return [self._answers[number] for number in range(self.at_once)]
+        return [self._answers[number] for number in range(self.max_concurrent)]
 
     def requests(self, *, wait: bool) -> list[tuple[int, Request]]:
         given, self._requests = self._requests, []
@@ -368,7 +377,7 @@ class CompletionWork(EngineWork):
         if self._on_finished is not None:
             self._on_finished(number, answers)
 
-    def again(self) -> None:
+    def restart(self) -> None:
         self._requests = list(enumerate(self._all))
         self._answers: dict[int, list[EngineAnswer]] = {}
 
@@ -376,6 +385,17 @@ class CompletionWork(EngineWork):
     def progress(self) -> tuple[int, int]:
         return sum(map(len, self._answers.values())), self._asked
 
+
+def complete(
+    engine: Engine, requests: Sequence[Request], heartbeat: Heartbeat | None = None
+) -> list[list[EngineAnswer]]:
+    """Return the completions of each request, in order."""
+    work = CompletionWork(requests)
+    engine.run(work, heartbeat)
+    return work.answers
+
+
+# ------------------------------------------------------------------ the engine and its weights
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Whole shapes by the names of the plain Hugging Face model."""
@@ -473,15 +493,6 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-def complete(
-    engine: Engine, requests: Sequence[Request], heartbeat: Heartbeat | None = None
-) -> list[list[EngineAnswer]]:
-    """Return the completions of each request, in order."""
-    work = CompletionWork(requests)
-    engine.run(work, heartbeat)
-    return work.answers
 
 
 def push_weights(engine: Engine, weights: Weights, version: int) -> None:

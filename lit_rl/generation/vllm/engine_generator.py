@@ -18,7 +18,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lit_rl.core.episode import EnvironmentTurn
 from lit_rl.core.errors import ConfigError, GenerationError, LitRLError, in_range, one_of
 from lit_rl.core.rollout import Completions, Prompts, Sampling
 from lit_rl.generation import ranks
@@ -42,7 +41,7 @@ from lit_rl.generation.vllm.engine import (
     turn_request,
 )
 from lit_rl.generation.vllm.engine_settings import EngineSettings
-from lit_rl.generation.vllm.transports import PUSHES, WeightSender, rank_of_adapter, torch_dtype
+from lit_rl.generation.vllm.transports import PUSHES, WeightSender, rank_of_adapter
 from lit_rl.generation.vllm.weight_probe import WeightProbe, image_probe
 from lit_rl.generation.vllm.worker import shape_of
 from lit_rl.models.engine_weights import fingerprint
@@ -52,120 +51,10 @@ from lit_rl.models.trunk import base_of
 from lit_rl.models.vision_parts import placeholder_ids
 
 
-class ConversationWork(EngineWork):
-    """The conversations of all rows of a request, numbered as the completions are.
-
-    The first turns equal those without a responder. The seed of a later one is made of the prompt's key, the turn and
-    the sample, and so depends on no other row. A row's earlier text is in the engine's prefix cache, except for the
-    last block.
-
-    Args:
-        prompts: The requested completions; their responder answers.
-        sampling: How to draw; ``max_new_tokens`` are those of a turn.
-        version: The version of the engine's weights.
-        never: Forbidden tokens.
-        kwargs: Further fields of every request, by vLLM's names.
-    """
-
-    def __init__(
-        self,
-        prompts: Prompts,
-        sampling: Sampling,
-        version: int,
-        never: Sequence[int] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.at_once = len(prompts) * prompts.group_size
-        self._prompts, self._sampling, self._version, self._never = prompts, sampling, version, never
-        self._kwargs = kwargs
-        self._responses = Responses(prompts, sampling, self.at_once, torch.device("cpu"))
-        self._requests = [(row, self._request(row)) for row in range(self.at_once)]
-        self._open = self.at_once
-
-    def requests(self, *, wait: bool) -> list[tuple[int, Request]]:
-        responder = self._prompts.responder
-        assert responder is not None
-        given, self._requests = self._requests, []
-        while self._open and not given:
-            heard = responder.answers(wait=wait)
-            for each in heard:
-                _refuse_images(each)
-                if self._responses.hear(each):
-                    given.append((each.row, self._request(each.row)))
-                else:
-                    self._open -= 1
-            if not wait:
-                break
-        return given
-
-    def done(self, number: int, answers: list[EngineAnswer]) -> None:
-        responder, (answer,) = self._prompts.responder, answers
-        assert responder is not None
-        check_answer(answer, number, self._version, self._never)
-        self._responses.take(number, answer.token_ids, answer.logprobs, ended=answer.ended)
-        (said,) = self._responses.said([number])
-        responder.tell(said)
-
-    def again(self) -> None:
-        raise ConversationsLost(f"The engine was lost in the middle of {self.at_once} conversations, and is back.")
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        return self.at_once - self._open, self.at_once
-
-    def completions(self, device: torch.device) -> Completions:
-        """Return the finished conversations on this device."""
-        said = replace(self._responses.decoded(), kept_logmass=None)  # the engine does not report it
-        moved: dict[str, Any] = {name: None if part is None else part.to(device) for name, part in vars(said).items()}
-        rows = torch.arange(self.at_once)
-        return assemble(self._prompts, [(rows, Decoded(**moved))], version=self._version, device=device)
-
-    def _request(self, row: int) -> Request:
-        """Return the next turn of a row, with its text so far and the room for it."""
-        turn, (text,), room = self._responses.turn(row), self._responses.texts([row]), self._responses.room(row)
-        return turn_request(self._prompts, self._sampling, row, turn, text, room, self._kwargs)
-
-
-def _refuse_images(heard: EnvironmentTurn) -> None:
-    """Refuse an answer with an image: an engine gets tokens, and shows images of prompts alone.
-
-    Raises:
-        ConfigError: an answer shows one.
-    """
-    if heard.seen:
-        raise ConfigError(
-            "A tool or an environment returned an image, and generator=vllm and vllm_server show images of prompts "
-            "alone. Take generator=native, or hf."
-        )
-
-
-class ProgressLine:
-    """A printer of the number of finished completions, at most once in `every` seconds; None prints nothing."""
-
-    def __init__(self, every: float | None) -> None:
-        self._every, self._last = every, time.monotonic()
-
-    def __call__(self, done: int, asked: int) -> None:
-        now = time.monotonic()
-        if self._every is not None and now - self._last >= self._every:
-            self._last = now
-            sys.stdout.write(f"generating: {done} of {asked} completions\n")
-            sys.stdout.flush()
-
-
-def _of_installed(kwargs: Mapping[str, Any]) -> Sequence[str]:
-    """Return the settings of the installed vLLM, where a requested one is not in our list."""
-    if VLLM_NAMES.knows(kwargs) or importlib.util.find_spec("vllm") is None:
-        return ()
-    from vllm import SamplingParams  # pyright: ignore
-
-    return [name for name in inspect.signature(SamplingParams).parameters if not name.startswith("_")]
-
-
 class EngineGenerator(Generator):
     """Abstract: a generator whose engine holds a copy of the policy.
 
-    `sync` sends the weights, unless the engine has them already, and then proves that they arrived: see `probe`.
+    `sync` sends the weights, unless the engine has them already, and then proves that they arrived: see `weight_probe`.
     Log-probs of an engine are not the trainer's to the last bit, so the on-policy algorithms correct for it
     (`algo/correction`), and samples are reproducible only as far as the engine's arithmetic is.
 
@@ -232,7 +121,9 @@ class EngineGenerator(Generator):
         )
         self.push, self.probe, self.heartbeat = push, probe, heartbeat
         self.generation_kwargs = dict(generation_kwargs or {})
-        self.reshaped_by = VLLM_NAMES.reshaped_by(self.generation_kwargs, also=_of_installed(self.generation_kwargs))
+        self.reshaped_by = VLLM_NAMES.reshaped_by(
+            self.generation_kwargs, also=_installed_settings(self.generation_kwargs)
+        )
         self._limits = {"mean_limit": probe_mean_limit, "max_limit": probe_max_limit}
         self._model: LanguageModel | None = None
         self._forget()
@@ -251,11 +142,11 @@ class EngineGenerator(Generator):
         self.seconds = {"sync": 0.0, "probe": 0.0}
         """Seconds of the last update."""
 
-    _OF_THE_ENGINE = ("engine", "facts", "gap", "seconds", "_policy", "_version", "_pushed", "_sender", "_probe")
+    _ENGINE_STATE = ("engine", "facts", "gap", "seconds", "_policy", "_version", "_pushed", "_sender", "_probe")
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without engine and policy: a copy starts its own engine when it is synced."""
-        return {name: value for name, value in self.__dict__.items() if name not in self._OF_THE_ENGINE}
+        return {name: value for name, value in self.__dict__.items() if name not in self._ENGINE_STATE}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -276,7 +167,7 @@ class EngineGenerator(Generator):
         return self._model
 
     @property
-    def _never(self) -> tuple[int, ...]:
+    def _forbidden(self) -> tuple[int, ...]:
         """The tokens that no response may have."""
         return () if self._policy is None else placeholder_ids(base_of(self._policy).config)
 
@@ -322,7 +213,7 @@ class EngineGenerator(Generator):
 
     def _push(self, policy: nn.Module, version: int) -> None:
         assert self.engine is not None and self.facts is not None
-        weights = Weights(policy, torch_dtype(self.dtype(policy)))
+        weights = Weights(policy, getattr(torch, self.dtype(policy)))
         self._sender(self.engine, self.facts, weights, version, sends=self.sends)
 
     def _prove(self, policy: nn.Module, version: int) -> None:
@@ -330,7 +221,7 @@ class EngineGenerator(Generator):
         started = time.perf_counter()
         if self._probe is None:
             picture = image_probe(self.model)
-            self._probe = WeightProbe(self.model.tokenizer, picture, never=self._never, **self._limits)
+            self._probe = WeightProbe(self.model.tokenizer, picture, forbidden=self._forbidden, **self._limits)
         engine, probe = self.engine, self._probe
         try:
             asked = run_on_all_ranks(lambda: probe.ask(engine))
@@ -377,8 +268,10 @@ class EngineGenerator(Generator):
         if isinstance(work, ConversationWork):
             return run_on_all_ranks(lambda: work.completions(device))
         answers = [group * prompts.group_size for group in work.answers] if sampling.greedy else work.answers
-        never = self._never
-        return run_on_all_ranks(lambda: completions_of(prompts, answers, version=version, device=device, never=never))
+        forbidden = self._forbidden
+        return run_on_all_ranks(
+            lambda: completions_of(prompts, answers, version=version, device=device, forbidden=forbidden)
+        )
 
     @property
     def context(self) -> float:
@@ -419,7 +312,7 @@ class EngineGenerator(Generator):
             )
         if prompts.responder is not None:
             check_temperature(sampling)
-            return ConversationWork(prompts, sampling, self._version, self._never, self.generation_kwargs)
+            return ConversationWork(prompts, sampling, self._version, self._forbidden, self.generation_kwargs)
 
         def tell(number: int, answers: list[EngineAnswer]) -> None:
             report_group(prompts.on_finished, number, [answer.token_ids for answer in answers], prompts.group_size)
@@ -438,3 +331,106 @@ class EngineGenerator(Generator):
         if self.engine is not None:
             self.engine.close()
         self._forget()
+
+
+def _installed_settings(kwargs: Mapping[str, Any]) -> Sequence[str]:
+    """Return the settings of the installed vLLM, where a requested one is not in our list."""
+    if VLLM_NAMES.knows(kwargs) or importlib.util.find_spec("vllm") is None:
+        return ()
+    from vllm import SamplingParams  # pyright: ignore
+
+    return [name for name in inspect.signature(SamplingParams).parameters if not name.startswith("_")]
+
+
+class ProgressLine:
+    """A printer of the number of finished completions, at most once in `every` seconds; None prints nothing."""
+
+    def __init__(self, every: float | None) -> None:
+        self._every, self._last = every, time.monotonic()
+
+    def __call__(self, done: int, asked: int) -> None:
+        now = time.monotonic()
+        if self._every is not None and now - self._last >= self._every:
+            self._last = now
+            sys.stdout.write(f"generating: {done} of {asked} completions\n")
+            sys.stdout.flush()
+
+
+class ConversationWork(EngineWork):
+    """The conversations of all rows of a request, numbered as the completions are.
+
+    The first turns equal those without a responder. The seed of a later one is made of the prompt's key, the turn and
+    the sample, and so depends on no other row. A row's earlier text is in the engine's prefix cache, except for the
+    last block.
+
+    Args:
+        prompts: The requested completions; their responder answers.
+        sampling: How to draw; ``max_new_tokens`` are those of a turn.
+        version: The version of the engine's weights.
+        forbidden: Forbidden tokens.
+        kwargs: Further fields of every request, by vLLM's names.
+    """
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        sampling: Sampling,
+        version: int,
+        forbidden: Sequence[int] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.max_concurrent = len(prompts) * prompts.group_size
+        self._prompts, self._sampling, self._version, self._forbidden = prompts, sampling, version, forbidden
+        self._kwargs = kwargs
+        self._responses = Responses(prompts, sampling, self.max_concurrent, torch.device("cpu"))
+        self._requests = [(row, self._request(row)) for row in range(self.max_concurrent)]
+        self._open = self.max_concurrent
+
+    def requests(self, *, wait: bool) -> list[tuple[int, Request]]:
+        responder = self._prompts.responder
+        assert responder is not None
+        given, self._requests = self._requests, []
+        while self._open and not given:
+            heard = responder.answers(wait=wait)
+            for each in heard:
+                if each.seen:  # an engine is asked with tokens
+                    raise ConfigError(
+                        "A tool or an environment returned an image, and generator=vllm and vllm_server show images of "
+                        "prompts alone. Take generator=native, or hf."
+                    )
+                if self._responses.add_answer(each):
+                    given.append((each.row, self._request(each.row)))
+                else:
+                    self._open -= 1
+            if not wait:
+                break
+        return given
+
+    def done(self, number: int, answers: list[EngineAnswer]) -> None:
+        responder, (answer,) = self._prompts.responder, answers
+        assert responder is not None
+        check_answer(answer, number, self._version, self._forbidden)
+        self._responses.add_turn(number, answer.token_ids, answer.logprobs, ended=answer.ended)
+        (said,) = self._responses.newest_turns([number])
+        responder.tell(said)
+
+    def restart(self) -> None:
+        raise ConversationsLost(
+            f"The engine was lost in the middle of {self.max_concurrent} conversations, and is back."
+        )
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        return self.max_concurrent - self._open, self.max_concurrent
+
+    def completions(self, device: torch.device) -> Completions:
+        """Return the finished conversations on this device."""
+        said = replace(self._responses.decoded(), kept_logmass=None)  # the engine does not report it
+        moved: dict[str, Any] = {name: None if part is None else part.to(device) for name, part in vars(said).items()}
+        rows = torch.arange(self.max_concurrent)
+        return assemble(self._prompts, [(rows, Decoded(**moved))], version=self._version, device=device)
+
+    def _request(self, row: int) -> Request:
+        """Return the next turn of a row, with its text so far and the room for it."""
+        turn, (text,), room = self._responses.turn(row), self._responses.texts([row]), self._responses.tokens_left(row)
+        return turn_request(self._prompts, self._sampling, row, turn, text, room, self._kwargs)

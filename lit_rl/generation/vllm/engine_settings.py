@@ -25,20 +25,12 @@ WORKER_EXTENSION = "lit_rl.generation.vllm.worker.WeightUpdates"
 """Our extension of vLLM's workers: it takes over the weights of the policy."""
 
 DTYPES = ("float32", "bfloat16", "float16")
+
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks for which vLLM reserves memory; it runs an adapter of any lower rank."""
 
 _CPU_CACHE_GIB = 1.0
 _GIB = 2**30
-
-IN_PROCESS: Mapping[str, str] = MappingProxyType({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"})
-"""Environment of an engine in this process: its worker is an object here, so that tensors reach it without pickling,
-and its log is not mixed into the run's."""
-
-SERVER: Mapping[str, str] = MappingProxyType(
-    {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "PYTHONUNBUFFERED": "1"}
-)
-"""Environment of a server: the routes that update weights, pause and reset caches, and those that change adapters."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +183,18 @@ def adapter_rank(model: LanguageModel) -> int | None:
     if getattr(config, "use_dora", False) or getattr(config, "modules_to_save", None) or not getattr(config, "r", 0):
         return None
     return max([config.r, *(config.rank_pattern or {}).values()])
+
+
+# ------------------------------------------------------------------ environment and files
+
+IN_PROCESS: Mapping[str, str] = MappingProxyType({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"})
+"""Environment of an engine in this process: its worker is an object here, so that tensors reach it without pickling,
+and its log is not mixed into the run's."""
+
+SERVER: Mapping[str, str] = MappingProxyType(
+    {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "PYTHONUNBUFFERED": "1"}
+)
+"""Environment of a server: the routes that update weights, pause and reset caches, and those that change adapters."""
 
 
 def engine_environment(cpu: bool) -> dict[str, str]:

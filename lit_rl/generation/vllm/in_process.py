@@ -42,122 +42,116 @@ from lit_rl.generation.vllm.engine_settings import EngineSettings, write_model_f
 from lit_rl.models.sharding import device_of
 
 
-def prompt_input(request: Request) -> dict[str, Any]:
-    """Return vLLM's form of a prompt.
+class VLLMGenerator(EngineGenerator):
+    """vLLM in this process, an engine on every rank.
+
+    The engine is built at the first `sync`, after the strategy was set up: building it is a collective. It loads no
+    weights from the disk; the policy's are sent.
+
+    Args:
+        sleep: Give the engine's memory back to the training between rollouts: "auto" does so on a GPU (a CPU's is not
+            freed by it), or "always" or "never".
+        shared: Arguments of `EngineGenerator`.
 
     Raises:
-        DataError: an image is gone, or has changed since the data were read.
+        ConfigError: a setting out of range.
+        BackendError: vLLM is not installed.
     """
-    if request.pictured is None:
-        return {"prompt_token_ids": request.token_ids}
-    images = [image.open() for image in request.pictured.images]
-    return {"prompt_token_ids": request.pictured.token_ids, "multi_modal_data": {"image": images}}
+
+    def __init__(self, *, sleep: Literal["auto", "always", "never"] = "auto", **shared: Any) -> None:
+        super().__init__(**shared)
+        one_of("generator.sleep", sleep, ("auto", "always", "never"))
+        self.sleep = sleep
+        require_vllm("generator=vllm")
+        if sleep == "always" and vllm_settings.runs_on_cpu():
+            rank_zero_warn("generator.sleep=always: vLLM on a CPU ignores it, and frees no memory.")
+
+    _ENGINE_STATE = (*EngineGenerator._ENGINE_STATE, "_asleep")
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._asleep = False
+
+    def _start(self, policy: nn.Module) -> Engine:
+        settings = self.settings_for(policy)
+        if ranks.world_size() % settings.tensor_parallel_size:
+            raise ConfigError(
+                f"generator.tensor_parallel_size={settings.tensor_parallel_size} does not divide the "
+                f"{ranks.world_size()} ranks of the run, which share engines: take a divisor, or generator=vllm_server."
+            )
+        sleeps = self.sleep == "always" or (self.sleep == "auto" and not vllm_settings.runs_on_cpu())
+        self.sleeps = sleeps
+        with tempfile.TemporaryDirectory(prefix="lit_rl_model_") as folder:
+            write_model_files(policy, self.model, folder)
+            how = {"sleeps": sleeps, "trust_remote_code": self.model.trust_remote_code}
+            return InProcessEngine(folder, settings, device=device_of(policy), **how)
+
+    def check_converses(self) -> None:
+        self.check_asked_alone()
+
+    def check_asked_alone(self) -> None:
+        size = self.settings.tensor_parallel_size
+        if size > 1:
+            raise ConfigError(
+                f"generator=vllm with generator.tensor_parallel_size={size} does not go with env=: ranks that share an "
+                "engine go through the same requests in step. Take generator=vllm_server, or an engine a rank."
+            )
+
+    def _run(self, work: EngineWork) -> None:
+        """Do the work; ranks that share an engine send it the prompts of all of them, and keep their own answers."""
+        size = self.settings.tensor_parallel_size
+        if size == 1:
+            return super()._run(work)
+        first = ranks.rank() // size * size
+        mine = [request for _, request in work.requests(wait=False)]
+        of_group = ranks.gather_objects(mine)[first : first + size]
+        whole = CompletionWork([request for theirs in of_group for request in theirs])
+        super()._run(whole)
+        start = sum(map(len, of_group[: ranks.rank() - first]))
+        for number, answers in enumerate(whole.answers[start : start + len(mine)]):
+            work.done(number, answers)
+
+    # ------------------------------------------------------------------ sleep
+
+    @property
+    def share_of_device(self) -> float:
+        if vllm_settings.runs_on_cpu() or self.sleep != "never":
+            return 0.0
+        return self.settings.gpu_memory_utilization
+
+    def sync(self, policy: nn.Module, version: int) -> None:
+        if self._asleep and self.engine is not None:
+            engine = self.engine
+            ranks.run_on_all_ranks(lambda: engine.wake("weights"))
+            self._pushed = None  # nothing of them was kept
+            self._sender.forget()
+        super().sync(policy, version)
+
+    def _push(self, policy: nn.Module, version: int) -> None:
+        super()._push(policy, version)
+        if self._asleep and self.engine is not None:
+            engine = self.engine
+            ranks.run_on_all_ranks(lambda: engine.wake("kv_cache"))
+            self._asleep = False
+
+    def rest(self) -> None:
+        """Give the engine's memory to the training until the next sync."""
+        if self.engine is not None and self.sleeps and not self._asleep:
+            self.engine.sleep()
+            self._asleep = True
 
 
-def sampling_arguments(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a request's fields as arguments of `SamplingParams`, with the differences from the HTTP body."""
-    from vllm.sampling_params import StructuredOutputsParams  # pyright: ignore
-
-    arguments = dict(fields)
-    if "logit_bias" in arguments:
-        arguments["logit_bias"] = {int(token): bias for token, bias in arguments["logit_bias"].items()}
-    if "structured_outputs" in arguments:
-        arguments["structured_outputs"] = StructuredOutputsParams(**arguments["structured_outputs"])
-    return arguments
-
-
-def read_output(output: Any, one: Any) -> EngineAnswer:
-    ids = list(one.token_ids)
-    logprobs = [entry[token].logprob for entry, token in zip(one.logprobs, ids, strict=True)]
-    prompt = None
-    if output.prompt_logprobs is not None:
-        entries = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
-        prompt = [entry[token].logprob for entry, token in entries]
-    return EngineAnswer(ids, logprobs, one.finish_reason == "stop", prompt)
-
+# ------------------------------------------------------------------ the engine
 
 ADAPTER = "policy"
 """The one adapter that an engine runs, under this name."""
 
-
-@contextmanager
-def restored_process_state(environment: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Restore the process state that vLLM changes.
-
-    Those are the global random states (it seeds them when it starts, and every sampling call moves torch's), the number
-    of threads and `torch.set_num_threads` itself (replaced by a function that only warns), the default type of tensors,
-    the current GPU, and environment variables (a preloaded OpenMP, compiler threads, how processes are started).
-
-    Args:
-        environment: Variables that vLLM needs, where they are not set already. They stay set: vLLM reads them
-            repeatedly.
-    """
-    for name, value in (environment or {}).items():
-        os.environ.setdefault(name, value)
-    variables, dtype = dict(os.environ), torch.get_default_dtype()
-    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-    python, numpy = random.getstate(), np.random.get_state()
-    cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    quiet = logging.getLogger("torch._library.triton")
-    level = quiet.level
-    try:
-        quiet.setLevel(logging.ERROR)  # that there is no Triton on a CPU is no news
-        with torch.random.fork_rng(devices=cuda), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            yield
-    finally:
-        quiet.setLevel(level)
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_num_threads = set_num_threads
-        if torch.get_num_threads() != threads:
-            set_num_threads(threads)
-        torch.set_default_dtype(dtype)
-        if device is not None:
-            torch.cuda.set_device(device)
-        for name in set(os.environ) - set(variables):
-            del os.environ[name]
-        os.environ.update({name: value for name, value in variables.items() if os.environ.get(name) != value})
-
-
-def launcher_environment(device: torch.device) -> dict[str, str]:
-    """Return the environment variables for vLLM's external launcher that are missing or wrong in this process.
-
-    vLLM takes ``LOCAL_RANK`` for the index of a GPU among those that the process sees. A launcher counts processes by
-    it: of ``trainer.devices=[2,3]`` the second has 1. So it is the index of the GPU that the policy is on; of a policy
-    on the CPU the launcher's number, or else Slurm's: a rank counts over all nodes.
-
-    Args:
-        device: The policy's.
-    """
-    rank = str(ranks.rank())
-    local = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or rank
-    world = {"RANK": rank, "WORLD_SIZE": str(ranks.world_size()), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    missing = {name: value for name, value in world.items() if name not in os.environ}
-    return missing | {"LOCAL_RANK": str(device.index or 0) if device.type == "cuda" else local}
-
-
 _running: set[InProcessEngine] = set()
+
 _closed: list[Any] = []
 """Engines of this process that are in use, and vLLM's parts of those that were closed. They share groups of processes
 that vLLM takes down with any of them, so all are shut down with the last.
 """
-
-
-def _step(engine: Any) -> list[Any]:
-    """Advance all requests by a token, and return the outputs of those that are finished."""
-    with uninterruptible(), _generation_errors():  # vLLM takes no other step once it was left in the middle of one
-        return [output for output in engine.step() if output.finished]
-
-
-@contextmanager
-def _generation_errors() -> Iterator[None]:
-    """Raise vLLM's errors as errors of generation."""
-    try:
-        yield
-    except Exception as error:
-        raise GenerationError(f"vLLM failed while it generated: {error}") from error
 
 
 class InProcessEngine:
@@ -255,8 +249,10 @@ class InProcessEngine:
             try:
                 with interruptible(alone=self._steps_alone):
                     self._complete(work, heartbeat)
-            finally:
-                self._abort()
+            finally:  # nothing of an interrupted rollout may run in the next one
+                engine = self._llm.llm_engine
+                if left := list(engine.output_processor.request_states):
+                    engine.abort_request(left, internal=True)
 
     def _complete(self, work: EngineWork, heartbeat: Heartbeat | None) -> None:
         """Send new requests and take finished answers, until nothing is left."""
@@ -266,7 +262,9 @@ class InProcessEngine:
             running |= zip(self._enqueue([request for _, request in given]), given)
             if not running:
                 return
-            for output in _step(engine):
+            with uninterruptible(), _generation_errors():  # vLLM takes no step after one that was cut short
+                finished = [output for output in engine.step() if output.finished]
+            for output in finished:
                 number, request = running.pop(output.request_id)
                 check_prompt_tokens(request, number, output.prompt_token_ids)
                 work.done(number, [read_output(output, one) for one in output.outputs])
@@ -284,13 +282,6 @@ class InProcessEngine:
             asked = [SamplingParams(**sampling_arguments(request.fields)) for request in requests]
             names = self._llm.enqueue(prompts, asked, use_tqdm=False, lora_request=self._adapter)
         return [name.partition("-")[0] for name in names]  # vLLM adds something random, and takes it off again
-
-    def _abort(self) -> None:
-        """Abort what is left of an interrupted rollout: nothing of it may run in the next one."""
-        engine = self._llm.llm_engine
-        left = list(engine.output_processor.request_states)
-        if left:
-            engine.abort_request(left, internal=True)
 
     def sleep(self) -> None:
         with restored_process_state():
@@ -313,100 +304,105 @@ class InProcessEngine:
                     _closed.pop().llm_engine.engine_core.shutdown()
 
 
-class VLLMGenerator(EngineGenerator):
-    """vLLM in this process, an engine on every rank.
+@contextmanager
+def _generation_errors() -> Iterator[None]:
+    """Raise vLLM's errors as errors of generation."""
+    try:
+        yield
+    except Exception as error:
+        raise GenerationError(f"vLLM failed while it generated: {error}") from error
 
-    The engine is built at the first `sync`, after the strategy was set up: building it is a collective. It loads no
-    weights from the disk; the policy's are sent.
+
+def launcher_environment(device: torch.device) -> dict[str, str]:
+    """Return the environment variables for vLLM's external launcher that are missing or wrong in this process.
+
+    vLLM takes ``LOCAL_RANK`` for the index of a GPU among those that the process sees. A launcher counts processes by
+    it: of ``trainer.devices=[2,3]`` the second has 1. So it is the index of the GPU that the policy is on; of a policy
+    on the CPU the launcher's number, or else Slurm's: a rank counts over all nodes.
 
     Args:
-        sleep: Give the engine's memory back to the training between rollouts: "auto" does so on a GPU (a CPU's is not
-            freed by it), or "always" or "never".
-        shared: Arguments of `EngineGenerator`.
+        device: The policy's.
+    """
+    rank = str(ranks.rank())
+    local = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or rank
+    world = {"RANK": rank, "WORLD_SIZE": str(ranks.world_size()), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    missing = {name: value for name, value in world.items() if name not in os.environ}
+    return missing | {"LOCAL_RANK": str(device.index or 0) if device.type == "cuda" else local}
+
+
+@contextmanager
+def restored_process_state(environment: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Restore the process state that vLLM changes.
+
+    Those are the global random states (it seeds them when it starts, and every sampling call moves torch's), the number
+    of threads and `torch.set_num_threads` itself (replaced by a function that only warns), the default type of tensors,
+    the current GPU, and environment variables (a preloaded OpenMP, compiler threads, how processes are started).
+
+    Args:
+        environment: Variables that vLLM needs, where they are not set already. They stay set: vLLM reads them
+            repeatedly.
+    """
+    for name, value in (environment or {}).items():
+        os.environ.setdefault(name, value)
+    variables, dtype = dict(os.environ), torch.get_default_dtype()
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    python, numpy = random.getstate(), np.random.get_state()
+    cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    quiet = logging.getLogger("torch._library.triton")
+    level = quiet.level
+    try:
+        quiet.setLevel(logging.ERROR)  # that there is no Triton on a CPU is no news
+        with torch.random.fork_rng(devices=cuda), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        quiet.setLevel(level)
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_num_threads = set_num_threads
+        if torch.get_num_threads() != threads:
+            set_num_threads(threads)
+        torch.set_default_dtype(dtype)
+        if device is not None:
+            torch.cuda.set_device(device)
+        for name in set(os.environ) - set(variables):
+            del os.environ[name]
+        os.environ.update({name: value for name, value in variables.items() if os.environ.get(name) != value})
+
+
+# ------------------------------------------------------------------ vLLM's form of requests and answers
+
+
+def prompt_input(request: Request) -> dict[str, Any]:
+    """Return vLLM's form of a prompt.
 
     Raises:
-        ConfigError: a setting out of range.
-        BackendError: vLLM is not installed.
+        DataError: an image is gone, or has changed since the data were read.
     """
+    if request.pictured is None:
+        return {"prompt_token_ids": request.token_ids}
+    images = [image.open() for image in request.pictured.images]
+    return {"prompt_token_ids": request.pictured.token_ids, "multi_modal_data": {"image": images}}
 
-    def __init__(self, *, sleep: Literal["auto", "always", "never"] = "auto", **shared: Any) -> None:
-        super().__init__(**shared)
-        one_of("generator.sleep", sleep, ("auto", "always", "never"))
-        self.sleep = sleep
-        require_vllm("generator=vllm")
-        if sleep == "always" and vllm_settings.runs_on_cpu():
-            rank_zero_warn("generator.sleep=always: vLLM on a CPU ignores it, and frees no memory.")
 
-    _OF_THE_ENGINE = (*EngineGenerator._OF_THE_ENGINE, "_asleep")
+def sampling_arguments(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return a request's fields as arguments of `SamplingParams`, with the differences from the HTTP body."""
+    from vllm.sampling_params import StructuredOutputsParams  # pyright: ignore
 
-    def _forget(self) -> None:
-        super()._forget()
-        self._asleep = False
+    arguments = dict(fields)
+    if "logit_bias" in arguments:
+        arguments["logit_bias"] = {int(token): bias for token, bias in arguments["logit_bias"].items()}
+    if "structured_outputs" in arguments:
+        arguments["structured_outputs"] = StructuredOutputsParams(**arguments["structured_outputs"])
+    return arguments
 
-    def _start(self, policy: nn.Module) -> Engine:
-        settings = self.settings_for(policy)
-        if ranks.world_size() % settings.tensor_parallel_size:
-            raise ConfigError(
-                f"generator.tensor_parallel_size={settings.tensor_parallel_size} does not divide the "
-                f"{ranks.world_size()} ranks of the run, which share engines: take a divisor, or generator=vllm_server."
-            )
-        sleeps = self.sleep == "always" or (self.sleep == "auto" and not vllm_settings.runs_on_cpu())
-        self.sleeps = sleeps
-        with tempfile.TemporaryDirectory(prefix="lit_rl_model_") as folder:
-            write_model_files(policy, self.model, folder)
-            how = {"sleeps": sleeps, "trust_remote_code": self.model.trust_remote_code}
-            return InProcessEngine(folder, settings, device=device_of(policy), **how)
 
-    def check_converses(self) -> None:
-        self.check_asked_alone()
-
-    def check_asked_alone(self) -> None:
-        size = self.settings.tensor_parallel_size
-        if size > 1:
-            raise ConfigError(
-                f"generator=vllm with generator.tensor_parallel_size={size} does not go with env=: ranks that share an "
-                "engine go through the same requests in step. Take generator=vllm_server, or an engine a rank."
-            )
-
-    def _run(self, work: EngineWork) -> None:
-        """Do the work; ranks that share an engine send it the prompts of all of them, and keep their own answers."""
-        size = self.settings.tensor_parallel_size
-        if size == 1:
-            return super()._run(work)
-        first = ranks.rank() // size * size
-        mine = [request for _, request in work.requests(wait=False)]
-        of_group = ranks.gather_objects(mine)[first : first + size]
-        whole = CompletionWork([request for theirs in of_group for request in theirs])
-        super()._run(whole)
-        start = sum(map(len, of_group[: ranks.rank() - first]))
-        for number, answers in enumerate(whole.answers[start : start + len(mine)]):
-            work.done(number, answers)
-
-    # ------------------------------------------------------------------ sleep
-
-    @property
-    def share_of_device(self) -> float:
-        if vllm_settings.runs_on_cpu() or self.sleep != "never":
-            return 0.0
-        return self.settings.gpu_memory_utilization
-
-    def sync(self, policy: nn.Module, version: int) -> None:
-        if self._asleep and self.engine is not None:
-            engine = self.engine
-            ranks.run_on_all_ranks(lambda: engine.wake("weights"))
-            self._pushed = None  # nothing of them was kept
-            self._sender.forget()
-        super().sync(policy, version)
-
-    def _push(self, policy: nn.Module, version: int) -> None:
-        super()._push(policy, version)
-        if self._asleep and self.engine is not None:
-            engine = self.engine
-            ranks.run_on_all_ranks(lambda: engine.wake("kv_cache"))
-            self._asleep = False
-
-    def rest(self) -> None:
-        """Give the engine's memory to the training until the next sync."""
-        if self.engine is not None and self.sleeps and not self._asleep:
-            self.engine.sleep()
-            self._asleep = True
+def read_output(output: Any, one: Any) -> EngineAnswer:
+    ids = list(one.token_ids)
+    logprobs = [entry[token].logprob for entry, token in zip(one.logprobs, ids, strict=True)]
+    prompt = None
+    if output.prompt_logprobs is not None:
+        entries = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
+        prompt = [entry[token].logprob for entry, token in entries]
+    return EngineAnswer(ids, logprobs, one.finish_reason == "stop", prompt)

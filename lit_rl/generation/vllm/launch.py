@@ -39,60 +39,9 @@ _SAY_EVERY = 10.0
 _HEALTH_DEADLINE = 2.0
 _LAST_LINES = 20
 _TAIL_BYTES = 2**18
+
 _EXCEPTION = re.compile(r"^(?:\([^)]*\) ERROR [^\]]*\] )?([\w.]*(?:Error|Exception): .+)")
 """The line that names an exception, as Python prints it and as vLLM's log repeats it for its other processes."""
-
-
-def server_arguments(
-    engine: Mapping[str, Any], *, name: str, host: str, port: int, transfer: str | None = None
-) -> list[str]:
-    """Return the flags of vLLM's OpenAI-compatible server. Where the environment has a key, every route requires it.
-
-    Args:
-        engine: Engine arguments by vLLM's names, with those of `settings.model_arguments`.
-        name: The model's name in requests.
-        host: Address to listen on.
-        port: Port to listen on.
-        transfer: vLLM's weight-transfer engine, such as "nccl"; None: weights arrive by file or by our worker's
-            methods.
-    """
-    flags = {**engine, "served_model_name": name, "host": host, "port": port, "uvicorn_log_level": "warning"}
-    if transfer is not None:
-        flags["weight_transfer_config"] = {"backend": transfer}
-    if api_key.api_key():
-        flags["middleware"] = f"{api_key.APIKeyMiddleware.__module__}.{api_key.APIKeyMiddleware.__name__}"
-    words = ["--disable-uvicorn-access-log"]
-    for key, value in flags.items():
-        flag = key.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            # In one word, so that a value which begins with a dash is no flag.
-            words.append(f"--{flag}={json.dumps(value) if isinstance(value, Mapping) else value}")
-    return words
-
-
-def checked_port(host: str, port: int, key: str) -> int:
-    """Return ``port``, or a free one for 0, after a test that it can be listened on: vLLM would fail after its slow
-    start.
-
-    Raises:
-        ConfigError: it is taken, may not be used, or ``host`` is no address of this machine.
-    """
-    if not 0 <= port < 2**16:
-        raise ConfigError(f"{key}={port} is no port: allowed is 0 (a free one) to 65535.")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just closed is free
-        try:
-            listener.bind((host, port))
-            listener.listen(1)
-        except OSError as error:
-            raise ConfigError(
-                f"{key}={port} on {host} cannot be listened on: {error.strerror or error}. Is another server running "
-                f"there? {key}=0 takes a free port."
-            ) from error
-        return int(listener.getsockname()[1])
 
 
 class ServerProcess:
@@ -167,14 +116,14 @@ class ServerProcess:
         while True:
             if not self.alive:
                 self.stop()
-                raise self.death(f"The vLLM server for {self.url} ended before it was ready.")
+                raise self.failure(f"The vLLM server for {self.url} ended before it was ready.")
             try:
                 return self.client.health(_HEALTH_DEADLINE)
             except ServerError:
                 now = time.monotonic()
             if now - started > deadline:
                 self.stop()
-                raise self.death(f"The vLLM server for {self.url} was not ready within {deadline:g} seconds.")
+                raise self.failure(f"The vLLM server for {self.url} was not ready within {deadline:g} seconds.")
             if say is not None and now >= next_line:
                 say(f"The vLLM server is starting, {now - started:.0f} s so far; its output is in {self.log}")
                 next_line = now + _SAY_EVERY
@@ -200,7 +149,7 @@ class ServerProcess:
         """Return the last lines of its output since it started."""
         return self._lines()[-lines:]
 
-    def death(self, what: str) -> GenerationError:
+    def failure(self, what: str) -> GenerationError:
         """Return an error with the log's first exception, the usual cause of the last lines, and these."""
         found = self._lines()
         last = found[-_LAST_LINES:]
@@ -224,6 +173,19 @@ class ServerProcess:
             self.stop()
 
 
+def group_members(group: int) -> list[int]:
+    """Return the running processes of a group, without those that have ended and that nothing waits for."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, number = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+        except OSError:  # it ended a moment ago
+            continue
+        if int(number) == group and state not in "ZX":
+            found.append(int(entry.name))
+    return found
+
+
 def server_environment(cpu: bool) -> dict[str, str]:
     """Return this process's environment with the variables of a server: vLLM's switches, and our worker extension on
     its path."""
@@ -240,17 +202,56 @@ _OF_THIS_RUN = (
 """Variables of this process's own group, and of an engine in this process."""
 
 
-def group_members(group: int) -> list[int]:
-    """Return the running processes of a group, without those that have ended and that nothing waits for."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
+def server_arguments(
+    engine: Mapping[str, Any], *, name: str, host: str, port: int, transfer: str | None = None
+) -> list[str]:
+    """Return the flags of vLLM's OpenAI-compatible server. Where the environment has a key, every route requires it.
+
+    Args:
+        engine: Engine arguments by vLLM's names, with those of `model_arguments`.
+        name: The model's name in requests.
+        host: Address to listen on.
+        port: Port to listen on.
+        transfer: vLLM's weight-transfer engine, such as "nccl"; None: weights arrive by file or by our worker's
+            methods.
+    """
+    flags = {**engine, "served_model_name": name, "host": host, "port": port, "uvicorn_log_level": "warning"}
+    if transfer is not None:
+        flags["weight_transfer_config"] = {"backend": transfer}
+    if api_key.api_key():
+        flags["middleware"] = f"{api_key.APIKeyMiddleware.__module__}.{api_key.APIKeyMiddleware.__name__}"
+    words = ["--disable-uvicorn-access-log"]
+    for key, value in flags.items():
+        flag = key.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            # In one word, so that a value which begins with a dash is no flag.
+            words.append(f"--{flag}={json.dumps(value) if isinstance(value, Mapping) else value}")
+    return words
+
+
+def checked_port(host: str, port: int, key: str) -> int:
+    """Return ``port``, or a free one for 0, after a test that it can be listened on: vLLM would fail after its slow
+    start.
+
+    Raises:
+        ConfigError: it is taken, may not be used, or ``host`` is no address of this machine.
+    """
+    if not 0 <= port < 2**16:
+        raise ConfigError(f"{key}={port} is no port: allowed is 0 (a free one) to 65535.")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just closed is free
         try:
-            state, _, number = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
-        except OSError:  # it ended a moment ago
-            continue
-        if int(number) == group and state not in "ZX":
-            found.append(int(entry.name))
-    return found
+            listener.bind((host, port))
+            listener.listen(1)
+        except OSError as error:
+            raise ConfigError(
+                f"{key}={port} on {host} cannot be listened on: {error.strerror or error}. Is another server running "
+                f"there? {key}=0 takes a free port."
+            ) from error
+        return int(listener.getsockname()[1])
 
 
 def temporary_log() -> Path:
@@ -260,8 +261,9 @@ def temporary_log() -> Path:
     return Path(path)
 
 
+# ------------------------------------------------------------------ the server of a run
+
 _LOOPBACK = "127.0.0.1"
-_RETRY_SECONDS = 0.5
 
 
 class LaunchedServer:
@@ -311,9 +313,9 @@ class LaunchedServer:
         self._process.start()
         self._process.wait_healthy(deadline, say)
 
-    def death(self, what: str) -> GenerationError:
+    def failure(self, what: str) -> GenerationError:
         """Return an error with the last lines of its log."""
-        return self._process.death(what)
+        return self._process.failure(what)
 
     def stop(self) -> None:
         self._process.stop()
@@ -331,6 +333,11 @@ def describe_gpus(policy: torch.device, settings: EngineSettings) -> str:
         f"{taken}, beside the training (generator.gpu_memory_utilization={share:g}; for GPUs of its own, start it by "
         "CUDA_VISIBLE_DEVICES=... lit-rl serve, and name it in generator.urls)"
     )
+
+
+# ------------------------------------------------------------------ servers of others
+
+_RETRY_SECONDS = 0.5
 
 
 def responsive_servers(urls: Sequence[str], deadline: float) -> list[str]:

@@ -38,10 +38,10 @@ class VLLMServerGenerator(EngineGenerator):
 
     ============================  ===================================================================================
     at the first sync             `_start`: `_launch` one where that is asked for, then `_connect_first`
-    one of several is lost        `ServerEngine` goes on without it; `EngineLost` where it was the last one
+    one of several is lost        `ServerEngine` continues without it; `EngineLost` where it was the last one
     at every later sync           `_revise_servers`: lost ones out, those that answer again in, by `_switch_to`
     `EngineLost`                  `_with_recovery`: `_restart_own`, `_wait_for_servers`, `_reconnect`; once more
-    `EngineLost` once more        `_last_words`: the end, with the last lines of the log of a server of ours
+    `EngineLost` once more        `_failure`: the end, with the last lines of the log of a server of ours
     ============================  ===================================================================================
 
     Args:
@@ -83,7 +83,9 @@ class VLLMServerGenerator(EngineGenerator):
         }.items():
             in_range(f"generator.{key}", value, low=0, open_low=True)
         in_range("generator.lag", lag, low=0)
-        self.urls, self.launch, self.log = _addresses(urls), launch, log
+        if isinstance(urls, str):
+            raise ConfigError(f"generator.urls={urls!r} is a string; it takes a list of addresses: [{urls}].")
+        self.urls, self.launch, self.log = [Client(url).url for url in urls], launch, log
         self.transport, self.lag = transport, lag
         self.deadline, self.answer_deadline, self.start_deadline = deadline, answer_deadline, start_deadline
         if launch == bool(self.urls):
@@ -103,7 +105,7 @@ class VLLMServerGenerator(EngineGenerator):
         if launch:
             require_vllm("generator.launch=true")
 
-    _OF_THE_ENGINE = (*EngineGenerator._OF_THE_ENGINE, "_process")
+    _ENGINE_STATE = (*EngineGenerator._ENGINE_STATE, "_process")
 
     def _forget(self) -> None:
         super()._forget()
@@ -132,7 +134,7 @@ class VLLMServerGenerator(EngineGenerator):
             return self._connect(urls)
         except EngineLost as error:
             if self.launch:
-                raise self._last_words(str(error)) from error
+                raise self._failure(str(error)) from error
             raise GenerationError(
                 f"{error} Start a server with `lit-rl serve model={self.model.name}`, or set generator.launch=true."
             ) from error
@@ -143,7 +145,7 @@ class VLLMServerGenerator(EngineGenerator):
         return ServerEngine(
             clients,
             transport_for(self.transport, clients, self.answer_deadline, device_of(self._policy)),
-            say=self._say,
+            say=self._print,
             deadline=self.deadline,
             answer_deadline=self.answer_deadline,
             after_loss=after_loss,
@@ -157,7 +159,7 @@ class VLLMServerGenerator(EngineGenerator):
             self._process.stop()
         own = self._process = LaunchedServer(policy, self.model, self.settings_for(policy), self.log)
         with interruptible():
-            own.start(self.start_deadline, self._say)
+            own.start(self.start_deadline, self._print)
         return [own.url]
 
     # ------------------------------------------------------------------ one that is lost
@@ -198,7 +200,7 @@ class VLLMServerGenerator(EngineGenerator):
         def synced() -> None:
             if self._pushed is None:  # it was lost and is back
                 super(VLLMServerGenerator, self).sync(policy, version)
-                work.again()
+                work.restart()
             self._attempt(work)
 
         self._with_recovery(synced, policy)
@@ -206,14 +208,16 @@ class VLLMServerGenerator(EngineGenerator):
     def _attempt(self, work: EngineWork) -> None:
         assert self.engine is not None
         engine = self.engine
-        super()._run(work)
-        ranks.run_on_all_ranks(lambda: self._unchanged(engine))
 
-    def _unchanged(self, engine: Engine) -> None:
-        """Refuse answers of a server that was restarted, or updated by another program: they have other weights."""
-        version = engine.facts().version
-        if version != self._version:
-            raise EngineLost(f"The servers hold version {version}, not {self._version}: another program updates them.")
+        def check_version() -> None:  # another version means that the answers have other weights
+            version = engine.facts().version
+            if version != self._version:
+                raise EngineLost(
+                    f"The servers hold version {version}, not {self._version}: another program updates them."
+                )
+
+        super()._run(work)
+        ranks.run_on_all_ranks(check_version)
 
     def _with_recovery(self, work: Any, policy: nn.Module) -> Any:
         """Do `work`; where an engine is lost, bring it back and do it once more. The same on every rank."""
@@ -228,14 +232,14 @@ class VLLMServerGenerator(EngineGenerator):
         try:
             return work()
         except EngineLost as lost:
-            raise self._last_words(f"The server was lost again, right after it was brought back: {lost}") from lost
+            raise self._failure(f"The server was lost again, right after it was brought back: {lost}") from lost
 
     def _restart_own(self, error: EngineLost) -> None:
         """Restart our own server; no rank may look for it before it is gone."""
-        self._say(f"{error} Trying once to get it back.")
+        self._print(f"{error} Trying once to get it back.")
         if self._process is not None:
-            self._say(str(self._last_words("It is stopped and started again.")))
-            self._process.start(self.start_deadline, self._say)
+            self._print(str(self._failure("It is stopped and started again.")))
+            self._process.start(self.start_deadline, self._print)
 
     def _wait_for_servers(self, lost: EngineLost) -> list[str]:
         """Return, on rank 0, the servers that answer, once one does."""
@@ -249,7 +253,7 @@ class VLLMServerGenerator(EngineGenerator):
             with interruptible():
                 return wait_for_servers(urls, self.start_deadline, self.answer_deadline)
         except ServerError as error:
-            raise self._last_words(
+            raise self._failure(
                 f"{lost} It did not come back within generator.start_deadline={self.start_deadline:g} seconds: {error}"
             ) from error
 
@@ -257,9 +261,9 @@ class VLLMServerGenerator(EngineGenerator):
         try:
             self._switch_to(urls, policy)
         except EngineLost as error:
-            raise self._last_words(str(error)) from error
+            raise self._failure(str(error)) from error
         if len(urls) >= len(self.urls):
-            self._say("It is back.")
+            self._print("It is back.")
 
     def _switch_to(self, urls: Sequence[str], policy: nn.Module) -> None:
         """Continue with these servers; all weights have to be sent to them."""
@@ -274,15 +278,15 @@ class VLLMServerGenerator(EngineGenerator):
         if len(self.urls) > 1:
             away = ", ".join(url for url in self.urls if url not in urls)
             tried = f"; {away} will be tried again at the next update" if away else ""
-            self._say(f"Servers that take the weights: {len(urls)} of {len(self.urls)}{tried}.")
+            self._print(f"Servers that take the weights: {len(urls)} of {len(self.urls)}{tried}.")
 
-    def _last_words(self, what: str) -> GenerationError:
+    def _failure(self, what: str) -> GenerationError:
         """Return an error with the last lines of the server's log, where it is ours."""
         if self._process is not None:
-            return self._process.death(what)
+            return self._process.failure(what)
         return GenerationError(f"{what} Its log is where it was started.")
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         if ranks.rank() == 0:
             sys.stdout.write(f"{line}\n")
             sys.stdout.flush()
@@ -292,10 +296,3 @@ class VLLMServerGenerator(EngineGenerator):
         if process is not None:
             process.stop()
         super().close()
-
-
-def _addresses(urls: Sequence[str]) -> list[str]:
-    """Return the addresses in their normal form; refuse invalid ones."""
-    if isinstance(urls, str):
-        raise ConfigError(f"generator.urls={urls!r} is a string; it takes a list of addresses: [{urls}].")
-    return [Client(url).url for url in urls]

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from lit_rl.core.errors import GenerationError, NumericError
 from lit_rl.core.interrupts import interruptible
-from lit_rl.core.vision_inputs import Picture
 from lit_rl.core.visuals import as_png
 from lit_rl.generation import ranks
 from lit_rl.generation.generator import EngineLost
@@ -49,235 +48,14 @@ from lit_rl.generation.vllm.engine import (
 from lit_rl.generation.vllm.engine_settings import WORKER_EXTENSION
 from lit_rl.generation.vllm.transports import Transport, call_all
 
-
-@dataclass(frozen=True)
-class ServerTask:
-    """A request that waits for its answer."""
-
-    number: int
-    """Its number in the work."""
-    request: Request
-    until: float
-    """The deadline of the answer, by `time.monotonic`."""
-
-
-def capacities_for_rank(rank: int, world_size: int, servers: Sequence[int], at_once: Sequence[int]) -> dict[int, int]:
-    """Return the servers in the order of a rank, each with the completions that the rank may give it.
-
-    Ranks do not know the requests of others. So each begins at another server, and has its share of a server's
-    capacity.
-
-    Args:
-        rank: This rank.
-        world_size: Ranks that send requests.
-        servers: Their numbers.
-        at_once: Completions that each of them gets at once from all ranks together.
-    """
-    rooms = {server: -(-most // world_size) for server, most in zip(servers, at_once, strict=True)}
-    first = rank * len(servers) // world_size
-    return {server: rooms[server] for server in (*servers[first:], *servers[:first])}
-
-
-class Dealer:
-    """A dealer that gives each request to the server with the fewest tokens; of equals, the first. Depends on no clock.
-
-    A server gets more as long as it has fewer completions than its capacity; other requests wait here for the first
-    free server. The next turn of a request goes to the same server, whose cache holds its text.
-
-    Args:
-        rooms: Completions that each server gets at once, by its number; in the order of `capacities_for_rank`.
-    """
-
-    def __init__(self, rooms: Mapping[int, int]) -> None:
-        self._rooms = dict(rooms)
-        self._running: dict[int, dict[int, ServerTask]] = {server: {} for server in rooms}
-        self._completions, self._tokens = dict.fromkeys(rooms, 0), dict.fromkeys(rooms, 0)
-        self._homes: dict[int, int] = {}
-        self._at_home: deque[tuple[int, ServerTask]] = deque()
-        self._waiting: deque[ServerTask] = deque()
-
-    @property
-    def servers(self) -> list[int]:
-        """The servers in use."""
-        return list(self._rooms)
-
-    @property
-    def busy(self) -> bool:
-        """Tell whether an answer is still to come."""
-        return bool(self._waiting or self._at_home or any(self._running.values()))
-
-    def add(self, task: ServerTask) -> None:
-        """Add a request."""
-        home = self._homes.get(task.number)
-        if home is None:
-            self._waiting.append(task)
-        else:
-            self._at_home.append((home, task))
-
-    def give(self) -> Iterator[tuple[int, ServerTask]]:
-        """Yield the requests to send now, each with its server."""
-        while self._at_home:
-            yield self._given(*self._at_home.popleft())
-        while self._waiting and (free := [s for s, room in self._rooms.items() if self._completions[s] < room]):
-            yield self._given(min(free, key=lambda server: self._tokens[server]), self._waiting.popleft())
-
-    def _given(self, server: int, task: ServerTask) -> tuple[int, ServerTask]:
-        self._homes[task.number] = server
-        self._running[server][task.number] = task
-        self._completions[server] += task.request.completions
-        self._tokens[server] += task.request.most_tokens
-        return server, task
-
-    def done(self, server: int, number: int) -> bool:
-        """Record an answer; return False where it comes from a lost server, and its request went to another."""
-        task = self._running.get(server, {}).pop(number, None)
-        if task is None:
-            return False
-        self._completions[server] -= task.request.completions
-        self._tokens[server] -= task.request.most_tokens
-        return True
-
-    def lose(self, server: int) -> int:
-        """Drop a server. Its open requests go to the others, before all others; return their number."""
-        del self._rooms[server]
-        left = [*self._running.pop(server).values(), *(task for home, task in self._at_home if home == server)]
-        self._at_home = deque((home, task) for home, task in self._at_home if home != server)
-        self._homes = {number: home for number, home in self._homes.items() if home != server}
-        self._waiting.extendleft(reversed(left))
-        return len(left)
-
-
-THREAD_NAME = "lit_rl-server"
-"""The name of the threads."""
-_LOOK_EVERY = 2.0
-"""Seconds."""
-
-
-@dataclass(frozen=True)
-class TaskDone:
-    """A task that a server has answered."""
-
-    server: int
-    task: ServerTask
-    answers: list[EngineAnswer]
-
-
-@dataclass(frozen=True)
-class TaskFailed:
-    """A task without an answer, or a failed check of a server."""
-
-    server: int
-    error: Exception
-
-
-class ServerThreads:
-    """Threads that send a server its tasks until they are stopped.
-
-    The threads are daemons: one that waits for a server which hangs must not keep the process from ending.
-
-    Args:
-        server: Its number.
-        ask: Returns the server's answers.
-        look: Raises where the server has changed. /health would not do: a process in front of the engine answers it,
-            also where the engine hangs.
-        tell: Called with the result of each task, and with a failed check.
-        hang_up: Ends the calls of `ask` and `look` in flight.
-        threads: Most requests that wait at the same time.
-    """
-
-    def __init__(
-        self,
-        server: int,
-        ask: Callable[[ServerTask], list[EngineAnswer]],
-        look: Callable[[], Any],
-        tell: Callable[[TaskDone | TaskFailed], None],
-        hang_up: Callable[[], None],
-        threads: int,
-    ) -> None:
-        self._server, self._ask, self._look, self._tell, self._threads = server, ask, look, tell, threads
-        self._hang_up = hang_up
-        self._tasks = queue.SimpleQueue[ServerTask | None]()
-        self._stop = threading.Event()
-        for _ in range(threads):
-            threading.Thread(target=self._wait_for_answers, name=THREAD_NAME, daemon=True).start()
-        threading.Thread(target=self._look_after, name=THREAD_NAME, daemon=True).start()
-
-    def put(self, task: ServerTask) -> None:
-        self._tasks.put(task)
-
-    def stop(self) -> None:
-        """Send nothing more, and wait for nothing: a server that hangs would hold the threads for an hour."""
-        self._stop.set()
-        for _ in range(self._threads):
-            self._tasks.put(None)
-        self._hang_up()
-
-    def _wait_for_answers(self) -> None:
-        while (task := self._tasks.get()) is not None and not self._stop.is_set():
-            try:
-                self._tell(TaskDone(self._server, task, self._ask(task)))
-            except Exception as error:
-                self._tell(TaskFailed(self._server, error))
-
-    def _look_after(self) -> None:
-        while not self._stop.wait(_LOOK_EVERY):
-            try:
-                self._look()
-            except Exception as error:
-                self._tell(TaskFailed(self._server, error))
-                return
-
-
-def ask_server(
-    client: Client, model: str, number: int, request: Request, until: float, vocabulary: int
-) -> list[EngineAnswer]:
-    """Return the server's completions of a prompt.
-
-    Args:
-        client: The server.
-        model: Its name of the policy.
-        number: Number of the request.
-        request: The request.
-        until: The deadline of the answer, by `time.monotonic`.
-        vocabulary: Tokens of the model.
-
-    Raises:
-        ServerError: one of its three kinds.
-        GenerationError: the engine's tokens of a prompt with images are not the policy's.
-        DataError: an image is gone, or has changed since the data were read.
-    """
-    if request.pictured is None:
-        body = {"model": model, "prompt": request.token_ids, **request.fields, "return_token_ids": True}
-        return parse_completions(client.complete(body, until - time.monotonic()), request, vocabulary)
-    body = image_body(request.pictured, request.fields, model)
-    came = client.generate(body, until - time.monotonic())
-    check_prompt_tokens(request, number, parse_prompt(came))
-    return parse_generated(came, request, vocabulary)
-
-
-def image_body(pictured: ImagePrompt, fields: dict[str, Any], model: str) -> dict[str, Any]:
-    """Return the body of ``POST /inference/v1/generate``."""
-    parts = [{"type": "image_url", "url": _data_uri(image)} for image in pictured.images]
-    return {
-        "model": model,
-        "token_ids": pictured.token_ids,
-        "content_parts": parts,
-        "sampling_params": fields,
-        "return_token_ids": True,
-    }
-
-
-def _data_uri(image: Picture) -> str:
-    """Return a ``data:`` URI of the very pixels of the policy: PNG loses none, and the conversion of other modes to RGB
-    stays ours."""
-    return f"data:image/png;base64,{base64.b64encode(as_png(image.open(), compress_level=1)).decode()}"
-
-
 ADAPTER = "lit_rl_policy"
+
 _POLL_SECONDS = 0.02
 """Seconds between two polls for requests that follow from others."""
+
 _AT_ONCE = 256
 """Most requests that wait on one server at the same time."""
+
 _QUEUE_FACTOR = 2
 """Completions that a server gets, as a multiple of those that it runs at once: the surplus waits there, so that it
 never idles, and the rest goes to the first free server."""
@@ -309,26 +87,23 @@ class ServerEngine:
         answer_deadline: float,
         after_loss: bool = False,
     ) -> None:
-        self.clients, self.transport, self._say = list(clients), transport, say
+        self.clients, self.transport, self._print = list(clients), transport, say
         self.deadline, self.answer_deadline = deadline, answer_deadline
         self._adapter: str | None = None
         self._leftovers = after_loss
         self._asked = list(range(len(self.clients)))
         """The numbers of the servers that are not lost."""
-        self._names = [self._name(client) for client in self.clients]
+        with engine_errors():
+            self._names = [next(iter(client.models(answer_deadline))) for client in self.clients]
         facts = self._all_facts()
         self._instances = [each.instance for each in facts]
-        self._rooms = [_QUEUE_FACTOR * each.max_num_seqs for each in facts]
+        self._capacities = [_QUEUE_FACTOR * each.max_num_seqs for each in facts]
         self._vocabularies = [each.vocabulary for each in facts]
 
     @property
     def lost(self) -> list[str]:
         """Addresses of the servers that were lost while others answered. Their weights are unknown."""
         return [client.url for number, client in enumerate(self.clients) if number not in self._asked]
-
-    def _name(self, client: Client) -> str:
-        with engine_errors():
-            return next(iter(client.models(self.answer_deadline)))
 
     def _all_facts(self) -> list[Facts]:
         """Return the facts of the servers that are not lost."""
@@ -420,7 +195,7 @@ class ServerEngine:
     def run(self, work: EngineWork, heartbeat: Heartbeat | None = None) -> None:
         """Do the work on the servers, as `Dealer` distributes it. A server that is silent meanwhile is detected."""
         events = queue.SimpleQueue[TaskDone | TaskFailed]()
-        asking = {server: self._asking(server, min(_AT_ONCE, work.at_once), events) for server in self._asked}
+        asking = {server: self._asking(server, min(_AT_ONCE, work.max_concurrent), events) for server in self._asked}
         try:
             with interruptible(), engine_errors():
                 self._deal(work, asking, events, heartbeat)
@@ -432,16 +207,16 @@ class ServerEngine:
         client, name = Client(self.clients[server].url), self._adapter or self._names[server]  # whose calls may be cut
         vocabulary = self._vocabularies[server]
 
-        def look() -> None:
+        def check() -> None:
             with engine_errors():
                 self._same(server, self._facts_of(client))
 
         return ServerThreads(
             server,
             ask=lambda task: ask_server(client, name, task.number, task.request, task.until, vocabulary),
-            look=look,
-            tell=events.put,
-            hang_up=client.hang_up,
+            check=check,
+            report=events.put,
+            abort=client.abort,
             threads=threads,
         )
 
@@ -454,26 +229,26 @@ class ServerEngine:
     ) -> None:
         """Send new requests and take finished answers, until nothing is left."""
         servers = list(asking)
-        at_once = [self._rooms[server] for server in servers]
+        at_once = [self._capacities[server] for server in servers]
         dealer = Dealer(capacities_for_rank(ranks.rank(), ranks.world_size(), servers, at_once))
         while True:
             for number, request in work.requests(wait=not dealer.busy):
                 dealer.add(ServerTask(number, request, time.monotonic() + self.deadline))
-            for server, task in dealer.give():
+            for server, task in dealer.assign():
                 asking[server].put(task)
             if not dealer.busy:
                 return
             with contextlib.suppress(queue.Empty):
                 event = events.get(timeout=_POLL_SECONDS)
                 if isinstance(event, TaskFailed):
-                    self._lose(dealer, event.server, event.error)
+                    self._drop_server(dealer, event.server, event.error)
                     asking[event.server].stop()
                 elif dealer.done(event.server, event.task.number):
                     work.done(event.task.number, event.answers)
             if heartbeat is not None:
                 heartbeat(*work.progress)
 
-    def _lose(self, dealer: Dealer, server: int, error: Exception) -> None:
+    def _drop_server(self, dealer: Dealer, server: int, error: Exception) -> None:
         """Continue without a lost server, where another is left; else raise its error.
 
         A late answer means the rollout's own deadline, which no other server could keep.
@@ -482,9 +257,9 @@ class ServerEngine:
             return
         if not isinstance(error, ServerDead | EngineLost) or len(dealer.servers) == 1:
             raise error
-        owed = dealer.lose(server)
+        owed = dealer.drop(server)
         self._asked.remove(server)
-        self._say(f"{error} The rollout goes on: {owed} requests that it has not answered are asked of the others.")
+        self._print(f"{error} The rollout goes on: {owed} requests that it has not answered are asked of the others.")
 
 
 class engine_errors:
@@ -503,3 +278,233 @@ class engine_errors:
             ) from error
         if isinstance(error, ServerError):
             raise GenerationError(str(error)) from error
+
+
+# ------------------------------------------------------------------ distribution of requests
+
+
+@dataclass(frozen=True)
+class ServerTask:
+    """A request that waits for its answer."""
+
+    number: int
+    """Its number in the work."""
+    request: Request
+    until: float
+    """The deadline of the answer, by `time.monotonic`."""
+
+
+class Dealer:
+    """A dealer that gives each request to the server with the fewest tokens; of equals, the first. Depends on no clock.
+
+    A server gets more as long as it has fewer completions than its capacity; other requests wait here for the first
+    free server. The next turn of a request goes to the same server, whose cache holds its text.
+
+    Args:
+        capacities: Completions that each server gets at once, by its number; in the order of `capacities_for_rank`.
+    """
+
+    def __init__(self, capacities: Mapping[int, int]) -> None:
+        self._capacities = dict(capacities)
+        self._running: dict[int, dict[int, ServerTask]] = {server: {} for server in capacities}
+        self._completions, self._tokens = dict.fromkeys(capacities, 0), dict.fromkeys(capacities, 0)
+        self._server_of: dict[int, int] = {}
+        self._next_turns: deque[tuple[int, ServerTask]] = deque()
+        self._waiting: deque[ServerTask] = deque()
+
+    @property
+    def servers(self) -> list[int]:
+        """The servers in use."""
+        return list(self._capacities)
+
+    @property
+    def busy(self) -> bool:
+        """Tell whether an answer is still to come."""
+        return bool(self._waiting or self._next_turns or any(self._running.values()))
+
+    def add(self, task: ServerTask) -> None:
+        """Add a request."""
+        server = self._server_of.get(task.number)
+        if server is None:
+            self._waiting.append(task)
+        else:
+            self._next_turns.append((server, task))
+
+    def assign(self) -> Iterator[tuple[int, ServerTask]]:
+        """Yield the requests to send now, each with its server."""
+        while self._next_turns:
+            yield self._assigned(*self._next_turns.popleft())
+        while self._waiting and (
+            free := [s for s, capacity in self._capacities.items() if self._completions[s] < capacity]
+        ):
+            yield self._assigned(min(free, key=lambda server: self._tokens[server]), self._waiting.popleft())
+
+    def _assigned(self, server: int, task: ServerTask) -> tuple[int, ServerTask]:
+        self._server_of[task.number] = server
+        self._running[server][task.number] = task
+        self._completions[server] += task.request.completions
+        self._tokens[server] += task.request.most_tokens
+        return server, task
+
+    def done(self, server: int, number: int) -> bool:
+        """Record an answer; return False where it comes from a lost server, and its request went to another."""
+        task = self._running.get(server, {}).pop(number, None)
+        if task is None:
+            return False
+        self._completions[server] -= task.request.completions
+        self._tokens[server] -= task.request.most_tokens
+        return True
+
+    def drop(self, server: int) -> int:
+        """Drop a server. Its open requests go to the others, before all others; return their number."""
+        del self._capacities[server]
+        left = [*self._running.pop(server).values(), *(task for server, task in self._next_turns if server == server)]
+        self._next_turns = deque((server, task) for server, task in self._next_turns if server != server)
+        self._server_of = {number: server for number, server in self._server_of.items() if server != server}
+        self._waiting.extendleft(reversed(left))
+        return len(left)
+
+
+def capacities_for_rank(rank: int, world_size: int, servers: Sequence[int], at_once: Sequence[int]) -> dict[int, int]:
+    """Return the servers in the order of a rank, each with the completions that the rank may give it.
+
+    Ranks do not know the requests of others. So each begins at another server, and has its share of a server's
+    capacity.
+
+    Args:
+        rank: This rank.
+        world_size: Ranks that send requests.
+        servers: Their numbers.
+        at_once: Completions that each of them gets at once from all ranks together.
+    """
+    capacities = {server: -(-most // world_size) for server, most in zip(servers, at_once, strict=True)}
+    first = rank * len(servers) // world_size
+    return {server: capacities[server] for server in (*servers[first:], *servers[:first])}
+
+
+# ------------------------------------------------------------------ threads of a server
+
+THREAD_NAME = "lit_rl-server"
+"""The name of the threads."""
+
+_CHECK_EVERY = 2.0
+"""Seconds."""
+
+
+@dataclass(frozen=True)
+class TaskDone:
+    """A task that a server has answered."""
+
+    server: int
+    task: ServerTask
+    answers: list[EngineAnswer]
+
+
+@dataclass(frozen=True)
+class TaskFailed:
+    """A task without an answer, or a failed check of a server."""
+
+    server: int
+    error: Exception
+
+
+class ServerThreads:
+    """Threads that send a server its tasks until they are stopped.
+
+    The threads are daemons: one that waits for a server which hangs must not keep the process from ending.
+
+    Args:
+        server: Its number.
+        ask: Returns the server's answers.
+        check: Raises where the server has changed. /health would not do: a process in front of the engine answers it,
+            also where the engine hangs.
+        report: Called with the result of each task, and with a failed check.
+        abort: Ends the calls of `ask` and `check` in flight.
+        threads: Most requests that wait at the same time.
+    """
+
+    def __init__(
+        self,
+        server: int,
+        ask: Callable[[ServerTask], list[EngineAnswer]],
+        check: Callable[[], Any],
+        report: Callable[[TaskDone | TaskFailed], None],
+        abort: Callable[[], None],
+        threads: int,
+    ) -> None:
+        self._server, self._ask, self._check, self._report, self._threads = server, ask, check, report, threads
+        self._abort = abort
+        self._tasks = queue.SimpleQueue[ServerTask | None]()
+        self._stop = threading.Event()
+        for _ in range(threads):
+            threading.Thread(target=self._wait_for_answers, name=THREAD_NAME, daemon=True).start()
+        threading.Thread(target=self._check_repeatedly, name=THREAD_NAME, daemon=True).start()
+
+    def put(self, task: ServerTask) -> None:
+        self._tasks.put(task)
+
+    def stop(self) -> None:
+        """Send nothing more, and wait for nothing: a server that hangs would hold the threads for an hour."""
+        self._stop.set()
+        for _ in range(self._threads):
+            self._tasks.put(None)
+        self._abort()
+
+    def _wait_for_answers(self) -> None:
+        while (task := self._tasks.get()) is not None and not self._stop.is_set():
+            try:
+                self._report(TaskDone(self._server, task, self._ask(task)))
+            except Exception as error:
+                self._report(TaskFailed(self._server, error))
+
+    def _check_repeatedly(self) -> None:
+        while not self._stop.wait(_CHECK_EVERY):
+            try:
+                self._check()
+            except Exception as error:
+                self._report(TaskFailed(self._server, error))
+                return
+
+
+# ------------------------------------------------------------------ the HTTP form of a request
+
+
+def ask_server(
+    client: Client, model: str, number: int, request: Request, until: float, vocabulary: int
+) -> list[EngineAnswer]:
+    """Return the server's completions of a prompt.
+
+    Args:
+        client: The server.
+        model: Its name of the policy.
+        number: Number of the request.
+        request: The request.
+        until: The deadline of the answer, by `time.monotonic`.
+        vocabulary: Tokens of the model.
+
+    Raises:
+        ServerError: one of its three kinds.
+        GenerationError: the engine's tokens of a prompt with images are not the policy's.
+        DataError: an image is gone, or has changed since the data were read.
+    """
+    if request.pictured is None:
+        body = {"model": model, "prompt": request.token_ids, **request.fields, "return_token_ids": True}
+        return parse_completions(client.complete(body, until - time.monotonic()), request, vocabulary)
+    body = image_body(request.pictured, request.fields, model)
+    came = client.generate(body, until - time.monotonic())
+    check_prompt_tokens(request, number, parse_prompt(came))
+    return parse_generated(came, request, vocabulary)
+
+
+def image_body(pictured: ImagePrompt, fields: dict[str, Any], model: str) -> dict[str, Any]:
+    """Return the body of ``POST /inference/v1/generate``."""
+    # PNG keeps the very pixels of the policy, and the conversion of other modes to RGB stays ours.
+    encoded = [base64.b64encode(as_png(image.open(), compress_level=1)).decode() for image in pictured.images]
+    parts = [{"type": "image_url", "url": f"data:image/png;base64,{image}"} for image in encoded]
+    return {
+        "model": model,
+        "token_ids": pictured.token_ids,
+        "content_parts": parts,
+        "sampling_params": fields,
+        "return_token_ids": True,
+    }

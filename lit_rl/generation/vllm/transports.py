@@ -31,47 +31,6 @@ from lit_rl.generation.vllm.client import Client, ServerDead
 from lit_rl.generation.vllm.engine import Engine, Facts, Shapes, Weights, push_adapter, push_weights
 from lit_rl.models.engine_weights import adapter_only, write_adapter
 
-_YOUNG = 60.0
-"""Seconds in which a new folder may not be locked yet by the process that made it."""
-
-
-@contextmanager
-def memory_folder(prefix: str, root: str | None = None) -> Iterator[Path]:
-    """Yield a folder that other processes read, in memory where that is possible; it is removed afterwards.
-
-    A process that is killed leaves its own behind, so unlocked ones are removed first.
-
-    Args:
-        prefix: The start of its name, and of the names of old ones.
-        root: The parent folder; None is `shared_memory`, or else the folder of temporary files.
-    """
-    root = root or shared_memory() or tempfile.gettempdir()
-    for left in Path(root).glob(f"{prefix}*"):
-        with suppress(OSError), _open_descriptor(left) as held:  # another user's, or it is in use
-            if time.time() - os.fstat(held).st_ctime > _YOUNG:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left)
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=root) as folder, _open_descriptor(Path(folder)) as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        yield Path(folder)
-
-
-@contextmanager
-def _open_descriptor(folder: Path) -> Iterator[int]:
-    """Open a folder's descriptor. The lock of a process that is killed is released with it."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def shared_memory() -> str | None:
-    """Return a folder in memory that other processes of this machine read; None where there is none, and a disk has to
-    do."""
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
-
-
 PUSHES = ("auto", "adapter", "merged")
 
 
@@ -117,7 +76,7 @@ class WeightSender:
         ranks.run_on_all_ranks(work)
 
     def _send_adapter(self, engine: Engine, policy: nn.Module, version: int, sends: bool) -> None:
-        # Kept until the next one is there: a server reads it again whenever it makes room for the adapter.
+        # Kept until the next one is there: a server reads it again whenever it loads the adapter again.
         before = self._folder
         self._folder = tempfile.TemporaryDirectory(prefix="lit_rl_adapter_", dir=shared_memory())
         folder = ranks.gather_objects(self._folder.name)[0]  # rank 0 writes, for all of one machine
@@ -147,10 +106,7 @@ def rank_of_adapter(policy: nn.Module) -> int | None:
     return max(config.r, *(config.rank_pattern or {}).values(), 0)
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """Return ``torch.float32`` for "float32"."""
-    return getattr(torch, name)
-
+# ------------------------------------------------------------------ transports to servers
 
 Result = TypeVar("Result")
 
@@ -291,10 +247,13 @@ class NCCL(Transport):
         from vllm.distributed.weight_transfer import clients, nccl_engine  # pyright: ignore[reportMissingImports]
 
         url = self.clients[0].url
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+            listener.bind(("", 0))
+            port = int(listener.getsockname()[1])
         info = nccl_engine.NCCLTrainerInitInfo(
             rank=0,
             master_address=own_address(url),
-            master_port=_free_port(),
+            master_port=port,
             world_size=1 + self.clients[0].world_size(self.deadline),
         )
         client = clients.HTTPVLLMWeightSyncClient(url, timeout=self.deadline)
@@ -309,6 +268,32 @@ class NCCL(Transport):
         for sender in self._senders:
             sender.shutdown()
         self._senders = []
+
+
+TRANSPORTS: dict[str, type[Transport]] = {"shared_memory": SharedMemory, "gloo": Gloo, "nccl": NCCL}
+
+
+def transport_for(kind: str, clients: Sequence[Client], deadline: float, device: torch.device) -> Transport:
+    """Return the transport of a name; "auto" takes shared memory on one machine, else NCCL from a GPU, else gloo.
+
+    Args:
+        kind: Its name, or "auto".
+        clients: The servers.
+        deadline: Seconds for an answer.
+        device: The policy's.
+
+    Raises:
+        BackendError: NCCL, and the policy is on no GPU.
+    """
+    if kind == "auto":
+        alone = on_this_machine([client.url for client in clients])
+        kind = "shared_memory" if alone else "nccl" if device.type == "cuda" and len(clients) == 1 else "gloo"
+    elif kind == "nccl" and device.type != "cuda":
+        raise BackendError(
+            f"generator.transport=nccl sends from GPU to GPU, and the policy is on {device.type}. Take "
+            "generator.transport=shared_memory (one host) or gloo."
+        )
+    return TRANSPORTS[kind](clients, deadline)
 
 
 def call_all(clients: Sequence[Client], call: Callable[[Client], Result]) -> list[Result]:
@@ -364,39 +349,50 @@ def own_address(url: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def _free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])
-
-
 def on_this_machine(urls: Sequence[str]) -> bool:
     """Tell whether every server runs on this machine."""
     names, hosts = (socket.gethostname(), os.uname().nodename), [urlsplit(url).hostname for url in urls]
     return all(is_loopback(host) or host in names for host in hosts)
 
 
-TRANSPORTS: dict[str, type[Transport]] = {"shared_memory": SharedMemory, "gloo": Gloo, "nccl": NCCL}
+# ------------------------------------------------------------------ folders in memory
+
+_YOUNG = 60.0
+"""Seconds in which a new folder may not be locked yet by the process that made it."""
 
 
-def transport_for(kind: str, clients: Sequence[Client], deadline: float, device: torch.device) -> Transport:
-    """Return the transport of a name; "auto" takes shared memory on one machine, else NCCL from a GPU, else gloo.
+@contextmanager
+def memory_folder(prefix: str, root: str | None = None) -> Iterator[Path]:
+    """Yield a folder that other processes read, in memory where that is possible; it is removed afterwards.
+
+    A process that is killed leaves its own behind, so unlocked ones are removed first.
 
     Args:
-        kind: Its name, or "auto".
-        clients: The servers.
-        deadline: Seconds for an answer.
-        device: The policy's.
-
-    Raises:
-        BackendError: NCCL, and the policy is on no GPU.
+        prefix: The start of its name, and of the names of old ones.
+        root: The parent folder; None is `shared_memory`, or else the folder of temporary files.
     """
-    if kind == "auto":
-        alone = on_this_machine([client.url for client in clients])
-        kind = "shared_memory" if alone else "nccl" if device.type == "cuda" and len(clients) == 1 else "gloo"
-    elif kind == "nccl" and device.type != "cuda":
-        raise BackendError(
-            f"generator.transport=nccl sends from GPU to GPU, and the policy is on {device.type}. Take "
-            "generator.transport=shared_memory (one host) or gloo."
-        )
-    return TRANSPORTS[kind](clients, deadline)
+    root = root or shared_memory() or tempfile.gettempdir()
+    for left in Path(root).glob(f"{prefix}*"):
+        with suppress(OSError), _open_descriptor(left) as held:  # another user's, or it is in use
+            if time.time() - os.fstat(held).st_ctime > _YOUNG:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=root) as folder, _open_descriptor(Path(folder)) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield Path(folder)
+
+
+@contextmanager
+def _open_descriptor(folder: Path) -> Iterator[int]:
+    """Open a folder's descriptor. The lock of a process that is killed is released with it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def shared_memory() -> str | None:
+    """Return a folder in memory that other processes of this machine read; None where there is none, and a disk has to
+    do."""
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None

@@ -33,13 +33,14 @@ from lit_rl.models.sharding import device_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
 _TEXT = (
     "A train leaves at 7:45 and arrives at 9:10. How long does it travel? From 7:45 to 8:45 is one hour, and from 8:45 "
     "to 9:10 are 25 minutes, so it travels for 1 hour and 25 minutes. Then 3 + 4 = 7, and 12 * 5 = 60. "
 )
+
 _SCORED = 32
 """Tokens of the text that is scored."""
+
 _WRITTEN = 8
 """Tokens that the engine adds to the long prompt."""
 
@@ -82,7 +83,7 @@ class WeightProbe:
     Args:
         tokenizer: The policy's: encodes the probe's text.
         picture: One prompt with an image. None for a policy over text.
-        never: Forbidden tokens.
+        forbidden: Forbidden tokens.
         mean_limit: Largest mean difference, in nats. None takes that of the type in `LIMITS`.
         max_limit: Largest difference of a token, in nats. None takes that of the type in `LIMITS`.
     """
@@ -92,12 +93,12 @@ class WeightProbe:
         tokenizer: PreTrainedTokenizerBase,
         picture: Prompts | None = None,
         *,
-        never: Sequence[int] = (),
+        forbidden: Sequence[int] = (),
         mean_limit: float | None = None,
         max_limit: float | None = None,
     ) -> None:
         self._text = tokenizer(_TEXT, add_special_tokens=False)["input_ids"]
-        self._picture, self._never = picture, never
+        self._picture, self._forbidden = picture, forbidden
         self._limits = mean_limit, max_limit
         self._then: tuple[Tensor, Tensor] | None = None
         self._ours = torch.zeros(0)
@@ -106,7 +107,10 @@ class WeightProbe:
         """Return the engine's answers to the probe."""
         facts = engine.facts()
         ids = self._prompt(facts)
-        requests = _requests(ids)
+        fields: dict[str, Any] = {"n": 1, "temperature": 1.0, "seed": 0, "logprobs": 0, "ignore_eos": True}
+        fields |= {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        scored_prompt = Request(ids[: _SCORED + 1], fields | {"max_tokens": 1, "prompt_logprobs": 0})
+        requests = [scored_prompt, Request(ids, fields | {"max_tokens": _WRITTEN})]
         if self._picture is not None and len(self._picture.token_ids[0]) + _WRITTEN <= facts.max_model_len:
             requests += requests_of(self._picture, Sampling(max_new_tokens=_WRITTEN))
         scored, *written = complete(engine, requests)
@@ -115,20 +119,18 @@ class WeightProbe:
     def compare(self, asked: ProbeAnswers, policy: nn.Module) -> Gap:
         """Score the policy's side, under the current precision, and return the gap. A collective where the policy is
         sharded."""
+        device = device_of(policy)
         with rollout_mode(policy):
             self._ours = _logprobs(policy, _as_completions(asked.ids[:1], asked.ids[1 : _SCORED + 1], policy))
+            parts = [self._ours - asked.scored]
             long = Prompts(token_ids=[asked.ids], keys=[0], group_size=1, eos_ids=(), pad_id=0)
-            again = [self._apart(policy, *each) for each in zip((long, self._picture), asked.written)]
-        differences = torch.cat([self._ours - asked.scored, *again]).abs().nan_to_num(nan=torch.inf)
+            for prompts, answers in zip((long, self._picture), asked.written):
+                assert prompts is not None
+                written = completions_of(prompts, [answers], version=0, device=device, forbidden=self._forbidden)
+                parts.append(_logprobs(policy, written) - written.sampler_logprobs[0].cpu())
+        differences = torch.cat(parts).abs().nan_to_num(nan=torch.inf)
         dtype = coarser_dtype(asked.dtype, policy)
         return Gap(differences.mean().item(), differences.max().item(), len(differences), dtype)
-
-    def _apart(self, policy: nn.Module, prompts: Prompts | None, answers: list[EngineAnswer]) -> Tensor:
-        """Return the differences of the log-probs of the engine's continuation, ``(t,)``."""
-        assert prompts is not None
-        device = device_of(policy)
-        written = completions_of(prompts, [answers], version=0, device=device, never=self._never)
-        return _logprobs(policy, written) - written.sampler_logprobs[0].cpu()
 
     def judge(self, asked: ProbeAnswers, gap: Gap, version: int) -> None:
         """Refuse an engine whose log-probs differ too much from the policy's, or did not change with them.
@@ -136,8 +138,28 @@ class WeightProbe:
         Raises:
             GenerationError: the two differ by more than the limit, or the policy has moved and the engine has not.
         """
-        self._near(gap, version)
-        self._moved(self._ours, asked.scored, gap, version)
+        limit = self.limit(gap.dtype)
+        if gap.mean > limit.mean or gap.max > limit.max:
+            sight = "" if self._picture is None else " and of that of a prompt with an image"
+            raise GenerationError(
+                f"The engine does not hold policy version {version}: over {gap.tokens} tokens of a probe, its "
+                f"log-probs differ from the trainer's by {gap.mean:.3g} nats on average (allowed in {gap.dtype}: "
+                f"{limit.mean:g}) and by {gap.max:.3g} at most (allowed: {limit.max:g}). Compared were the prompt "
+                f"log-probs of a fixed text, and the sampled log-probs of its continuation{sight}, at temperature 1. "
+                "Wrong weights differ by whole nats: then look at `lit-rl doctor`. A coarse type differs by little: "
+                "set generator.dtype to the training's, or raise generator.probe_mean_limit and "
+                "generator.probe_max_limit."
+            )
+        ours, theirs = self._ours, asked.scored
+        if self._then is not None and torch.equal(theirs, self._then[1]):
+            moved = (ours - self._then[0]).abs().max().item()
+            if moved > VISIBLE[gap.dtype]:
+                raise GenerationError(
+                    f"The engine's log-probs of the probe did not change, and the trainer's have, by {moved:.3g} nats, "
+                    f"up to policy version {version}: the update went nowhere. Look at `lit-rl doctor`."
+                )
+            return  # compared with the same state again, so that many small steps add up
+        self._then = ours, theirs
 
     def _prompt(self, facts: Facts) -> list[int]:
         """Return text of more than a block of the cache, as far as the context allows."""
@@ -150,32 +172,6 @@ class WeightProbe:
         mean, largest = self._limits
         return ProbeLimit(usual.mean if mean is None else mean, usual.max if largest is None else largest)
 
-    def _near(self, gap: Gap, version: int) -> None:
-        limit = self.limit(gap.dtype)
-        if gap.mean <= limit.mean and gap.max <= limit.max:
-            return
-        sight = "" if self._picture is None else " and of that of a prompt with an image"
-        raise GenerationError(
-            f"The engine does not hold policy version {version}: over {gap.tokens} tokens of a probe, its log-probs "
-            f"differ from the trainer's by {gap.mean:.3g} nats on average (allowed in {gap.dtype}: {limit.mean:g}) and "
-            f"by {gap.max:.3g} at most (allowed: {limit.max:g}). Compared were the prompt log-probs of a fixed text, "
-            f"and the sampled log-probs of its continuation{sight}, at temperature 1. Wrong weights differ by whole "
-            "nats: then look at `lit-rl doctor`. A coarse type differs by little: set generator.dtype to the "
-            "training's, or raise generator.probe_mean_limit and generator.probe_max_limit."
-        )
-
-    def _moved(self, ours: Tensor, theirs: Tensor, gap: Gap, version: int) -> None:
-        """Refuse an engine that answers the same to the last bit while the policy has changed: it got no update."""
-        if self._then is not None and torch.equal(theirs, self._then[1]):
-            moved = (ours - self._then[0]).abs().max().item()
-            if moved > VISIBLE[gap.dtype]:
-                raise GenerationError(
-                    f"The engine's log-probs of the probe did not change, and the trainer's have, by {moved:.3g} nats, "
-                    f"up to policy version {version}: the update went nowhere. Look at `lit-rl doctor`."
-                )
-            return  # compared with the same state again, so that many small steps add up
-        self._then = ours, theirs
-
 
 def coarser_dtype(dtype: str, policy: nn.Module) -> str:
     """Return the coarser of the engine's type, the policy's and autocast's, by mantissa."""
@@ -185,13 +181,6 @@ def coarser_dtype(dtype: str, policy: nn.Module) -> str:
     if torch.is_autocast_enabled(kind):
         kinds.append(str(torch.get_autocast_dtype(kind)).removeprefix("torch."))
     return max((kind for kind in kinds if kind in LIMITS), key=lambda kind: LIMITS[kind].mean)
-
-
-def _requests(ids: list[int]) -> list[Request]:
-    fields: dict[str, Any] = {"n": 1, "temperature": 1.0, "seed": 0, "logprobs": 0, "ignore_eos": True}
-    fields |= {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-    scored = Request(ids[: _SCORED + 1], fields | {"max_tokens": 1, "prompt_logprobs": 0})
-    return [scored, Request(ids, fields | {"max_tokens": _WRITTEN})]
 
 
 def _as_completions(prompt: list[int], response: list[int], policy: nn.Module) -> Completions:
@@ -212,6 +201,8 @@ def _as_completions(prompt: list[int], response: list[int], policy: nn.Module) -
 def _logprobs(policy: nn.Module, completions: Completions) -> Tensor:
     return score(policy, completions, Sampling()).logprobs[0].cpu()
 
+
+# ------------------------------------------------------------------ the prompt with an image
 
 _SIDE = 64
 _WHERE = "the probe of the generator"
