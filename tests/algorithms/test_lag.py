@@ -337,7 +337,7 @@ def test_what_a_lost_engine_owed_is_drawn_anew(tmp_path):
                 raise EngineLost("the engine is gone")
             return super().generate(prompts, sampling)
 
-    with pytest.warns(UserWarning, match="the engine is gone What was drawn ahead is lost"):
+    with pytest.warns(UserWarning, match="the engine is gone Completions drawn ahead are lost"):
         drawn, _ = fitted(tmp_path, module_of(generator=Lost(lag=2)), max_steps=7)
     assert [c.version for _, _, c in drawn.rollouts] == [0, 0, 0, 3, 3, 3, 4]
 

@@ -101,7 +101,7 @@ class JudgedModule(OnPolicyModule, ABC):
         """Generate the policy's completion of each prompt, before the opponent's."""
         # All ranks gather the opponent's weights, or none does. Ranks that generate alone must not be waited for here.
         with fail_on_all_ranks(self.ranks) if self._ranks_draw_together else nullcontext():
-            return self.generate(batch, group_size=1)
+            return self.draw(batch, group_size=1)
 
     def judged(self, scored: Scored) -> Scored:
         """Return the rollout with win rates: the judge compares every pair of completions of a prompt."""

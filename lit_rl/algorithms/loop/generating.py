@@ -207,34 +207,43 @@ class GeneratingModule(PolicyModule):
                 'a batch by a data module: data = RolloutDataModule(rows=[{"prompt": text}], val_fraction=0); '
                 'data.prepare(module.tokenizer, stage="predict"); module.generate(data.peek(1)).'
             )
+        if isinstance(batch, PromptBatch):
+            return self.draw(batch, sampling, group_size)
+        data = RolloutDataModule([{"prompt": text} for text in texts], val_fraction=0, overlong="error")
+        data.prepare(self.tokenizer, stage="predict")  # texts are tokenised like training prompts
+        with self.rollout_context():
+            completions = self.draw(data.peek(len(texts)), sampling, group_size=1)
+        answers = texts_of(completions, self.tokenizer)
+        return answers[0] if is_text else answers
+
+    def draw(
+        self,
+        batch: PromptBatch,
+        sampling: Sampling | None = None,
+        group_size: int | None = None,
+        *,
+        score_early: bool = False,
+    ) -> Completions:
+        """Draw completions of every prompt of the batch from the generator.
+
+        Args:
+            batch: The prompts.
+            sampling: Sampling settings. None: the training's.
+            group_size: Completions a prompt. None: the training's.
+            score_early: Let reward functions score finished completions while others are still generated, because
+                `reward` is called next. Its result is the same; for other completions it starts anew.
+
+        Raises:
+            ConfigError: the policy is not loaded yet.
+        """
         if self.policy is None:
             raise ConfigError(
                 "The policy is not loaded yet: call module.configure_model() first, then generate; a Trainer does it."
             )
-        if not isinstance(batch, PromptBatch):
-            answers = self._answers(texts, sampling)
-            return answers[0] if is_text else answers
-        asked = self.request(batch, sampling, group_size)
-        with self._early.begun(self.reward_functions, asked, self.state_at(batch)) as asked:
-            return self.source.draw(asked, self.ranks)
-
-    def _answers(self, texts: list[str], sampling: Sampling | None) -> list[str]:
-        """Generate a completion of each text, which is tokenised like a training prompt."""
-        data = RolloutDataModule([{"prompt": text} for text in texts], val_fraction=0, overlong="error")
-        data.prepare(self.tokenizer, stage="predict")
-        with self.rollout_context():
-            completions = self.generate(data.peek(len(texts)), sampling, 1)
-        return texts_of(completions, self.model.tokenizer)
-
-    def generate_to_score(
-        self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
-    ) -> Completions:
-        """Call `generate`, for completions that `reward` will score next: functions may score finished ones early.
-
-        The result of `reward` is the same; for other completions it starts anew.
-        """
-        with self._early.expected():
-            return self.generate(batch, sampling, group_size)
+        request = self.request(batch, sampling, group_size)
+        functions, state = self.reward_functions, self.state_at(batch)
+        with self._early.begun(functions, request, state, expected=score_early) as request:
+            return self.source.draw(request, self.ranks)
 
     def request(
         self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
@@ -350,9 +359,8 @@ class GeneratingModule(PolicyModule):
             # Scoring is a collective then, so no rank may enter it while another has aborted.
             drawn = abort_on_all_ranks(self.ranks) if self.reward_functions.waits_for_ranks else nullcontext()
             with drawn:
-                completions = self.generate_to_score(
-                    apart, self.evaluation.sampling(self.sampling), self.evaluation.group_size
-                )
+                sampling, group_size = self.evaluation.sampling(self.sampling), self.evaluation.group_size
+                completions = self.draw(apart, sampling, group_size, score_early=True)
             scores = self.reward(apart, completions)
         return completions, self.of_tensor_group(scores)
 

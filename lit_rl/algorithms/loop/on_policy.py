@@ -166,18 +166,20 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     def take_rollout(self, batch: PromptBatch) -> tuple[Scored, Rollout, Metrics]:
         """Take the rollout of these prompts; return it as scored, and as learned from, with metrics."""
-        completions, draws_more = self.completions(batch), self.groups is not None or self.needs_greedy_rewards
+        draws_more = self.groups is not None or self.needs_greedy_rewards
+        oldest = self.generator.lag * self.minibatches * self.iterations
+        with fail_on_all_ranks(self.ranks):
+            ahead = self.source.take_ahead(self.request(batch), self.ranks, oldest=oldest)
+            completions = self.draw_now(batch) if ahead is None else ahead
         if not draws_more:
-            self._check_failures()
-            self._request_ahead(batch.upcoming)
+            self._finish_drawing(batch.upcoming)
         scored = Scored(batch, completions, self.reward_together(batch, completions))
         scored, chosen = self.choose(scored)
         scored = self.judged(scored)
         if self.needs_greedy_rewards:
             scored = replace(scored, greedy_rewards=self.greedy_rewards(scored.batch))
         if draws_more:
-            self._check_failures()
-            self._request_ahead(batch.upcoming)
+            self._finish_drawing(batch.upcoming)
         scores = self.needs_old_logprobs or self.needs_reference
         with self.stopwatch.measure("score") if scores else nullcontext():
             old = self.old_logprobs(scored.completions) if self.needs_old_logprobs else None
@@ -185,20 +187,20 @@ class OnPolicyModule(GeneratingModule, ABC):
             rollout, metrics = self.advantages(scored, old, ref)
         return scored, rollout, chosen | metrics
 
-    def _check_failures(self) -> None:
-        """Refuse a rollout with too many failed episodes, as soon as all of it is drawn.
+    def _finish_drawing(self, upcoming: Sequence[PromptBatch]) -> None:
+        """Refuse a rollout with too many failed episodes, as soon as all of it is drawn, and request the next ones.
 
         Raises:
             GenerationError: see `Failures.check`.
         """
-        if self.env is None:
-            return
-        try:
-            self.source.failures.check(self.env.max_failed, self.ranks)
-        except GenerationError:
-            if self.interaction is not None:
-                self.interaction.forget()
-            raise
+        if self.env is not None:
+            try:
+                self.source.failures.check(self.env.max_failed, self.ranks)
+            except GenerationError:
+                if self.interaction is not None:
+                    self.interaction.forget()
+                raise
+        self.source.request_ahead([self.request(batch) for batch in upcoming])
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> Tensor:
         assert self.rollout is not None and self.plan is not None
@@ -218,17 +220,6 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     # ------------------------------------------------------------------ parts of a rollout
 
-    def completions(self, batch: PromptBatch) -> Completions:
-        """Return the completions of a rollout's prompts: drawn ahead if the generator lags, else now.
-
-        Raises:
-            GenerationError: the generator of any rank failed.
-        """
-        oldest = self.generator.lag * self.minibatches * self.iterations
-        with fail_on_all_ranks(self.ranks):
-            ahead = self.source.take_ahead(self.request(batch), self.ranks, oldest=oldest)
-            return self.draw_now(batch) if ahead is None else ahead
-
     def request(
         self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
     ) -> RolloutRequest:
@@ -247,17 +238,14 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     def draw_now(self, batch: PromptBatch) -> Completions:
         """Generate the completions of a rollout's prompts with the current weights."""
-        return self.generate_to_score(batch)
-
-    def _request_ahead(self, upcoming: Sequence[PromptBatch]) -> None:
-        self.source.request_ahead([self.request(batch) for batch in upcoming])
+        return self.draw(batch, score_early=True)
 
     def choose(self, scored: Scored) -> tuple[Scored, Metrics]:
         """Select the groups, and members of groups, to learn from."""
         if self.groups is None:
             return scored, {}
         datamodule = getattr(self.trainer_or_none, "datamodule", None)
-        spare = Spare(datamodule, self.draw_now, self.generate, self.reward, self.generator.exact)
+        spare = Spare(datamodule, self.draw_now, self.draw, self.reward, self.generator.exact)
         return self.groups(scored, spare=spare, tokenizer=self.tokenizer, ranks=self.ranks)
 
     def judged(self, scored: Scored) -> Scored:
@@ -268,7 +256,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         """Return the reward `(b,)` of the greedy completion of each row's prompt."""
         greedy = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         with fail_on_all_ranks(self.ranks):
-            completions = self.generate_to_score(batch, greedy, group_size=1)
+            completions = self.draw(batch, greedy, group_size=1, score_early=True)
         total = self.reward_together(batch, completions).total
         return total.to(completions.response_ids.device).repeat_interleave(self.group_size)
 
