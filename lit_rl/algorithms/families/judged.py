@@ -114,7 +114,9 @@ class JudgedModule(OnPolicyModule, ABC):
             wins = _win_rates(len(texts), duels, verdicts)
             logged["judge/failures"] = float(verdicts.count(None)), len(verdicts)
             logged["judge/ties"] = _ties(wins, group)
-            return replace(scored, scores=replace(scored.scores, metrics=logged), win_rates=_as_tensor(wins))
+            rates = [math.nan if rate is None else rate for rate in wins]
+            win_rates = torch.tensor(rates, dtype=torch.float64)
+            return replace(scored, scores=replace(scored.scores, metrics=logged), win_rates=win_rates)
 
     def _ask(
         self, scored: Scored, texts: list[str], duels: Sequence[tuple[int, int]], logged: dict[str, tuple[float, int]]
@@ -215,10 +217,6 @@ def _ties(wins: Sequence[float | None], group: int) -> tuple[float, int]:
     starts = range(0, len(wins), group)
     equal = [len({rate for rate in wins[i : i + group] if rate is not None}) == 1 for i in starts]
     return float(sum(equal)), len(equal)
-
-
-def _as_tensor(rates: Sequence[float | None]) -> Tensor:
-    return torch.tensor([math.nan if rate is None else rate for rate in rates], dtype=torch.float64)
 
 
 class JudgedPairs(JudgedModule, ABC):

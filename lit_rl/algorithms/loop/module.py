@@ -783,18 +783,17 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         limit = math.inf if by_value or not gradient_clip_val else gradient_clip_val
         if isinstance(strategy, FSDPStrategy):
             norm = self.trainer.model.clip_grad_norm_(limit)  # pyright: ignore
+        elif isinstance(strategy, FSDPTPStrategy):
+            norm = clip_over_meshes(self.policy, strategy.device_mesh["tensor_parallel"], trained, limit)
         else:
-            norm = self._clip(trained, limit)
+            norm = nn.utils.clip_grad_norm_(trained, limit)
         self.grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).detach()
         if by_value:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-        self._leave_out_broken(optimizer)
-
-    def _clip(self, trained: Sequence[Tensor], limit: float) -> Tensor:
-        strategy = self.trainer.strategy
-        if not isinstance(strategy, FSDPTPStrategy):
-            return nn.utils.clip_grad_norm_(trained, limit)
-        return clip_over_meshes(self.policy, strategy.device_mesh["tensor_parallel"], trained, limit)
+        scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        if self.broken_steps.look(float(self.grad_norm), scaled=scaled):
+            self.drop_gradients(optimizer)
+            self._report_broken()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         with fixed_order(loss.device):
@@ -820,12 +819,6 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             self.grad_norm = torch.tensor(norm)
             if self.broken_steps.look(norm, scaled=False):
                 self._report_broken()
-
-    def _leave_out_broken(self, optimizer: Any) -> None:
-        scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
-        if self.broken_steps.look(float(self.grad_norm), scaled=scaled):
-            self.drop_gradients(optimizer)
-            self._report_broken()
 
     def _report_broken(self) -> None:
         """Save the batch of a skipped step, and report it."""
@@ -1039,7 +1032,12 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         if weights := checkpoint.get("state_dict"):
             checkpoints.check_trained_tensors(weights, self._trained_names())
         if self._fitting:
-            self._check_precision(checkpoint_precision(checkpoint))
+            before, now = checkpoint_precision(checkpoint), str(self.trainer.precision)
+            if self.precision_by_device and now != before:
+                raise StorageError(
+                    f"The checkpoint was made with trainer.precision={before}, and trainer.precision=auto is {now} on "
+                    f"this machine. Set trainer.precision={before} to go on as the run began, or {now} to change it."
+                )
             trained = [tensor for tensor in self._trained_names().values() if tensor.requires_grad]
             check_masters(checkpoint.get("optimizer_states", ()), trained, self.optimizer)
         if self.needs_reference and self.reference.moves:
@@ -1160,15 +1158,6 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         self.cut = cut
         self._take_cut()
         self._recompute_as_cut()
-
-    def _check_precision(self, before: str) -> None:
-        """Refuse `trainer.precision=auto` if it is another precision than the checkpoint's."""
-        now = str(self.trainer.precision)
-        if self.precision_by_device and now != before:
-            raise StorageError(
-                f"The checkpoint was made with trainer.precision={before}, and trainer.precision=auto is {now} on this "
-                f"machine. Set trainer.precision={before} to go on as the run began, or {now} to change it."
-            )
 
     def _load_reference(self, checkpoint: dict[str, Any]) -> None:
         if "reference" in checkpoint:

@@ -454,7 +454,7 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
         if not flattens_weights(self.trainer.strategy):
             free_own_weights(self.reference_policy, self.policy)
         self.reference_policy = None
-        precomputed.release()
+        precomputed.released = True  # texts that are not known by now are refused
 
     def _reference_source(self, folder: str | None, batch_size: int) -> ReferenceSource:
         trainer: Any = self.trainer

@@ -26,7 +26,7 @@ from lit_rl.algorithms.checks.policy_gradient_checks import check_weight_copies
 from lit_rl.algorithms.data_parallel import data_ranks
 from lit_rl.algorithms.evaluation.validation import MOST_ROWS, entropies
 from lit_rl.algorithms.loop.generating import GeneratingModule
-from lit_rl.algorithms.records import Records, learning_rates
+from lit_rl.algorithms.records import RolloutRecords, learning_rates
 from lit_rl.algorithms.rollouts import checkpoints
 from lit_rl.algorithms.rollouts.phase_costs import UpdateWork
 from lit_rl.algorithms.rollouts.rollout_plan import (
@@ -100,7 +100,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         self._work: list[UpdateWork] = []
         """Work of each slot of the current rollout."""
         self._step_tokens: StepTokens | None = None
-        self._records = Records()
+        self._records = RolloutRecords()
         self._rates: dict[str, float] = {}
         self._unlogged: dict[str, float] = {}
         """Metrics of a rollout that ended between two logged steps."""
@@ -214,7 +214,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         shares = self.plan.accumulate * self.plan.world_size
         self._records.add({"loss": (loss, loss.new_full((), 1 / shares)), **metrics})
         self.after_micro_batch(micro, scores, self._step_tokens)
-        self.seen = SeenRows.of(self._rows_of(batch), scores)
+        self.seen = SeenRows.of(self.dealt_out(batch)[1][batch.slot], scores)
         # Lightning divides by the accumulated batches and averages over ranks; the loss already has its denominator.
         return self.with_blind_rows(loss * shares)
 
@@ -436,12 +436,15 @@ class OnPolicyModule(GeneratingModule, ABC):
             split_groups=self._slices_by_hand,
             max_new_tokens=self.longest_response(self.sampling),
         )
+        slices: Sequence[int] = (1,)  # numbers of slices that the memory plan may split a group into
+        if self.split_groups == "auto" and not self.compares_in_step:
+            slices = [parts for parts in range(1, self.group_size + 1) if self.group_size % parts == 0]
         step = StepRows(
             plan.units,
             plan.group_size // plan.split_groups,
             sequences=plan.completions // plan.world_size,
             whole="groups, or slices of them",
-            slices=self._slices(),
+            slices=slices,
             sliced_by_hand=self.split_groups != "auto" and not self.compares_in_step,
         )
         accumulate, why = self.cut_step(step)
@@ -470,12 +473,6 @@ class OnPolicyModule(GeneratingModule, ABC):
             parts, left = divmod(max(1, size), max(1, self.group_size // slices))
             parts = 1 if left or not parts else parts  # a part of a group, or refused by the batch plan
         return self.minibatches * (parts // math.gcd(parts, slices))
-
-    def _slices(self) -> Sequence[int]:
-        """Return the numbers of slices that the memory plan may split a group into."""
-        if self.split_groups != "auto" or self.compares_in_step:
-            return (1,)
-        return [parts for parts in range(1, self.group_size + 1) if self.group_size % parts == 0]
 
     def lengths(self) -> RowLengths:
         data: Any = self.trainer.datamodule  # pyright: ignore
@@ -520,10 +517,10 @@ class OnPolicyModule(GeneratingModule, ABC):
         return self._records.samples
 
     @property
-    def noted(self) -> dict[str, list[Any]]:
+    def plain_columns(self) -> dict[str, list[Any]]:
         """Rewards of each function, columns of the data and notes of rewards, for the rows that are learned from; empty
         if a replay buffer or an opponent put other rows in."""
-        return self._records.noted
+        return self._records.plain_columns
 
     def shown(self, scored: Scored, rollout: Rollout) -> tuple[Scored, Rollout]:
         """Return the view of a drawn rollout for records and callbacks."""
@@ -534,7 +531,12 @@ class OnPolicyModule(GeneratingModule, ABC):
             raise ConfigError("The module was not set up: call trainer.fit(module, datamodule=RolloutDataModule(...)).")
         self.scored, visible = self.shown(scored, rollout)
         self.rollout, replacing = self.replaced(rollout)
-        self._records.add(self.source.proof(self.device) | self._episode_metrics() | metrics | replacing)
+        episodes = {} if self.interaction is None else self.interaction.pop_metrics()
+        of_episodes: Metrics = {
+            name: (torch.full((), float(above), device=self.device), torch.full((), float(below), device=self.device))
+            for name, (above, below) in episodes.items()
+        }
+        self._records.add(self.source.proof(self.device) | of_episodes | metrics | replacing)
         self._records.open(
             self.scored,
             visible,
@@ -546,7 +548,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         self.phase_memory.begin()
         self.speed.restart()
         if self.rollout.completions.response_ids is not self.scored.completions.response_ids:
-            self._records.noted = {}  # of other rows
+            self._records.plain_columns = {}  # of other rows
         index = scored.batch.rollout
         self._counts = step_counts(self.rollout, self.plan, seed=self.seed, index=index, ranks=self.ranks)
         self._dealt = None
@@ -554,20 +556,10 @@ class OnPolicyModule(GeneratingModule, ABC):
             rows = torch.full((), float(len(teaching)), device=teaching.device)
             self._records.add({"frac_rows_skipped": (rows - teaching.sum(), rows)})
 
-    def _episode_metrics(self) -> Metrics:
-        def number(value: float) -> Tensor:
-            return torch.full((), float(value), device=self.device)
-
-        found = {} if self.interaction is None else self.interaction.pop_metrics()
-        return {name: (number(above), number(below)) for name, (above, below) in found.items()}
-
     def _micro_batch(self, batch: PromptBatch, ahead: int = 0) -> Rollout:
         """Return the rows of this slot, or of a later one."""
         rollout, rows, used = self.dealt_out(batch)
         return micro_batch(rollout, rows[batch.slot + ahead], used[batch.slot + ahead])
-
-    def _rows_of(self, batch: PromptBatch) -> Tensor:
-        return self.dealt_out(batch)[1][batch.slot]
 
     def dealt_out(self, batch: PromptBatch) -> tuple[Rollout, list[Tensor], list[dict[Width, slice]]]:
         """Return the rollout to learn from, the rows of each slot, and the columns that they use. Computed once."""
@@ -623,7 +615,7 @@ class OnPolicyModule(GeneratingModule, ABC):
 
         closure = backward_and_drop_gradient if self._records.unscored else optimizer_closure
         super().optimizer_step(epoch, batch_idx, optimizer, closure)
-        self._records.stepped(self.grad_norm, skipped=self.broken_steps.last)
+        self._records.add_step(self.grad_norm, skipped=self.broken_steps.last)
         self._rates = learning_rates(self.trainer.optimizers[0])
         self.after_step()
         if self.plan is not None and self._slot == self.plan.slots - 1:
@@ -684,7 +676,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         return counts | self._records.half_used() | mine
 
     def of_other_ranks(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        counts = {name: saved[0][name] for name in self._records.counts() if name in saved[0]}  # they are of all ranks
+        counts = {name: saved[0][name] for name in self._records.counts()}  # they are of all ranks
         return super().of_other_ranks(saved) | counts
 
     def stays(self) -> dict[str, Any]:
@@ -723,7 +715,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             self.rollout, self._dealt = checkpoints.restore_pixels(loaded, see, self.processor), None
             self._records.load_half_used(saved, device)
             self._slot, self._counts = saved["slot"], saved["totals"].to(device)
-            self.stopwatch.load(saved["seconds"], saved.get("parts", {}))
+            self.stopwatch.load(saved["seconds"], saved["parts"])
 
 
 def _no_vision(row: int) -> None:

@@ -198,10 +198,9 @@ class TopOfGroup(GroupSelection):
         # A stable sort: the first of equal scores is kept, the same one on every machine.
         best = values.sort(dim=1, descending=True, stable=True).indices[:, : self.keep]
         kept = torch.zeros(values.shape, dtype=torch.bool).scatter_(1, best, True).flatten()
-        length = _mean_over(scored.completions.lengths.cpu(), kept)
-        return dataclasses.replace(scored, kept=kept.to(scored.completions.group_id.device)), {
-            "groups/kept_length": length
-        }
+        lengths = scored.completions.lengths.cpu()[kept].double().sum(), kept.double().sum()
+        scored = dataclasses.replace(scored, kept=kept.to(scored.completions.group_id.device))
+        return scored, {"groups/kept_length": lengths}
 
     def _scores(self, scored: Scored, tokenizer: Any) -> Tensor:
         completions, rewards = scored.completions, scored.scores.total
@@ -332,10 +331,6 @@ def _global_count(count: int, ranks: Ranks) -> tuple[Tensor, Tensor]:
     """Return a metric of a count over all ranks: each adds the same number, so the average is the count."""
     one = torch.ones((), device=ranks.device)
     return one * count, one
-
-
-def _mean_over(values: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    return values[rows].double().sum(), rows.double().sum()
 
 
 class GroupReplay:

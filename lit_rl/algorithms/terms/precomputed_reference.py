@@ -274,10 +274,6 @@ class PrecomputedReference:
             for example, (values,) in zip(data.examples, table.texts, strict=True):
                 self._by_text[text_key(example.texts[0].ids, example.texts[0].learned)] = values
 
-    def release(self) -> None:
-        """Record that the reference is released: texts that are not known by now are refused."""
-        self.released = True
-
     def fill(self, batch: ExampleBatch, data: ExampleSet) -> None:
         """Put their log-probs into a batch of this set and into all micro-batches that it carries.
 

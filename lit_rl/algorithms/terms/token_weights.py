@@ -65,7 +65,10 @@ class EngineCorrection:
         """
         if not self.measures_mismatch:
             return rollout, {}
-        staleness, old, mask = _staleness(rollout, version), rollout.old_logprobs, rollout.loss_mask
+        rows = torch.tensor(float(len(rollout)), device=rollout.rewards.device)
+        age = torch.full_like(rows, version - rollout.completions.version)  # in optimizer steps
+        staleness: Metrics = {"sampling/staleness/mean": (age * rows, rows), "sampling/staleness/max": Highest(age)}
+        old, mask = rollout.old_logprobs, rollout.loss_mask
         if old is None:
             return rollout, staleness
         sampler = rollout.completions.sampler_logprobs
@@ -97,13 +100,6 @@ class EngineCorrection:
         if weights is not None:
             metrics |= {"sampling/ess": Summed(masked_moments(weights, mask), "effective_share")}
         return weights, metrics
-
-
-def _staleness(rollout: Rollout, version: int) -> Metrics:
-    """Return the number of optimizer steps since the weights that drew the completions, as metrics."""
-    rows = torch.tensor(float(len(rollout)), device=rollout.rewards.device)
-    age = torch.full_like(rows, version - rollout.completions.version)
-    return {"sampling/staleness/mean": (age * rows, rows), "sampling/staleness/max": Highest(age)}
 
 
 class TokenSelection:

@@ -303,10 +303,8 @@ def mismatched_texts(
 
 def _mismatched_set(data: ExampleSet, steps: RowsOfSteps) -> ExampleSet:
     """Return the mismatched texts that the set puts into the batches of these steps."""
-    texts = [text for rows in steps for text in _mismatched_texts_of_step(data, rows)]
+    texts: list[Encoded] = []
+    for rows in steps:
+        batch: Any = data.batch(rows, data.before(rows), data.totals(rows), step=0, slot=0)
+        texts += [Encoded(ids, learned, 0) for ids, learned in unpadded_rows(batch.mismatched)]
     return ExampleSet("texts", [Example((text,), "") for text in texts], data.pad_id)
-
-
-def _mismatched_texts_of_step(data: ExampleSet, rows: Sequence[int]) -> Iterator[Encoded]:
-    batch: Any = data.batch(rows, data.before(rows), data.totals(rows), step=0, slot=0)
-    return (Encoded(ids, learned, 0) for ids, learned in unpadded_rows(batch.mismatched))
