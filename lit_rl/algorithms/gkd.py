@@ -99,7 +99,7 @@ class GKD(OfflinePolicyModule):
         """Return the teacher, which no checkpoint contains, like a reference."""
         return super().companions(policy) | {"teacher_policy": self.teacher.module()}
 
-    def read_only(self) -> dict[str, int]:
+    def frozen_model_bytes(self) -> dict[str, int]:
         return {} if self.teacher.device == "cpu" else {"teacher": frozen_bytes(self.teacher.model)}
 
     def setup(self, stage: str) -> None:

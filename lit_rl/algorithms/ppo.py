@@ -256,7 +256,7 @@ class PPO(PolicyGradient):
         """True if prompts may be shared: not with a head on the policy's trunk, which reads whole rows."""
         return super().shares_prompts and not isinstance(self.value_function, SharedTrunk)
 
-    def beside(self) -> AuxiliaryTexts | None:
+    def auxiliary_texts(self) -> AuxiliaryTexts | None:
         if self.ptx is None or self.step is None:
             return None
         of_all_ranks = self.step.units * self.step.rows * self.data_ranks

@@ -141,7 +141,7 @@ def test_another_number_of_ranks_shares_the_groups_out_by_their_scores():
     for world_size, expected in ((3, [[best[0], best[3]], [best[1]], [best[2]]]), (1, [best[:3]])):
         for rank, scores in enumerate(expected):
             again = GroupReplay(3)
-            again.load_state(again.dealt_out(saved, rank, world_size))
+            again.load_state(again.redistribute(saved, rank, world_size))
             assert [score for score, _ in again._groups] == pytest.approx(scores)
             assert again._rollouts == 1
 

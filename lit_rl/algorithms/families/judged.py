@@ -157,7 +157,7 @@ class JudgedModule(OnPolicyModule, ABC):
         assert scored.win_rates is not None
         return scored.win_rates.float()
 
-    def shown(self, scored: Scored, rollout: Rollout) -> tuple[Scored, Rollout]:
+    def displayed(self, scored: Scored, rollout: Rollout) -> tuple[Scored, Rollout]:
         """Return the rollout with win rates as a column of the samples, without an opponent's completions."""
         assert scored.win_rates is not None
         rates = [None if math.isnan(rate) else rate for rate in scored.win_rates.tolist()]

@@ -81,7 +81,7 @@ class PairModule(OfflinePolicyModule, ABC):
             "divergence": self.divergence,
         }
 
-    def look(self, batch: PairBatch) -> Columns:
+    def step_columns(self, batch: PairBatch) -> Columns:
         return self.columns(batch, self.text_scores(batch.tokens))
 
     def preference_loss(

@@ -178,7 +178,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         self, scored: Scored, old: Tensor | None = None, ref: Tensor | None = None
     ) -> tuple[Rollout, Metrics]:
         completions, sampled = scored.completions, scored.completions.response_mask
-        self.turn_rewards.look(scored)
+        self.turn_rewards.check(scored)
         credit = self.credit(scored, tokenizer=self.model.tokenizer, ranks=self.ranks)
         credit, distances = self.kl.take_off_rewards(credit, old, ref, sampled)
         advantages = self.ranks.apply(self.advantage, credit.columns(completions))
@@ -329,14 +329,14 @@ class PolicyGradient(OnPolicyModule, ABC):
         for name, term in self._stateful().items():
             term.load_state(checkpoints.saved_by_term(saved["terms"], name, type(term).__name__))
         if self.replay is not None:
-            self.replay.see(self.seen_rows(), self.processor)
+            self.replay.restore_pixels(self.vision_lookup(), self.processor)
 
-    def of_other_ranks(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def merge_rank_states(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
         terms = dict(saved[0]["terms"])  # states are equal on all ranks, but for the replay buffers
         if self.replay is not None and "replay" in terms:
             kept = [each["terms"]["replay"] for each in saved]
-            terms["replay"] = self.replay.dealt_out(kept, self.data_rank, self.data_ranks)
-        return super().of_other_ranks(saved) | {"terms": terms}
+            terms["replay"] = self.replay.redistribute(kept, self.data_rank, self.data_ranks)
+        return super().merge_rank_states(saved) | {"terms": terms}
 
     def _stateful(self) -> dict[str, Any]:
         terms = {

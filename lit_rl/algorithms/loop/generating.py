@@ -284,7 +284,7 @@ class GeneratingModule(PolicyModule):
         """Call `reward` on every rank: if one of them aborts, all do. A collective."""
         with abort_on_all_ranks(self.ranks):
             scores = self.reward(batch, completions)
-        return self.of_tensor_group(scores)
+        return self.from_tensor_group_leader(scores)
 
     def reward_texts(
         self,
@@ -362,7 +362,7 @@ class GeneratingModule(PolicyModule):
                 sampling, group_size = self.evaluation.sampling(self.sampling), self.evaluation.group_size
                 completions = self.draw(apart, sampling, group_size, score_early=True)
             scores = self.reward(apart, completions)
-        return completions, self.of_tensor_group(scores)
+        return completions, self.from_tensor_group_leader(scores)
 
     def predict_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, list[Any]]:
         """Return the batch as a table: prompt, completion, each reward, length, and the data's own columns."""
@@ -376,7 +376,7 @@ class GeneratingModule(PolicyModule):
             with run_ending_hook(), interruptible(alone=False):
                 theirs, wins = self._compared(against, replace(batch, rollout=-1 - dataloader_idx), texts, scores)
             table = {"opponent": theirs, "win": wins.tolist()} | table
-        of_tokens = self.said_by_policy(completions) if self.evaluation.log_policy else {}
+        of_tokens = self.token_statistics(completions) if self.evaluation.log_policy else {}
         self._evaluated[dataloader_idx].add(batch, completions, scores, wins, of_tokens)
         return table
 
@@ -401,7 +401,7 @@ class GeneratingModule(PolicyModule):
     second_decoding = ""
     """The suffix of the stage while `decoding_at` validates."""
 
-    def said_by_policy(self, completions: Completions) -> dict[str, Tensor]:
+    def token_statistics(self, completions: Completions) -> dict[str, Tensor]:
         """Return columns `(b, t)` of the sampled tokens for `eval.log_policy`, by name."""
         return {}
 

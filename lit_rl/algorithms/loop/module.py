@@ -158,7 +158,7 @@ class _Resumed(NamedTuple):
     """A checkpoint's record of the run that wrote it."""
 
     optimizer: dict[str, Any] | None
-    """`going_on.as_made`; None in checkpoints of earlier versions of lit_rl."""
+    """`resumed_optimizer.initial_settings` of its optimizer; None in a checkpoint without one."""
     groups: list[dict[str, Any]]
     """Parameter groups of its optimizer."""
     said: list[str]
@@ -222,18 +222,18 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         self._flops: list[ModelFlops] | None = None
         """FLOPs of the policy and of other trained models, once a step needed them; empty if they cannot be counted."""
         self._resumed_rng: dict[str, Any] | None = None
-        self._stands_on: identity.Record = {}
+        self._base_record: identity.Record = {}
         """The record of the base weights, see `identity.model_record`; empty until the policy is loaded."""
-        self._began_with: identity.Record = {}
+        self._initial_settings: identity.Record = {}
         """`_settings` at the start of the fit: files of functions may be edited while it runs."""
         self._optimizer_as_made: identity.Record = {}
         self._resumed: _Resumed | None = None
-        self._other_world = False
+        self._world_size_changed = False
         self.in_a_step = False
         """True if a step has begun and not ended: its counts are in no checkpoint."""
-        self.moves_weights = False
+        self.optimizer_is_stepping = False
         """True if the optimizer is stepping: an error in it may leave weights partly updated."""
-        self.told_at: int | None = None
+        self.metrics_step: int | None = None
         """The optimizer step of the training metrics that callbacks see."""
         self.strict_loading = False  # checkpoints contain trained tensors only; state.check_weights is the strict check
 
@@ -319,7 +319,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         """The mesh over which FSDP2 shards reward models; None if each rank has whole ones."""
         return getattr(self.trainer_or_none and self.trainer_or_none.strategy, "reward_mesh", None)
 
-    def of_tensor_group(self, mine: Any) -> Any:
+    def from_tensor_group_leader(self, mine: Any) -> Any:
         """Return the object of the first rank of our tensor-parallel group, or `mine` without one. A collective."""
         strategy = self.trainer_or_none.strategy if self.trainer_or_none else None
         return strategy.first_of_group(mine) if isinstance(strategy, FSDPTPStrategy) else mine
@@ -433,11 +433,11 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         """Return the sizes of a critic that is trained with the policy."""
         return None
 
-    def beside(self) -> AuxiliaryTexts | None:
+    def auxiliary_texts(self) -> AuxiliaryTexts | None:
         """Return the sizes of further texts that the policy learns from in a step."""
         return None
 
-    def read_only(self) -> dict[str, int]:
+    def frozen_model_bytes(self) -> dict[str, int]:
         """Return the bytes of the weights of frozen models besides the reference, by name."""
         return {}
 
@@ -463,9 +463,9 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             numbers,
             lengths,
             critic=critic,
-            beside=self.beside(),
+            beside=self.auxiliary_texts(),
             buckets=self._buckets(networks, numbers),
-            others={"reference": reference, **self.read_only()},
+            others={"reference": reference, **self.frozen_model_bytes()},
             engine=int(share * (device_memory(device, gigabytes=self.memory_gb) or 0)),
             decoding=self.decoding(),
             grouped_cache=getattr(getattr(self, "generator", None), "grouped_cache", False),
@@ -591,7 +591,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     def configure_model(self) -> None:
         """Load the policy, and the reference if a term needs it. Lightning calls it; by hand, call it once."""
         if self._fitting:
-            self._began_with = self._settings()
+            self._initial_settings = self._settings()
         if self.policy is not None:
             return
         if self.model.sees:
@@ -604,7 +604,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             reference = self.reference.module(policy) if self.needs_reference else None
             others = self.companions(policy)
         stays = reference if self.needs_reference and not self.reference.moves else None
-        self._stands_on = identity.model_record(self.model, policy, stays)
+        self._base_record = identity.model_record(self.model, policy, stays)
         strategy = self.trainer_or_none.strategy if self.trainer_or_none else None
         if isinstance(strategy, ZeROStrategy):
             check_zero_model(policy, strategy)
@@ -641,7 +641,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             name = type(trainer.strategy).__name__
             raise ConfigError(f"{what} {name} is not there for it. Use strategy=ddp or strategy=fsdp.")
 
-    def with_blind_rows(self, loss: Tensor) -> Tensor:
+    def with_image_gradients(self, loss: Tensor) -> Tensor:
         """Add a gradient of 0 for weights that only rows with images train.
 
         If the rows of one rank have no images, the others would wait for its gradient; and without a gradient an
@@ -772,7 +772,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
 
         It is the last hook before the optimizer updates weights.
         """
-        self.moves_weights = True
+        self.optimizer_is_stepping = True
         strategy = self.trainer.strategy
         if isinstance(strategy, DeepSpeedStrategy):
             return  # the engine clips in its step, with the Trainer's setting: see `optimizer_step`
@@ -812,7 +812,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     ) -> None:
         """Take an optimizer step. DeepSpeed's engine clips by itself and skips a step that is not finite."""
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        self.moves_weights = self.in_a_step = False
+        self.optimizer_is_stepping = self.in_a_step = False
         strategy = self.trainer.strategy
         if isinstance(strategy, ZeROStrategy):
             norm = strategy.gradient_norm
@@ -893,7 +893,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             peak=peak_of(trainer.strategy.root_device, half=half),
         )
 
-    def tell_callbacks(self, metrics: dict[str, float], step: int) -> None:
+    def publish_metrics(self, metrics: dict[str, float], step: int) -> None:
         """Publish reduced training metrics to callbacks and Lightning's progress bar, as `log` would.
 
         Lightning makes a metric object of each logged number, moves it to the device, and visits all of them again at
@@ -907,9 +907,9 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         told = metrics | in_bar
         self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in told.items()})
         self.trainer.progress_bar_metrics.update(in_bar)
-        if self.told_at is None:
+        if self.metrics_step is None:
             check_monitors(self.trainer, metrics, "train/", self.may_log)
-        self.told_at = step
+        self.metrics_step = step
 
     def on_train_epoch_end(self) -> None:
         """Log the remaining metrics at the end of the run, before callbacks see the end."""
@@ -938,7 +938,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     def load_rank_state(self, saved: dict[str, Any]) -> None:
         """Restore what `rank_state` returned."""
 
-    def of_other_ranks(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def merge_rank_states(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the argument of `load_rank_state` for a checkpoint of another number of ranks.
 
         Args:
@@ -946,11 +946,11 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         """
         return {}
 
-    def stays(self) -> dict[str, Any]:
+    def state_kept_on_rollback(self) -> dict[str, Any]:
         """Return the part of `rank_state` that a rollback to an earlier checkpoint does not change."""
         return {}
 
-    def go_back_to(self, checkpoint: dict[str, Any]) -> None:
+    def roll_back_to(self, checkpoint: dict[str, Any]) -> None:
         """Roll back to the weights, the reference and the controllers of an earlier checkpoint of this run.
 
         Data and counts go on from where they are. Called between two rollouts, or two log lines; the optimizer is not
@@ -964,7 +964,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         if self.needs_reference and self.reference.moves:
             self._load_reference(checkpoint)
         saved = [each["module"] for each in checkpoint["lit_rl"]]
-        self.load_rank_state(self.of_other_ranks(saved) | self.stays())
+        self.load_rank_state(self.merge_rank_states(saved) | self.state_kept_on_rollback())
         self.broken_steps.in_a_row = 0
 
     @property
@@ -972,7 +972,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         """Batches of Lightning's loop for one step of the data's order, on this rank."""
         return self.trainer.accumulate_grad_batches  # pyright: ignore
 
-    def dropped(self, saved: Sequence[dict[str, Any]], slots: int) -> str:
+    def describe_dropped_state(self, saved: Sequence[dict[str, Any]], slots: int) -> str:
         """Describe the state that is dropped on a resume with another number of ranks, and the next step of the run.
 
         Args:
@@ -1057,7 +1057,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
 
     def _identity(self) -> dict[str, identity.Record]:
         """Return a checkpoint's record of the run, see `lit_rl.algorithms.rollouts.identity`."""
-        found = {"model": self._stands_on, "settings": self._began_with or self._settings()}
+        found = {"model": self._base_record, "settings": self._initial_settings or self._settings()}
         return found | ({"optimizer": self._optimizer_as_made} if self._optimizer_as_made else {})
 
     def _settings(self) -> identity.Record:
@@ -1087,21 +1087,17 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         Raises:
             StorageError: names the difference.
         """
-        noted: dict[str, Any] = checkpoint.get("run", {})
+        if not self._fitting and "run" not in checkpoint:
+            return  # weights alone
+        noted = checkpoints.saved_by_algorithm(checkpoint, type(self).__name__)["run"]
         said = []
-        if "model" in noted and self._stands_on:
+        if self._base_record:
             beside = () if self._fitting else ("reference weights",)
-            now = {name: value for name, value in self._stands_on.items() if name not in beside}
+            now = {name: value for name, value in self._base_record.items() if name not in beside}
             said += identity.check_model(noted["model"], now, allowed=self.model.allow_changed)
         if not self._fitting:
             return
-        if noted:
-            said += identity.differences(noted["settings"], self._began_with or self._settings())
-        else:
-            rank_zero_info(
-                "The checkpoint is of an earlier version of lit_rl, which did not note base, adapter and settings: "
-                "whether they are this run's is not checked, and the optimizer keeps those of the checkpoint."
-            )
+        said += identity.differences(noted["settings"], self._initial_settings or self._settings())
         groups = [group for each in checkpoint.get("optimizer_states", ()) for group in each["param_groups"]]
         self._resumed = _Resumed(noted.get("optimizer"), groups, said)
         self._check_optimizer()
@@ -1140,12 +1136,12 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         checkpoints.advance_loops(loops, before, self.slots, self._epoch_batches())
         name = type(self).__name__
         saved = [checkpoints.saved_by_algorithm(each["module"], name) for each in ranks]
-        self.load_rank_state(checkpoints.saved_by_algorithm(self.of_other_ranks(saved), name))
-        self.broken_steps.in_a_row, self._other_world = ranks[0]["broken_steps"], True
+        self.load_rank_state(checkpoints.saved_by_algorithm(self.merge_rank_states(saved), name))
+        self.broken_steps.in_a_row, self._world_size_changed = ranks[0]["broken_steps"], True
         rank_zero_info(
             f"The checkpoint was written by {checkpoints.count_processes(len(ranks))}, and this run has "
             f"{self.data_ranks}. "
-            f"{self.dropped(saved, before)} Steps have as many rows as before, a process "
+            f"{self.describe_dropped_state(saved, before)} Steps have as many rows as before, a process "
             f"{len(ranks) / self.data_ranks:g} times as many."
         )
 
@@ -1186,7 +1182,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         if self._resumed_rng is not None:
             checkpoints.set_rng_state(self._resumed_rng, self.trainer.strategy.root_device)
             self._resumed_rng = None
-        elif self._other_world:
+        elif self._world_size_changed:
             torch.manual_seed(mix(self.seed, self.data_rank, self.global_step))
         else:  # dropout and Clip-Cov draw from torch's global generator: equal in every run, different on every rank
             torch.manual_seed(mix(self.seed, self.data_rank))

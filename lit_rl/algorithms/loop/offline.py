@@ -94,7 +94,7 @@ class OfflineModule(PolicyModule, ABC):
 
         Args:
             batch: The micro-batch; `batch.totals` are the totals of its step.
-            whole: The columns of `look` of the whole step, if `couples_rows`. None: this micro-batch is the whole step.
+            whole: The columns of the whole step, if `couples_rows`. None: this micro-batch is the whole step.
         """
 
     def training_loss(self, batch: Any, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
@@ -102,9 +102,9 @@ class OfflineModule(PolicyModule, ABC):
         return self.loss(batch, whole)
 
     couples_rows = False
-    """True if a row's loss depends on the other rows of its optimizer step: then `look` is called before the step."""
+    """True if a row's loss depends on the other rows of its optimizer step: then `step_columns` is called before the step."""
 
-    def look(self, batch: Any) -> dict[str, Tensor]:
+    def step_columns(self, batch: Any) -> dict[str, Tensor]:
         """Return columns `(b,)` of a micro-batch, without gradient, that the losses of other rows depend on."""
         return {}
 
@@ -228,7 +228,7 @@ class OfflineModule(PolicyModule, ABC):
             self._whole = None
             if self.couples_rows and batch.totals.shares > 1:
                 with self.trainer.precision_plugin.forward_context():  # Lightning opens it in `training_step` only
-                    self._whole = WholeStep.of(self.look, batch, self.ranks)
+                    self._whole = WholeStep.of(self.step_columns, batch, self.ranks)
 
     def training_step(self, batch: ExampleBatch, batch_idx: int) -> Tensor:
         self._micro, shares = batch, batch.totals.shares
@@ -237,7 +237,7 @@ class OfflineModule(PolicyModule, ABC):
         loss, metrics = self.training_loss(batch, self._whole)
         self._records.add({"loss": (loss, loss.new_full((), 1 / shares)), **metrics})
         # Lightning divides by the accumulated batches and averages over ranks; the loss already has its denominator.
-        return self.with_blind_rows(loss * shares)
+        return self.with_image_gradients(loss * shares)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
@@ -254,7 +254,7 @@ class OfflineModule(PolicyModule, ABC):
             self._log_steps(self.global_step + 1)
 
     def log_rest(self) -> None:
-        if self.trainer.log_every_n_steps and self.told_at != self.global_step:  # pyright: ignore
+        if self.trainer.log_every_n_steps and self.metrics_step != self.global_step:  # pyright: ignore
             self._log_steps(self.global_step, kept=True)
 
     def _log_steps(self, step: int, *, kept: bool = False) -> None:
@@ -264,7 +264,7 @@ class OfflineModule(PolicyModule, ABC):
         metrics |= self.speed_of({"generate": seconds, "update": metrics["time/update"]})
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=step)
-        self.tell_callbacks(metrics, step)
+        self.publish_metrics(metrics, step)
 
     def _work(self) -> UpdateWork:
         """Return this rank's share of the optimizer step's work, without KTO's mismatched texts and GKD's teacher."""
@@ -288,15 +288,15 @@ class OfflineModule(PolicyModule, ABC):
     def load_rank_state(self, saved: dict[str, Any]) -> None:
         self._records.load_state(saved, self.trainer.strategy.root_device)
 
-    def of_other_ranks(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def merge_rank_states(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the counts without averages, whose weights depend on the number of ranks."""
         kept = {"tokens_seen": saved[0]["tokens_seen"], "averages": Averages().state()}
-        return super().of_other_ranks(saved) | kept
+        return super().merge_rank_states(saved) | kept
 
-    def stays(self) -> dict[str, Any]:
-        return super().stays() | self._records.state()
+    def state_kept_on_rollback(self) -> dict[str, Any]:
+        return super().state_kept_on_rollback() | self._records.state()
 
-    def dropped(self, saved: Sequence[dict[str, Any]], slots: int) -> str:
+    def describe_dropped_state(self, saved: Sequence[dict[str, Any]], slots: int) -> str:
         return (
             "Averages since the last line of the log are dropped, and nothing else. The run goes on with the rows of "
             "the next step."
@@ -347,7 +347,7 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
     precomputed: PrecomputedReference | None = None
     """Log-probs of the reference that are computed before the training, in the methods that support it."""
 
-    def texts_beside(self) -> Iterable[tuple[str, ExampleSet]]:
+    def extra_reference_texts(self) -> Iterable[tuple[str, ExampleSet]]:
         """Return named sets of further texts, besides the rows, whose reference log-probs the loss reads."""
         return ()
 
@@ -426,7 +426,11 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
         if data.options.packing != "none":
             with self.rollout_context():
                 self.refuse_leaks()
-        if self.precomputed is not None and self.model.sees and next(iter(self.texts_beside()), None) is not None:
+        if (
+            self.precomputed is not None
+            and self.model.sees
+            and next(iter(self.extra_reference_texts()), None) is not None
+        ):
             raise ConfigError(
                 f"algo.precompute_reference=true knows the mismatched completions of {type(self).__name__} by their "
                 "tokens, which do not tell images apart. Set it to false with a model over images."
@@ -447,9 +451,11 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
         corpus = data.corpus
         sets = {"train": corpus.train} | {f"val/{name}".removesuffix("/"): held for name, held in corpus.val.items()}
         if precomputed.released:
-            precomputed.prepare(sets, self.texts_beside(), None)
+            precomputed.prepare(sets, self.extra_reference_texts(), None)
             return
-        precomputed.prepare(sets, self.texts_beside(), self._reference_source(precomputed.folder, data.val_batch_size))
+        precomputed.prepare(
+            sets, self.extra_reference_texts(), self._reference_source(precomputed.folder, data.val_batch_size)
+        )
         self.before_release()
         if not flattens_weights(self.trainer.strategy):
             free_own_weights(self.reference_policy, self.policy)

@@ -157,7 +157,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             self.stopwatch.reset()
             self.speed.begin()
             self.source.begin_rollout()
-            with run_ending_hook(), self.rollout_context(), self.source.kept_if_given_up():
+            with run_ending_hook(), self.rollout_context(), self.source.keep_ahead_on_abort():
                 rollout = self.take_rollout(batch)
             self.rest()
             self.in_a_step = True
@@ -216,7 +216,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         self.after_micro_batch(micro, scores, self._step_tokens)
         self.seen = SeenRows.of(self.dealt_out(batch)[1][batch.slot], scores)
         # Lightning divides by the accumulated batches and averages over ranks; the loss already has its denominator.
-        return self.with_blind_rows(loss * shares)
+        return self.with_image_gradients(loss * shares)
 
     # ------------------------------------------------------------------ parts of a rollout
 
@@ -298,7 +298,7 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     rolls_out = True
 
-    def said_by_policy(self, completions: Completions) -> dict[str, Tensor]:
+    def token_statistics(self, completions: Completions) -> dict[str, Tensor]:
         said = {"entropy": entropies(self.policy, completions, self.sampling, self.forward_options)}
         if not self.needs_reference:
             return said
@@ -486,9 +486,11 @@ class OnPolicyModule(GeneratingModule, ABC):
         longest, new_tokens = self.longest_prompt(data.longest_prompt), self.longest_response(self.sampling)
         return RowLengths(longest, new_tokens, rows, shares=shares, folds=folds)
 
-    def read_only(self) -> dict[str, int]:
+    def frozen_model_bytes(self) -> dict[str, int]:
         # They are loaded by now, so measured free memory is already without them, and a user's `memory_gb` is not.
-        return super().read_only() | ({REWARD_MODELS: self.reward_functions.weight_bytes} if self.memory_gb else {})
+        return super().frozen_model_bytes() | (
+            {REWARD_MODELS: self.reward_functions.weight_bytes} if self.memory_gb else {}
+        )
 
     def memory(self) -> Memory | None:
         found, lag = super().memory(), self.generator.lag
@@ -522,14 +524,14 @@ class OnPolicyModule(GeneratingModule, ABC):
         if a replay buffer or an opponent put other rows in."""
         return self._records.plain_columns
 
-    def shown(self, scored: Scored, rollout: Rollout) -> tuple[Scored, Rollout]:
+    def displayed(self, scored: Scored, rollout: Rollout) -> tuple[Scored, Rollout]:
         """Return the view of a drawn rollout for records and callbacks."""
         return scored, rollout
 
     def _begin_rollout(self, scored: Scored, rollout: Rollout, metrics: Metrics) -> None:
         if self.plan is None:
             raise ConfigError("The module was not set up: call trainer.fit(module, datamodule=RolloutDataModule(...)).")
-        self.scored, visible = self.shown(scored, rollout)
+        self.scored, visible = self.displayed(scored, rollout)
         self.rollout, replacing = self.replaced(rollout)
         episodes = {} if self.interaction is None else self.interaction.pop_metrics()
         of_episodes: Metrics = {
@@ -627,14 +629,14 @@ class OnPolicyModule(GeneratingModule, ABC):
         every: Any = self.trainer.log_every_n_steps  # pyright: ignore
         if every and step // every > (step - self.minibatches * self.iterations) // every:
             self._give_loggers(metrics, step)
-        self.tell_callbacks(metrics, step)
+        self.publish_metrics(metrics, step)
 
     def log_rest(self) -> None:
         """Log a rollout that the run ends in, too; its averages are kept for a resumed run."""
         metrics, half_used = self._unlogged, self.plan is not None and 0 <= self._slot < self.plan.slots - 1
-        if half_used and self.told_at != self.global_step:
+        if half_used and self.metrics_step != self.global_step:
             metrics = self._metrics_of_rollout(kept=True)
-            self.tell_callbacks(metrics, self.global_step)
+            self.publish_metrics(metrics, self.global_step)
         if metrics and self.trainer.log_every_n_steps:  # pyright: ignore
             self._give_loggers(metrics, self.global_step)
 
@@ -675,18 +677,18 @@ class OnPolicyModule(GeneratingModule, ABC):
         mine |= {"rollout": checkpoints.to_plain(self.rollout), "totals": checkpoints.to_plain(self._counts)}
         return counts | self._records.half_used() | mine
 
-    def of_other_ranks(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def merge_rank_states(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
         counts = {name: saved[0][name] for name in self._records.counts()}  # they are of all ranks
-        return super().of_other_ranks(saved) | counts
+        return super().merge_rank_states(saved) | counts
 
-    def stays(self) -> dict[str, Any]:
-        return super().stays() | self._records.counts()
+    def state_kept_on_rollback(self) -> dict[str, Any]:
+        return super().state_kept_on_rollback() | self._records.counts()
 
     @property
     def slots(self) -> int:
         return self.slots_per_rollout
 
-    def dropped(self, saved: Sequence[dict[str, Any]], slots: int) -> str:
+    def describe_dropped_state(self, saved: Sequence[dict[str, Any]], slots: int) -> str:
         first, said = saved[0], []
         if "rollout" in first:
             steps = len(first["totals"])
@@ -696,7 +698,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             said.append("What was drawn ahead is dropped, and is drawn with the weights of now.")
         return " ".join([*(said or ["Nothing is dropped."]), "The run goes on with the next rollout."])
 
-    def seen_rows(self) -> Callable[[int], PromptVision | None]:
+    def vision_lookup(self) -> Callable[[int], PromptVision | None]:
         """Return the function from a training row to its images."""
         data: Any = self.trainer.datamodule  # pyright: ignore
         return getattr(data, "vision", _no_vision)
@@ -708,7 +710,7 @@ class OnPolicyModule(GeneratingModule, ABC):
     def load_rank_state(self, saved: dict[str, Any]) -> None:
         self._records.load_counts(saved)
         device = self.trainer.strategy.root_device  # the module itself is moved there only later
-        see = self.seen_rows()
+        see = self.vision_lookup()
         self.source.load_state(saved, device, see, self.processor)
         if "rollout" in saved:
             loaded = checkpoints.rollout_from_plain(saved["rollout"], device)

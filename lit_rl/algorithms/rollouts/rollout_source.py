@@ -121,7 +121,7 @@ class RolloutSource:
         self._taken = None
 
     @contextmanager
-    def kept_if_given_up(self) -> Iterator[None]:
+    def keep_ahead_on_abort(self) -> Iterator[None]:
         """Keep the completions drawn ahead for the current rollout if it is aborted or fails, for a resume."""
         try:
             yield
@@ -309,14 +309,12 @@ class RolloutSource:
     ) -> None:
         """Restore what `state` returned; `see` and `processor` are those of `state.made`."""
         self._ahead.forget()  # from another run in this process that ended early
-        ahead = saved.get("ahead", [])
-        for each in [ahead] if isinstance(ahead, dict) else ahead:  # earlier versions wrote the only one
+        for each in saved.get("ahead", ()):
             completions = checkpoints.restore_pixels(
                 checkpoints.completions_from_plain(each["completions"], device), see, processor
             )
-            gap = each.get("gap")
-            name = each["rollout"], tuple(each["rows"])
-            self._ahead.put(name, DrawnAhead(completions, None if gap is None else Gap(**gap)))
+            gap = None if each["gap"] is None else Gap(**each["gap"])
+            self._ahead.put((each["rollout"], tuple(each["rows"])), DrawnAhead(completions, gap))
 
 
 @contextmanager

@@ -136,7 +136,7 @@ class Spare:
         completions = self.draw_now(batch)
         return Scored(batch, completions, self.reward(batch, completions))
 
-    def keep_pace(self, position: int, *, rollout: int, first: int) -> None:
+    def dummy_generate(self, position: int, *, rollout: int, first: int) -> None:
         """Generate and discard one completion, so that every rank makes the same number of engine calls."""
         if not self.exact:
             one = self.datamodule.spare.batch(range(position, position + 1), rollout=rollout, first=first)

@@ -369,7 +369,7 @@ class TurnRewardWarning:
     def __init__(self, estimator: Callable[..., Any]) -> None:
         self._normalises_steps, self._warned = unwrap(estimator) is process_supervised, False
 
-    def look(self, scored: Scored) -> None:
+    def check(self, scored: Scored) -> None:
         """Warn if the rollout has rewards of turns. Called before they are credited."""
         if not self._normalises_steps or self._warned or scored.completions.turn is None:
             return

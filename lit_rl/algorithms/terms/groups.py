@@ -46,7 +46,7 @@ class SpareGroups(Protocol):
         """
         ...
 
-    def keep_pace(self, position: int, *, rollout: int, first: int) -> None:
+    def dummy_generate(self, position: int, *, rollout: int, first: int) -> None:
         """Join the engine calls of other ranks, if these are collectives, when this rank needs no prompts."""
         ...
 
@@ -131,7 +131,7 @@ class DynamicSampling(GroupSelection):
                     extra = spare.draw(range(start, start + mine), rollout=rollout, first=completed + before)
                     scored, places = _fill(scored, places, extra, set(self._without_spread(extra)))
                 else:
-                    spare.keep_pace(position, rollout=rollout, first=completed)
+                    spare.dummy_generate(position, rollout=rollout, first=completed)
             completed += sum(shares)
             position += sum(shares)
             wanted = ranks.counts(len(places))
@@ -387,7 +387,7 @@ class GroupReplay:
             "rollouts": self._rollouts,
         }
 
-    def dealt_out(self, saved: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+    def redistribute(self, saved: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
         """Return the state of rank `rank` of `world_size`, from the buffers of another number of ranks.
 
         Ranks take the groups in turn, from the highest score down, up to their size.
@@ -398,7 +398,9 @@ class GroupReplay:
         groups = sorted((group for kept in saved for group in kept["groups"]), key=lambda group: -group["score"])
         return {"groups": groups[rank::world_size][: self.size], "rollouts": saved[0]["rollouts"]}
 
-    def see(self, see: Callable[[int], PromptVision | None], processor: Callable[[], Processor | None]) -> None:
+    def restore_pixels(
+        self, see: Callable[[int], PromptVision | None], processor: Callable[[], Processor | None]
+    ) -> None:
         """Restore the pixels of a checkpoint's groups, which names rows of the data, or contains encoded images.
 
         The arguments are those of `state.made`.

@@ -1,7 +1,7 @@
 """Log-probs of a fixed reference, computed once before training and kept on disk.
 
 They cover every row of every set, and every further text that a method will ask about
-(`OfflinePolicyModule.texts_beside`). Files are named by a hash of all that the numbers depend on, so the next run on
+(`OfflinePolicyModule.extra_reference_texts`). Files are named by a hash of all that the numbers depend on, so the next run on
 the same data with the same reference only reads them. The reference is released before the first step, which saves its
 memory.
 """
