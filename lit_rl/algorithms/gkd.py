@@ -182,7 +182,7 @@ class GKD(OfflinePolicyModule):
                 teacher: nn.Module = held.model if isinstance(held, OnCPU) else held  # pyright: ignore
                 with unsharded(teacher), self.source.aside():  # `time/generate` is what the student takes
                     completions = self.source.draw_other(replace(self.request(prompts), policy=teacher))
-        self.rest()
+        self.generator.rest()
         self.teacher.check_written(completions.response_ids, writer)
         return with_completions(micro_batches, completions, self.ranks)
 

@@ -345,10 +345,6 @@ class GeneratingModule(PolicyModule):
         with preserve_settings("a rollout"), torch.no_grad(), precision, whole:
             yield
 
-    def rest(self) -> None:
-        """Let an idle engine release its memory."""
-        self.generator.rest()
-
     # ------------------------------------------------------------------ validate, test, predict
 
     def evaluate(self, batch: PromptBatch, dataloader_idx: int = 0) -> tuple[Completions, Scores]:
@@ -429,7 +425,7 @@ class GeneratingModule(PolicyModule):
 
     def log_evaluation(self, stage: str) -> set[str]:
         """Log the metrics of the completions of every validation set, and return the metric names."""
-        self.rest()
+        self.generator.rest()
         self._compared_model.release()
         stage += f"_{self.second_decoding}" if self.second_decoding else ""
         logged: set[str] = set()

@@ -209,7 +209,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         """The command line of the training, for the cards of exports; empty if there was none."""
         self.memory_gb: float | None = None
         self.precision_by_device = False
-        self.cut: MicroBatchPlan | None = None
+        self.micro_batch_plan: MicroBatchPlan | None = None
         self.step: StepRows | None = None
         self._room: int | None = None
         self._host_room: int | None = None
@@ -484,7 +484,11 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         )
         if self.model.processor is not None:
             sizes = with_images(sizes, self.model, find_largest_prompt(trainer.datamodule, self.model.processor))
-        return sizes.recomputing(self.cut.offload) if self.cut is not None and self.cut.recompute else sizes
+        return (
+            sizes.recomputing(self.micro_batch_plan.offload)
+            if self.micro_batch_plan is not None and self.micro_batch_plan.recompute
+            else sizes
+        )
 
     def _buckets(self, networks: Sequence[Network], numbers: NumberSizes) -> DDPBuckets | None:
         """Return the gradient buckets of DDP; None under other strategies."""
@@ -516,7 +520,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             self._host_room = min(gather_objects(host_memory_budget(trainer.num_devices) or 0))
         return self._host_room or None
 
-    def cut_step(self, step: StepRows) -> tuple[int, str]:
+    def split_step(self, step: StepRows) -> tuple[int, str]:
         """Split the optimizer step: set the Trainer's micro-batches, and return their number, and the reason for it.
 
         Raises:
@@ -531,20 +535,22 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         self.step = step = replace(step, sequences=self.decoded_at_once(step))
         given = MicroBatchRequest(self.micro_batch_size, self.accumulation_by_hand)
         given.check()
-        if self.cut is None or self.cut.micro_batches != trainer.accumulate_grad_batches:
+        if self.micro_batch_plan is None or self.micro_batch_plan.micro_batches != trainer.accumulate_grad_batches:
             room, device = self.room(), trainer.strategy.root_device
             most = None if room is None else hard_memory_limit(room, device, gigabytes=self.memory_gb)
-            self.cut, warning = plan_micro_batches(given, step, self.memory(), room, most)
+            self.micro_batch_plan, warning = plan_micro_batches(given, step, self.memory(), room, most)
             if warning:
                 rank_zero_warn(warning)
-        self._take_cut()
-        return trainer.accumulate_grad_batches, self.cut.why if self.cut else ""
+        self._apply_micro_batches()
+        return trainer.accumulate_grad_batches, self.micro_batch_plan.why if self.micro_batch_plan else ""
 
     @property
     def accumulation_by_hand(self) -> int:
-        """The user's `accumulate_grad_batches`: 1 if `cut_step` set the Trainer's, as in an earlier `setup`."""
+        """The user's `accumulate_grad_batches`: 1 if `split_step` set the Trainer's, as in an earlier `setup`."""
         trainer: Any = self.trainer
-        ours = self.cut is not None and self.cut.micro_batches == trainer.accumulate_grad_batches
+        ours = (
+            self.micro_batch_plan is not None and self.micro_batch_plan.micro_batches == trainer.accumulate_grad_batches
+        )
         return 1 if ours else trainer.accumulate_grad_batches
 
     @property
@@ -560,7 +566,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
 
     def fit_decoding(self) -> None:
         """Bound the sequences decoded at once in a validation without training."""
-        if self.micro_batch_size == "auto" and self.cut is None:
+        if self.micro_batch_size == "auto" and self.micro_batch_plan is None:
             memory, room = self.memory(), self.room()
             if memory is not None and room is not None:
                 self.bound_decoding(max(1, largest_decode_batch(memory, room)))
@@ -570,11 +576,11 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         at_once = getattr(getattr(self, "generator", None), "rows_a_batch", None)
         return step.sequences if at_once is None else min(at_once, step.sequences)
 
-    def _take_cut(self) -> None:
+    def _apply_micro_batches(self) -> None:
         """Apply the micro-batch plan to the Trainer and the generator. Samples and gradients do not depend on it."""
-        if self.cut is not None:
-            self.trainer.accumulate_grad_batches = self.cut.micro_batches
-            self.bound_decoding(self.cut.decoded)
+        if self.micro_batch_plan is not None:
+            self.trainer.accumulate_grad_batches = self.micro_batch_plan.micro_batches
+            self.bound_decoding(self.micro_batch_plan.decoded)
 
     def bound_decoding(self, sequences: int | None) -> None:
         """Bound the number of sequences that an in-process generator decodes at once."""
@@ -618,7 +624,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         self.policy, self.reference_policy = policy, reference
         for name, module in others.items():
             setattr(self, name, module)
-        self._recompute_as_cut()
+        self._set_checkpointing()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights as torch does, and load the policy first if it is not.
@@ -652,10 +658,10 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         modules = (getattr(self, name) for name in ("policy", *self.trained_beside))
         return loss + sum(0 * parameter.sum() for module in modules for parameter in trained_by_images(module))
 
-    def _recompute_as_cut(self) -> None:
+    def _set_checkpointing(self) -> None:
         """Turn on gradient checkpointing if the memory plan chose it."""
-        if self.model.gradient_checkpointing == "auto" and self.cut is not None:
-            how = "offload" if self.cut.offload else self.cut.recompute
+        if self.model.gradient_checkpointing == "auto" and self.micro_batch_plan is not None:
+            how = "offload" if self.micro_batch_plan.offload else self.micro_batch_plan.recompute
             for name in ("policy", *self.trained_beside):
                 set_checkpointing(getattr(self, name), how)
 
@@ -994,8 +1000,8 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         checkpoint["lit_rl"] = self.ranks.objects(mine | {"broken_steps": self.broken_steps.in_a_row})
         if self.trainer_or_none is not None:
             checkpoint["precision"] = str(self.trainer.precision)
-        if self.cut is not None:
-            checkpoint["cut"] = asdict(self.cut)
+        if self.micro_batch_plan is not None:
+            checkpoint["micro_batch_plan"] = asdict(self.micro_batch_plan)
         if self.needs_reference and self.reference.moves:
             checkpoint["reference"] = self.reference.state(self.reference_policy)
 
@@ -1047,8 +1053,8 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             if self._fitting:
                 self._load_other_world(ranks, checkpoint["loops"])
             return
-        if "cut" in checkpoint and self.micro_batch_size == "auto" and self._fitting:
-            self.resume_cut(MicroBatchPlan(**checkpoint["cut"]))
+        if "micro_batch_plan" in checkpoint and self.micro_batch_size == "auto" and self._fitting:
+            self.resume_micro_batches(MicroBatchPlan(**checkpoint["micro_batch_plan"]))
         if ranks:
             saved = ranks[self.data_rank]
             checkpoints.check_format(saved)
@@ -1149,11 +1155,11 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     def _fitting(self) -> bool:
         return self.trainer_or_none is not None and self.trainer_or_none.state.fn == TrainerFn.FITTING
 
-    def resume_cut(self, cut: MicroBatchPlan) -> None:
+    def resume_micro_batches(self, plan: MicroBatchPlan) -> None:
         """Split steps as the resumed run did, whatever memory is free now: last bits depend on it."""
-        self.cut = cut
-        self._take_cut()
-        self._recompute_as_cut()
+        self.micro_batch_plan = plan
+        self._apply_micro_batches()
+        self._set_checkpointing()
 
     def _load_reference(self, checkpoint: dict[str, Any]) -> None:
         if "reference" in checkpoint:

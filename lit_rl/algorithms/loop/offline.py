@@ -102,7 +102,7 @@ class OfflineModule(PolicyModule, ABC):
         return self.loss(batch, whole)
 
     couples_rows = False
-    """True if a row's loss depends on the other rows of its optimizer step: then `step_columns` is called before the step."""
+    """True if a row's loss depends on the other rows of its step: then `step_columns` is called before the step."""
 
     def step_columns(self, batch: Any) -> dict[str, Tensor]:
         """Return columns `(b,)` of a micro-batch, without gradient, that the losses of other rows depend on."""
@@ -162,10 +162,10 @@ class OfflineModule(PolicyModule, ABC):
                 rows=len(data.corpus.train),
                 stream_buffer=data.stream_buffer,
             )
-            accumulate, why = self.cut_step(StepRows(data.batch_size // self.data_ranks, 1))
+            accumulate, why = self.split_step(StepRows(data.batch_size // self.data_ranks, 1))
             self.plan = replace(plan, accumulate=accumulate, why=why)
             self.check_length(data)
-        elif self.cut is None:
+        elif self.micro_batch_plan is None:
             self.fit_scoring()
 
     reads_margins = False
@@ -192,7 +192,7 @@ class OfflineModule(PolicyModule, ABC):
 
     @property
     def most_texts(self) -> int | None:
-        rows = self.cut.scored if self.cut is not None else self._scored
+        rows = self.micro_batch_plan.scored if self.micro_batch_plan is not None else self._scored
         return None if rows is None else rows * (2 if self.learns_from == "pairs" else 1)
 
     def fit_scoring(self) -> None:
@@ -214,10 +214,10 @@ class OfflineModule(PolicyModule, ABC):
         data: Any = self.trainer.datamodule  # pyright: ignore
         return data.most_learned if self.model.forward_options.fused_head else self.longest_text()
 
-    def resume_cut(self, cut: MicroBatchPlan) -> None:
-        super().resume_cut(cut)
+    def resume_micro_batches(self, plan: MicroBatchPlan) -> None:
+        super().resume_micro_batches(plan)
         if self.plan is not None:
-            self.plan = replace(self.plan, accumulate=cut.micro_batches, why=cut.why)
+            self.plan = replace(self.plan, accumulate=plan.micro_batches, why=plan.why)
 
     def on_train_batch_start(self, batch: ExampleBatch, batch_idx: int) -> None:
         self.in_a_step = True

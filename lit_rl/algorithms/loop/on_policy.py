@@ -159,7 +159,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             self.source.begin_rollout()
             with run_ending_hook(), self.rollout_context(), self.source.keep_ahead_on_abort():
                 rollout = self.take_rollout(batch)
-            self.rest()
+            self.generator.rest()
             self.in_a_step = True
             self._begin_rollout(*rollout)
         self.in_a_step, self._slot = True, batch.slot
@@ -447,8 +447,8 @@ class OnPolicyModule(GeneratingModule, ABC):
             slices=slices,
             sliced_by_hand=self.split_groups != "auto" and not self.compares_in_step,
         )
-        accumulate, why = self.cut_step(step)
-        self.plan = self._cut_plan(plan, step, accumulate, why)
+        accumulate, why = self.split_step(step)
+        self.plan = self._with_micro_batches(plan, step, accumulate, why)
         preflight.warn_partial_rollouts(self.trainer, self.plan.slots)
 
     def _fits(self, longest: int, sampling: Sampling, key: str) -> None:
@@ -499,12 +499,12 @@ class OnPolicyModule(GeneratingModule, ABC):
         copies = lag * model_sizes.copy_bytes(found.policy, found.numbers)
         return replace(found, others={**found.others, "copies for rollouts ahead": copies})
 
-    def resume_cut(self, cut: MicroBatchPlan) -> None:
-        super().resume_cut(cut)
+    def resume_micro_batches(self, plan: MicroBatchPlan) -> None:
+        super().resume_micro_batches(plan)
         if self.plan is not None and self.step is not None:
-            self.plan = self._cut_plan(self.plan, self.step, cut.micro_batches, cut.why)
+            self.plan = self._with_micro_batches(self.plan, self.step, plan.micro_batches, plan.why)
 
-    def _cut_plan(self, plan: BatchPlan, step: StepRows, micro_batches: int, why: str) -> BatchPlan:
+    def _with_micro_batches(self, plan: BatchPlan, step: StepRows, micro_batches: int, why: str) -> BatchPlan:
         split = self._slices_by_hand * step.slices_of(micro_batches)
         return replace(plan, accumulate=micro_batches, split_groups=split, why=why)
 
@@ -620,13 +620,10 @@ class OnPolicyModule(GeneratingModule, ABC):
         self._records.add_step(self.grad_norm, skipped=self.broken_steps.last)
         self._rates = learning_rates(self.trainer.optimizers[0])
         self.after_step()
-        if self.plan is not None and self._slot == self.plan.slots - 1:
-            self._log_rollout(self.global_step + 1)
-
-    def _log_rollout(self, step: int) -> None:
-        """Log the metrics of the rollout and its updates, under the number of the optimizer step that ended it."""
+        if self.plan is None or self._slot < self.plan.slots - 1:
+            return
+        step, every = self.global_step + 1, self.trainer.log_every_n_steps  # pyright: ignore
         self._unlogged = metrics = self._metrics_of_rollout(kept=False)
-        every: Any = self.trainer.log_every_n_steps  # pyright: ignore
         if every and step // every > (step - self.minibatches * self.iterations) // every:
             self._give_loggers(metrics, step)
         self.publish_metrics(metrics, step)
@@ -701,7 +698,7 @@ class OnPolicyModule(GeneratingModule, ABC):
     def vision_lookup(self) -> Callable[[int], PromptVision | None]:
         """Return the function from a training row to its images."""
         data: Any = self.trainer.datamodule  # pyright: ignore
-        return getattr(data, "vision", _no_vision)
+        return getattr(data, "vision", lambda row: None)  # a data module without images has none
 
     def processor(self) -> Processor | None:
         """Return the processor that makes pixels of an environment's images."""
@@ -718,7 +715,3 @@ class OnPolicyModule(GeneratingModule, ABC):
             self._records.load_half_used(saved, device)
             self._slot, self._counts = saved["slot"], saved["totals"].to(device)
             self.stopwatch.load(saved["seconds"], saved["parts"])
-
-
-def _no_vision(row: int) -> None:
-    """Return None, for a data module without images."""

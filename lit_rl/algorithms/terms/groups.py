@@ -32,6 +32,8 @@ from lit_rl.ops.advantages import group_std
 from lit_rl.ops.reductions import Metrics
 from lit_rl.rewards.contract import keywords
 
+# ------------------------------------------------------------------ selection
+
 
 class SpareGroups(Protocol):
     """A source of prompts beyond those of the epochs, completed and scored on demand."""
@@ -331,6 +333,9 @@ def _global_count(count: int, ranks: Ranks) -> tuple[Tensor, Tensor]:
     """Return a metric of a count over all ranks: each adds the same number, so the average is the count."""
     one = torch.ones((), device=ranks.device)
     return one * count, one
+
+
+# ------------------------------------------------------------------ replay
 
 
 class GroupReplay:

@@ -28,6 +28,8 @@ from lit_rl.ops.engine_mismatch import auto_correction, mismatch_metrics
 from lit_rl.ops.reductions import Highest, Metrics, StepTokens, StepTotals, Summed, masked_moments, masked_sum
 from lit_rl.ops.selection import off_policy_sequence_mask
 
+# ------------------------------------------------------------------ engine correction
+
 
 class EngineCorrection:
     """Weights and rejection of tokens by the ratio of the policy's to the engine's probability.
@@ -100,6 +102,9 @@ class EngineCorrection:
         if weights is not None:
             metrics |= {"sampling/ess": Summed(masked_moments(weights, mask), "effective_share")}
         return weights, metrics
+
+
+# ------------------------------------------------------------------ selection
 
 
 class TokenSelection:

@@ -22,6 +22,8 @@ from lit_rl.core.errors import ConfigError, NumericError, in_range
 from lit_rl.core.examples import TokenBatch
 from lit_rl.data.example_set import Encoded, Example, ExampleSet, token_batch
 
+# ------------------------------------------------------------------ BCO: reward shift
+
 
 class RewardShift:
     """The mean of the mean rewards of all steps so far, which changes only between steps."""
@@ -46,6 +48,9 @@ class RewardShift:
     def load_state(self, saved: dict[str, Any]) -> None:
         """Restore what `state` returned."""
         self.steps, self.value = saved["steps"], saved["shift"]
+
+
+# ------------------------------------------------------------------ BCO: prompt weights
 
 
 EMBED_BATCH_SIZE = 32
@@ -244,6 +249,9 @@ def _fit_logistic_regression(x: Tensor, y: Tensor, each: Tensor, penalty: float)
 
         solver.step(closure)
     return coefficients.detach()
+
+
+# ------------------------------------------------------------------ KTO: mismatched completions
 
 
 RowsOfSteps = Iterable[Sequence[int]]
