@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.checks import preference_checks
-from lit_rl.algorithms.checks import preference_checks as preflight
 from lit_rl.algorithms.checks.policy_gradient_checks import check_sampling
 from lit_rl.algorithms.checks.preference_checks import check_no_step_losses
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
@@ -72,10 +71,12 @@ class JudgedModule(OnPolicyModule, ABC):
         self.beta, self.missing_eos_penalty = beta, missing_eos_penalty
         name = type(self).__name__
         check_sampling(self.sampling, self.generator, weighted=False)
-        preflight.check_no_lag(name, self.generator)
-        preflight.check_compared_groups(name, group_size, self.split_groups, self.groups, self.reward_functions.names)
-        preflight.check_judge_rewards(self.judge, self.reward_functions.names, missing_eos_penalty)
-        preflight.check_per_epoch("algo.beta", beta, open_low=True)
+        preference_checks.check_no_lag(name, self.generator)
+        preference_checks.check_compared_groups(
+            name, group_size, self.split_groups, self.groups, self.reward_functions.names
+        )
+        preference_checks.check_judge_rewards(self.judge, self.reward_functions.names, missing_eos_penalty)
+        preference_checks.check_per_epoch("algo.beta", beta, open_low=True)
 
     learns_by_judge = True
     compares_in_step = True
@@ -90,7 +91,7 @@ class JudgedModule(OnPolicyModule, ABC):
             self.judge.bind(getattr(data, "columns", []))
         if stage == "fit" and self.opponent_writes:
             name, together = type(self).__name__, self._ranks_draw_together
-            preflight.check_opponent_groups(name, self.groups, ranks_draw_together=together)
+            preference_checks.check_opponent_groups(name, self.groups, ranks_draw_together=together)
         super().setup(stage)
 
     @property

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.checks import argument_checks, policy_gradient_checks
-from lit_rl.algorithms.checks import policy_gradient_checks as preflight
 from lit_rl.algorithms.checks.policy_gradient_checks import check_lag, check_sampling
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
 from lit_rl.algorithms.rollouts import checkpoints
@@ -353,21 +352,25 @@ class PolicyGradient(OnPolicyModule, ABC):
     def _check_terms(self) -> None:
         """Refuse incompatible terms before anything is loaded; each term has already checked its own settings."""
         name, weighted = type(self).__name__, self.engine.correction is not None
-        preflight.require_rewards(name, self.reward_functions.names)
+        policy_gradient_checks.require_rewards(name, self.reward_functions.names)
         check_sampling(self.sampling, self.generator, weighted=weighted)
         check_lag(self.generator, weighted=weighted)
         self.check_advantage()
         policy_gradient_checks.check_loss_settings(self.policy_loss)
         policy_gradient_checks.check_declared_weights(self.policy_loss)
-        preflight.check_term_settings(self.policy_loss, self.selection.choose, self.engine, self.credit.shaping)
-        preflight.check_group_size(name, self.group_size, compares_completions=self.compares_completions)
+        policy_gradient_checks.check_term_settings(
+            self.policy_loss, self.selection.choose, self.engine, self.credit.shaping
+        )
+        policy_gradient_checks.check_group_size(name, self.group_size, compares_completions=self.compares_completions)
         if self.groups is not None:
             self.groups.fits(self.group_size, compares_completions=self.compares_completions)
             self.groups.check_rewards(self.reward_functions.names)
         if self.replay is not None:
             needs_spread("algo/replay=buffer", self.group_size)
-        preflight.check_controller(self.kl.control, self.beta, self.reward_beta)
-        preflight.check_engine_weights(self.engine, multiplied_by_loss=multiplies_weights(self.policy_loss))
+        policy_gradient_checks.check_controller(self.kl.control, self.beta, self.reward_beta)
+        policy_gradient_checks.check_engine_weights(
+            self.engine, multiplied_by_loss=multiplies_weights(self.policy_loss)
+        )
 
     def check_advantage(self) -> None:
         """Refuse an estimator that `advantages` cannot call, or that ignores a transformation of the rewards."""

@@ -10,8 +10,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.checks import argument_checks
-from lit_rl.algorithms.checks import data_and_trainer as preflight
+from lit_rl.algorithms.checks import argument_checks, data_and_trainer
 from lit_rl.algorithms.checks.memory import RowLengths
 from lit_rl.algorithms.checks.preference_checks import check_win_rate, warn_unused_judge
 from lit_rl.algorithms.evaluation.sample_tables import sample_table
@@ -122,7 +121,7 @@ class GeneratingModule(PolicyModule):
     def shorten_to_context(self, longest: int) -> None:
         """Shorten the default sampling to fit after prompts of `longest` tokens. `env` limits episodes itself."""
         if not self._sampling_is_chosen and self.interaction is None and longest:
-            self.sampling = preflight.shorten_sampling(self.model, self.sampling, longest)
+            self.sampling = data_and_trainer.shorten_sampling(self.model, self.sampling, longest)
             self._sampling_is_chosen = True
 
     def longest_prompt(self, longest: int) -> int:

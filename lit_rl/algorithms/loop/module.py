@@ -235,7 +235,9 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         """True if the optimizer is stepping: an error in it may leave weights partly updated."""
         self.metrics_step: int | None = None
         """The optimizer step of the training metrics that callbacks see."""
-        self.strict_loading = False  # checkpoints contain trained tensors only; state.check_weights is the strict check
+        self.strict_loading = (
+            False  # checkpoints contain trained tensors only; `check_trained_tensors` is the strict check
+        )
 
     takes_images = True
     """True if prompts may contain images."""
@@ -399,7 +401,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             data: The run's data module.
 
         Raises:
-            ConfigError: see `run_fits` and `fits_run`.
+            ConfigError: see `check_run_length` and `check_schedule`.
         """
         if isinstance(self.trainer.strategy, ModelParallelStrategy) and not dist.is_initialized():
             return  # `lit-rl plan` stands in for processes without a rendezvous: their batches are not known yet

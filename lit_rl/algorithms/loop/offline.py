@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.checks import data_and_trainer as preflight
+from lit_rl.algorithms.checks import data_and_trainer
 from lit_rl.algorithms.checks.data_and_trainer import (
     NeedsAllRows,
     check_example_data,
@@ -146,13 +146,13 @@ class OfflineModule(PolicyModule, ABC):
         super().setup(stage)
         trainer: Any = self.trainer
         data = trainer_examples(trainer, self.learns_from, type(self).__name__)
-        preflight.check_one_accumulation(trainer, "data.batch_size counts the rows of a whole step")
+        data_and_trainer.check_one_accumulation(trainer, "data.batch_size counts the rows of a whole step")
         check_text_lengths(self.model, data.longest_text, streamed=data.stream_buffer is not None)
         unused = f"{type(self).__name__} has no use for one."
-        preflight.warn_unused_reference(self.reference, self.needs_reference, unused)
+        data_and_trainer.warn_unused_reference(self.reference, self.needs_reference, unused)
         if stage == "fit":
             columns = data.unread_columns(margins=self.reads_margins)
-            preflight.report_unread_columns(data, columns, self.columns_read(columns), sees=self.model.sees)
+            data_and_trainer.report_unread_columns(data, columns, self.columns_read(columns), sees=self.model.sees)
             if data.stream_buffer is not None:
                 check_stream(self.reads_all_rows())
             plan = OfflinePlan(
@@ -408,11 +408,11 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
             self.shorten_to_context(longest)
             own = self.evaluation.max_new_tokens
             group, new_tokens = ("sampling", self.sampling.max_new_tokens) if own is None else ("eval", own)
-            preflight.check_context_length(
+            data_and_trainer.check_context_length(
                 self.model, f"{group}.max_new_tokens", longest, new_tokens, "data.max_length"
             )
-        preflight.warn_unused_evaluation(self.evaluation, self.trainer, data.val_names, stage)
-        preflight.bind_validation(self.reward_functions, data)
+        data_and_trainer.warn_unused_evaluation(self.evaluation, self.trainer, data.val_names, stage)
+        data_and_trainer.bind_validation(self.reward_functions, data)
         self.load_rewards()
         if stage != "fit":
             self.fit_decoding()

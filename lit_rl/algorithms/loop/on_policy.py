@@ -18,8 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.checks import argument_checks, episode_checks, model_sizes
-from lit_rl.algorithms.checks import data_and_trainer as preflight
+from lit_rl.algorithms.checks import argument_checks, data_and_trainer, episode_checks, model_sizes
 from lit_rl.algorithms.checks.memory import REWARD_MODELS, Memory, RowLengths
 from lit_rl.algorithms.checks.micro_batching import MicroBatchPlan, StepRows
 from lit_rl.algorithms.checks.policy_gradient_checks import check_weight_copies
@@ -191,7 +190,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         """Refuse a rollout with too many failed episodes, as soon as all of it is drawn, and request the next ones.
 
         Raises:
-            GenerationError: see `Failures.check`.
+            GenerationError: see `EpisodeFailures.check`.
         """
         if self.env is not None:
             try:
@@ -344,8 +343,8 @@ class OnPolicyModule(GeneratingModule, ABC):
     def setup(self, stage: str) -> None:
         """Check everything that can be known before weights are loaded, and plan the batches."""
         super().setup(stage)
-        data = preflight.rollout_data(self.trainer)
-        preflight.check_one_accumulation(self.trainer, "a rollout would no longer divide into them")
+        data = data_and_trainer.rollout_data(self.trainer)
+        data_and_trainer.check_one_accumulation(self.trainer, "a rollout would no longer divide into them")
         if self.env is not None:
             self.interaction = self._interaction_with(self.env, data, stage)
         self._check_data(data, stage)
@@ -394,14 +393,16 @@ class OnPolicyModule(GeneratingModule, ABC):
             self.reward_functions.bind([*data.columns, *episodes])
             self._fits(data.longest_prompt, self.sampling, "sampling.max_new_tokens")
             wants = "no KL term needs it. Set algo.beta or algo.reward_beta above 0 to measure the KL against it."
-            preflight.warn_unused_reference(self.reference, self.needs_reference, wants)
-            preflight.report_unread_columns(data, data.columns, self.columns_read(data.columns), sees=self.model.sees)
+            data_and_trainer.warn_unused_reference(self.reference, self.needs_reference, wants)
+            data_and_trainer.report_unread_columns(
+                data, data.columns, self.columns_read(data.columns), sees=self.model.sees
+            )
         if longest := data.longest_val_prompt:
             group = "sampling" if self.evaluation.max_new_tokens is None else "eval"
             self._fits(longest, self.evaluation.sampling(self.sampling), f"{group}.max_new_tokens")
-        preflight.warn_unused_evaluation(self.evaluation, self.trainer, data.val_names, stage)
-        preflight.bind_validation(self.reward_functions, data, episodes)
-        preflight.check_scored_values(self.reward_functions, data, episodes)
+        data_and_trainer.warn_unused_evaluation(self.evaluation, self.trainer, data.val_names, stage)
+        data_and_trainer.bind_validation(self.reward_functions, data, episodes)
+        data_and_trainer.check_scored_values(self.reward_functions, data, episodes)
 
     def columns_read(self, columns: Sequence[str]) -> set[str]:
         """Return the columns that rewards, a judge, an environment or a group selection may read."""
@@ -411,7 +412,7 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     def check_processes(self, data: Any, trainer: Any) -> None:
         check_weight_copies(self.generator, trainer)
-        prompts = preflight.check_prompt_data(data)
+        prompts = data_and_trainer.check_prompt_data(data)
         if not getattr(prompts, "size_is_given", True):
             return  # checked once the rows are read
         BatchPlan(
@@ -449,16 +450,16 @@ class OnPolicyModule(GeneratingModule, ABC):
         )
         accumulate, why = self.split_step(step)
         self.plan = self._with_micro_batches(plan, step, accumulate, why)
-        preflight.warn_partial_rollouts(self.trainer, self.plan.slots)
+        data_and_trainer.warn_partial_rollouts(self.trainer, self.plan.slots)
 
     def _fits(self, longest: int, sampling: Sampling, key: str) -> None:
         """Refuse prompts and completions that do not fit the model's context, or that the engine cannot generate."""
         if self.interaction is None:
-            preflight.check_context_length(self.model, key, longest, sampling.max_new_tokens)
+            data_and_trainer.check_context_length(self.model, key, longest, sampling.max_new_tokens)
         else:
             episode_checks.check_episode_length(self.model, self.interaction, longest)
         whole = replace(sampling, max_new_tokens=self.longest_response(sampling))
-        preflight.check_engine(self.generator, whole, self.longest_prompt(longest))
+        data_and_trainer.check_engine(self.generator, whole, self.longest_prompt(longest))
 
     @property
     def _slices_by_hand(self) -> int:

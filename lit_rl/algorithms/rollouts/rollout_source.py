@@ -307,7 +307,7 @@ class RolloutSource:
         see: Callable[[int], PromptVision | None],
         processor: Callable[[], Processor | None],
     ) -> None:
-        """Restore what `state` returned; `see` and `processor` are those of `state.made`."""
+        """Restore what `state` returned; `see` and `processor` are those of `checkpoints.restore_pixels`."""
         self._ahead.forget()  # from another run in this process that ended early
         for each in saved.get("ahead", ()):
             completions = checkpoints.restore_pixels(

@@ -408,7 +408,7 @@ class GroupReplay:
     ) -> None:
         """Restore the pixels of a checkpoint's groups, which names rows of the data, or contains encoded images.
 
-        The arguments are those of `state.made`.
+        The arguments are those of `checkpoints.restore_pixels`.
         """
         self._groups = [(score, checkpoints.restore_pixels(group, see, processor)) for score, group in self._groups]
 
