@@ -92,7 +92,7 @@ class NashMD(JudgedModule):
     def reference_of(self, scored: Scored) -> Tensor:
         return self.reference_in(policy_rows(scored.completions), scored.completions)
 
-    def replaced(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
+    def rollout_to_learn(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
         """Keep the policy's own completions: the opponent's are not learned from."""
         return select(rollout, policy_rows(rollout.completions)), {}
 

@@ -280,7 +280,7 @@ class JudgedPairs(JudgedModule, ABC):
         """Return the reference's log-probs of the completions that are compared, 0 for the others."""
         return self.reference_in(compared_rows(self.verdicts(scored), scored.completions.group_id), scored.completions)
 
-    def replaced(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
+    def rollout_to_learn(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
         """Keep the two compared completions of each prompt: the others are not learned from, and not run again."""
         assert rollout.verdicts is not None
         return select(rollout, compared_rows(rollout.verdicts, rollout.completions.group_id)), {}

@@ -203,7 +203,7 @@ class PolicyGradient(OnPolicyModule, ABC):
             mask = mask & scored.completions.ended[:, None]
         return mask if scored.kept is None else mask & scored.kept[:, None]
 
-    def replaced(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
+    def rollout_to_learn(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
         return (rollout, {}) if self.replay is None else self.replay(rollout, seed=self.seed, ranks=self.ranks)
 
     def compares_completions(self) -> bool:

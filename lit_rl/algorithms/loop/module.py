@@ -840,6 +840,15 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         """Return the data of the current optimizer step, saved if it is broken: tensors, numbers and strings."""
         return {}
 
+    def after_step(self) -> None:
+        """Update what changes between optimizer steps. Called after each of them."""
+        if self.needs_reference:
+            self.reference.update(self.policy, self.reference_policy, self.global_step + 1)
+
+    def coefficients(self) -> dict[str, float]:
+        """Return current values of coefficients that change during the run, for the log."""
+        return {}
+
     def on_fit_start(self) -> None:
         self.policy.train()  # from_pretrained returns evaluation mode, which silently turns gradient checkpointing off
 

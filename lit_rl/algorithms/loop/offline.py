@@ -116,13 +116,6 @@ class OfflineModule(PolicyModule, ABC):
         """Return the active terms that read every row before the first step, so that streams are refused."""
         return iter(())
 
-    def after_step(self) -> None:
-        """Update what changes between optimizer steps. Called after each of them."""
-
-    def coefficients(self) -> dict[str, float]:
-        """Return current values of coefficients that change during the run, for the log."""
-        return {}
-
     def take_generation_seconds(self) -> float:
         """Return the seconds since the last log line of generating texts to learn from."""
         return 0.0
@@ -357,10 +350,6 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
     def reads_all_rows(self) -> Iterator[NeedsAllRows]:
         if self.precomputed is not None:
             yield NeedsAllRows("algo.precompute_reference=true asks the reference about", "set it to false")
-
-    def after_step(self) -> None:
-        if self.needs_reference:
-            self.reference.update(self.policy, self.reference_policy, self.global_step + 1)
 
     def take_generation_seconds(self) -> float:
         return self.stopwatch.take("generate")

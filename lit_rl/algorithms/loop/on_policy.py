@@ -286,27 +286,20 @@ class OnPolicyModule(GeneratingModule, ABC):
         """Return the reference's log-probs `(b, t)` for `advantages`."""
         return self.ref_logprobs(scored.completions)
 
-    def _frozen(self, model: Any, completions: Completions) -> Tensor:
-        return frozen_logprobs(
-            model,
-            completions,
-            sampling=self.sampling,
-            options=self.forward_options,
-            rows_at_once=self.rows_at_once(completions),
-        )
+    def _frozen(self, model: Any, completions: Completions, rows_at_once: int | None = None) -> Tensor:
+        rows = rows_at_once or self.rows_at_once(completions)
+        options = self.forward_options
+        return frozen_logprobs(model, completions, sampling=self.sampling, options=options, rows_at_once=rows)
 
     rolls_out = True
 
     def token_statistics(self, completions: Completions) -> dict[str, Tensor]:
-        said = {"entropy": entropies(self.policy, completions, self.sampling, self.forward_options)}
-        if not self.needs_reference:
-            return said
-        how: dict[str, Any] = {"sampling": self.sampling, "options": self.forward_options, "rows_at_once": MOST_ROWS}
-        now = frozen_logprobs(self.policy, completions, **how)
-        with self.reference.scoring(self.policy, self.reference_policy) as scorer:
-            reference: Any = scorer
-            ref = frozen_logprobs(reference, completions, **how)
-        return said | {"kl": k3(now, ref, now)}
+        columns = {"entropy": entropies(self.policy, completions, self.sampling, self.forward_options)}
+        if self.needs_reference:
+            now = self._frozen(self.policy, completions, MOST_ROWS)
+            with self.reference.scoring(self.policy, self.reference_policy) as scorer:
+                columns["kl"] = k3(now, self._frozen(scorer, completions, MOST_ROWS), now)
+        return columns
 
     def rows_at_once(self, completions: Completions) -> int:
         """Return the rows of a micro-batch: scoring must not need more memory than learning."""
@@ -322,21 +315,12 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     # ------------------------------------------------------------------ between steps
 
-    def replaced(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
+    def rollout_to_learn(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
         """Return the rollout to learn from, made of the rollout that was drawn."""
         return rollout, {}
 
     def after_micro_batch(self, rollout: Rollout, scores: TokenScores, step: StepTokens | None = None) -> None:
         """Observe a micro-batch, after its `loss` and with its arguments, for terms that adapt after the step."""
-
-    def after_step(self) -> None:
-        """Update what changes between optimizer steps. Called after each of them."""
-        if self.needs_reference:
-            self.reference.update(self.policy, self.reference_policy, self.global_step + 1)
-
-    def coefficients(self) -> dict[str, float]:
-        """Return current values of coefficients that change during the run, for the log."""
-        return {}
 
     # ------------------------------------------------------------------ the clock
 
@@ -533,7 +517,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         if self.plan is None:
             raise ConfigError("The module was not set up: call trainer.fit(module, datamodule=RolloutDataModule(...)).")
         self.scored, visible = self.displayed(scored, rollout)
-        self.rollout, replacing = self.replaced(rollout)
+        self.rollout, replacing = self.rollout_to_learn(rollout)
         episodes = {} if self.interaction is None else self.interaction.pop_metrics()
         of_episodes: Metrics = {
             name: (torch.full((), float(above), device=self.device), torch.full((), float(below), device=self.device))
