@@ -208,6 +208,7 @@ class GeneratingModule(PolicyModule):
             )
         if isinstance(batch, PromptBatch):
             return self.draw(batch, sampling, group_size)
+        self._check_loaded()
         data = RolloutDataModule([{"prompt": text} for text in texts], val_fraction=0, overlong="error")
         data.prepare(self.tokenizer, stage="predict")  # texts are tokenised like training prompts
         with self.rollout_context():
@@ -235,14 +236,17 @@ class GeneratingModule(PolicyModule):
         Raises:
             ConfigError: the policy is not loaded yet.
         """
-        if self.policy is None:
-            raise ConfigError(
-                "The policy is not loaded yet: call module.configure_model() first, then generate; a Trainer does it."
-            )
+        self._check_loaded()
         request = self.request(batch, sampling, group_size)
         functions, state = self.reward_functions, self.state_at(batch)
         with self._early.begun(functions, request, state, expected=score_early) as request:
             return self.source.draw(request, self.ranks)
+
+    def _check_loaded(self) -> None:
+        if self.policy is None:
+            raise ConfigError(
+                "The policy is not loaded yet: call module.configure_model() first, then generate; a Trainer does it."
+            )
 
     def request(
         self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
