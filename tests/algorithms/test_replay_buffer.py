@@ -199,15 +199,15 @@ def odd_length(completions: list[str], answer: list[str]) -> list[float]:
 
 def test_samples_and_metrics_are_of_what_was_drawn(tmp_path, monkeypatch):
     drawn, read = [], []
-    generate = GRPO.generate
+    draw = GRPO.draw
 
     def counted(self, *args, **more):
-        completions = generate(self, *args, **more)
+        completions = draw(self, *args, **more)
         drawn.append(int(completions.lengths.sum()))
         read.append(int(completions.attention_mask.sum()))
         return completions
 
-    monkeypatch.setattr(GRPO, "generate", counted)
+    monkeypatch.setattr(GRPO, "draw", counted)
     module = GRPO(
         "tiny", odd_length, group_size=2, replay=GroupReplay(16), sampling=Sampling(max_new_tokens=4, temperature=1.5),
         optimizer=AdamW(lr=1e-3), scheduler=Constant(),
