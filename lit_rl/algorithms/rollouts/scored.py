@@ -131,7 +131,13 @@ class Spare:
     """Whether the generator is the policy itself, so that each rank can draw alone."""
 
     def draw(self, positions: range, *, rollout: int, first: int) -> Scored:
-        """Complete and score the prompts at these positions of the spare order."""
+        """Complete and score the prompts at these positions of the spare order.
+
+        Args:
+            positions: One or more.
+            rollout: The number of the rollout that they are for.
+            first: The number drawn for it before, over all ranks.
+        """
         batch = self.datamodule.spare.batch(positions, rollout=rollout, first=first)
         completions = self.draw_now(batch)
         return Scored(batch, completions, self.reward(batch, completions))

@@ -12,7 +12,7 @@ import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.rollouts import checkpoints
 from lit_rl.algorithms.rollouts.rollout_plan import mix
 from lit_rl.algorithms.rollouts.rollout_source import abort_on_all_ranks
-from lit_rl.algorithms.rollouts.scored import Scored
+from lit_rl.algorithms.rollouts.scored import Scored, Spare
 from lit_rl.core.errors import ConfigError, RewardError, describe_error, did_you_mean, in_range
 from lit_rl.core.process_state import is_raised_by_user_code, mix_seed, preserve_process_state, seed_generators
 from lit_rl.core.rollout import Completions, Rollout, join_rollouts, select, trim_rollout
@@ -35,29 +35,11 @@ from lit_rl.rewards.contract import keywords
 # ------------------------------------------------------------------ selection
 
 
-class SpareGroups(Protocol):
-    """A source of prompts beyond those of the epochs, completed and scored on demand."""
-
-    def draw(self, positions: range, *, rollout: int, first: int) -> Scored:
-        """Complete and score the prompts at `positions` of the spare order.
-
-        Args:
-            positions: One or more.
-            rollout: The number of the rollout that they are for.
-            first: The number drawn for it before, over all ranks.
-        """
-        ...
-
-    def dummy_generate(self, position: int, *, rollout: int, first: int) -> None:
-        """Join the engine calls of other ranks, if these are collectives, when this rank needs no prompts."""
-        ...
-
-
 class GroupSelection(ABC):
     """A selection from this rank's scored rollout, which keeps the number of rows."""
 
     @abstractmethod
-    def __call__(self, scored: Scored, *, spare: SpareGroups, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
+    def __call__(self, scored: Scored, *, spare: Spare, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
         """Return the rollout, with `kept` if some of its rows are not learned from, and metrics."""
 
     def fits(self, group_size: int, *, compares_completions: Callable[[], bool]) -> None:  # noqa: B027 (any run may fit)
@@ -120,7 +102,7 @@ class DynamicSampling(GroupSelection):
             )
         self._position = 0
 
-    def __call__(self, scored: Scored, *, spare: SpareGroups, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
+    def __call__(self, scored: Scored, *, spare: Spare, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
         places, rollout = self._without_spread(scored), scored.batch.rollout
         wanted = ranks.counts(len(places))
         dropped, completed, position = sum(wanted), 0, self._position
@@ -194,7 +176,7 @@ class TopOfGroup(GroupSelection):
                 f"algo.groups.keep={self.keep} is more than algo.group_size={group_size}: nothing to leave out."
             )
 
-    def __call__(self, scored: Scored, *, spare: SpareGroups, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
+    def __call__(self, scored: Scored, *, spare: Spare, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
         values = self._scores(scored, tokenizer).reshape(len(scored.batch), -1)
         values = values.masked_fill(scored.scores.total.reshape(values.shape).isnan(), -torch.inf)
         # A stable sort: the first of equal scores is kept, the same one on every machine.
@@ -247,7 +229,7 @@ class BestOfGroup(GroupSelection):
     `groups/unscored` (groups without a scored completion, over all ranks).
     """
 
-    def __call__(self, scored: Scored, *, spare: SpareGroups, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
+    def __call__(self, scored: Scored, *, spare: Spare, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
         rewards = scored.scores.total.double().reshape(len(scored.batch), -1)
         lowest = rewards.masked_fill(rewards.isnan(), -torch.inf)
         highest, best = lowest.max(1, keepdim=True)  # of equal ones the first
