@@ -30,7 +30,7 @@ from lit_rl import cli
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.loop.offline import OfflineModule
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
-from lit_rl.algorithms.records import OfflineRecords, Records
+from lit_rl.algorithms.records import OfflineRecords, RolloutRecords
 
 METHODS = {
     "grpo": ["algo=grpo", "algo.group_size=8", "data.prompts_per_rollout=8", "sampling.max_new_tokens=8"],
@@ -50,7 +50,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "callbacks": [(call, "_call_callback_hooks")],
     "loggers": [(TensorBoardLogger, "log_metrics"), (CSVLogger, "log_metrics")],
     "records": [
-        *((Records, name) for name in ("open", "add", "stepped", "close")),
+        *((RolloutRecords, name) for name in ("open", "add", "add_step", "close")),
         *((OfflineRecords, name) for name in ("open", "add", "close", "line")),
         (PolicyModule, "tell_callbacks"),
     ],

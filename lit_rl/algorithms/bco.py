@@ -63,7 +63,7 @@ class BCO(VerdictModule):
         self.shift = RewardShift()
         self._step_reward: Tensor | None = None
 
-    def look(self, batch: VerdictBatch) -> dict[str, Tensor]:
+    def step_columns(self, batch: VerdictBatch) -> dict[str, Tensor]:
         return {"rewards": self.beta * self.ratios(batch, self.text_scores(batch.tokens))}
 
     def loss(self, batch: VerdictBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
@@ -102,9 +102,9 @@ class BCO(VerdictModule):
         if self.prompt_weights:
             self.prompt_weights.ratio.load_state(saved["prompt_weights"])
 
-    def of_other_ranks(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def merge_rank_states(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the state of the first rank: shift and weights are the same on all ranks."""
-        return dict(saved[0]) | super().of_other_ranks(saved)
+        return dict(saved[0]) | super().merge_rank_states(saved)
 
     # ------------------------------------------------------------------ prompt weights
 

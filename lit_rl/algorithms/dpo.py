@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.checks import preference_checks as pair_checks
+from lit_rl.algorithms.checks import preference_checks
 from lit_rl.algorithms.families.pairs import ChosenRejected, Columns, PairModule, pair_metrics, policy_columns
 from lit_rl.algorithms.terms.precomputed_reference import PrecomputedReference
 from lit_rl.algorithms.terms.whole_step import WholeStep
@@ -71,15 +71,15 @@ class DPO(PairModule):
             model, reward, beta=beta, preference=preference, preference_weights=preference_weights, **shared
         )
         in_range("algo.tail_weight", tail_weight, low=0, high=1)
-        pair_checks.check_divergence(self.preference, divergence)
+        preference_checks.check_divergence(self.preference, divergence)
         if likelihood_weights:
-            pair_checks.check_pair_weights(self.preference)
+            preference_checks.check_pair_weights(self.preference)
         self.divergence, self.tail_weight, self.likelihood_weights = divergence, tail_weight, likelihood_weights
         self.precomputed = PrecomputedReference.of(self.reference, precompute_reference, reference_cache)
 
     @property
     def needs_reference(self) -> bool:
-        read = any(pair_checks.reads_reference(function) for function in self.preference.values())
+        read = any(preference_checks.reads_reference(function) for function in self.preference.values())
         return read and not isinstance(self.reference, ReferenceFree)
 
     def columns(self, batch: PairBatch, scores: TextScores) -> Columns:

@@ -31,7 +31,6 @@ from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.core.errors import ConfigError, in_range
 from lit_rl.core.examples import ExampleBatch, TextBatch, Totals
 from lit_rl.core.interrupts import run_ending_hook
-from lit_rl.core.rollout import Completions, PromptBatch
 from lit_rl.models.distillation import Teacher, distillation_scores
 from lit_rl.models.forward import refuse_leaks
 from lit_rl.models.language_model import LanguageModel
@@ -100,7 +99,7 @@ class GKD(OfflinePolicyModule):
         """Return the teacher, which no checkpoint contains, like a reference."""
         return super().companions(policy) | {"teacher_policy": self.teacher.module()}
 
-    def read_only(self) -> dict[str, int]:
+    def frozen_model_bytes(self) -> dict[str, int]:
         return {} if self.teacher.device == "cpu" else {"teacher": frozen_bytes(self.teacher.model)}
 
     def setup(self, stage: str) -> None:
@@ -155,7 +154,9 @@ class GKD(OfflinePolicyModule):
             )
             self._fresh = () if writer == "data" else self.rewritten(batch, writer)
             batch = self._fresh[0] if self._fresh else batch
-            self._record_writer(writer, batch.totals)
+            one = torch.ones((), device=self.device)
+            length = (one * batch.totals.tokens, one * max(1, batch.totals.rows))
+            self._records.add({"on_policy": (one * (writer == "student"), one), "completions/mean_length": length})
         super().on_train_batch_start(batch, batch_idx)
 
     def training_step(self, batch: ExampleBatch, batch_idx: int) -> Tensor:
@@ -174,22 +175,16 @@ class GKD(OfflinePolicyModule):
         micro_batches = batch.whole or (batch,)
         prompts = prompts_to_rewrite(micro_batches, self.ranks)
         with run_ending_hook(), self.rollout_context():
-            completions = self.generate(prompts) if writer == "student" else self._of_teacher(prompts)
-        self.rest()
+            if writer == "student":
+                completions = self.draw(prompts)
+            else:
+                held = self.teacher_policy
+                teacher: nn.Module = held.model if isinstance(held, OnCPU) else held  # pyright: ignore
+                with unsharded(teacher), self.source.aside():  # `time/generate` is what the student takes
+                    completions = self.source.draw_other(replace(self.request(prompts), policy=teacher))
+        self.generator.rest()
         self.teacher.check_written(completions.response_ids, writer)
         return with_completions(micro_batches, completions, self.ranks)
-
-    def _of_teacher(self, prompts: PromptBatch) -> Completions:
-        held = self.teacher_policy
-        model: nn.Module = held.model if isinstance(held, OnCPU) else held  # pyright: ignore
-        with unsharded(model), self.source.aside():  # `time/generate` is what the student takes
-            return self.source.draw_other(replace(self.request(prompts), policy=model))
-
-    def _record_writer(self, writer: str, totals: Totals) -> None:
-        one = torch.ones((), device=self.device)
-        share = one if writer == "student" else torch.zeros_like(one)
-        length = (one * totals.tokens, one * max(1, totals.rows))
-        self._records.add({"on_policy": (share, one), "completions/mean_length": length})
 
     # ------------------------------------------------------------------ loss
 

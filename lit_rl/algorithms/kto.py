@@ -70,7 +70,7 @@ class KTO(VerdictModule):
     def couples_rows(self) -> bool:
         return _reads_baseline(self.verdict)
 
-    def look(self, batch: VerdictBatch) -> dict[str, Tensor]:
+    def step_columns(self, batch: VerdictBatch) -> dict[str, Tensor]:
         return {"mismatched": self._mismatched(batch)}
 
     def loss(self, batch: VerdictBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
@@ -93,7 +93,7 @@ class KTO(VerdictModule):
             logprobs = score_texts(self.policy, tokens, options=self.forward_options).logprobs
         return masked_sum(logprobs - self.ref_logprobs(batch, tokens), tokens.learned, dim=1)
 
-    def texts_beside(self) -> Iterable[tuple[str, ExampleSet]]:
+    def extra_reference_texts(self) -> Iterable[tuple[str, ExampleSet]]:
         """Return the prompts of the run with their mismatched completions, which differ from epoch to epoch."""
         if not self.couples_rows:
             return ()

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.checks import preference_checks as preflight
+from lit_rl.algorithms.checks import preference_checks
 from lit_rl.algorithms.families.judged import JudgedModule
 from lit_rl.algorithms.rollouts.scored import Scored, generate_opponent_pairs, policy_rows
 from lit_rl.core.rollout import Completions, PromptBatch, Rollout, select
@@ -60,9 +60,9 @@ class NashMD(JudgedModule):
     ) -> None:
         super().__init__(model, reward, judge=judge, beta=beta, **shared)
         self.mixture_coef = mixture_coef
-        preflight.check_two_policies(type(self).__name__, self.group_size, self.reference)
-        preflight.check_native_generator(self.generator)
-        preflight.check_per_epoch("algo.mixture_coef", mixture_coef, high=1, open_low=False)
+        preference_checks.check_two_policies(type(self).__name__, self.group_size, self.reference)
+        preference_checks.check_native_generator(self.generator)
+        preference_checks.check_per_epoch("algo.mixture_coef", mixture_coef, high=1, open_low=False)
 
     # ------------------------------------------------------------------ generate -> judge
 
@@ -92,7 +92,7 @@ class NashMD(JudgedModule):
     def reference_of(self, scored: Scored) -> Tensor:
         return self.reference_in(policy_rows(scored.completions), scored.completions)
 
-    def replaced(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
+    def rollout_to_learn(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
         """Keep the policy's own completions: the opponent's are not learned from."""
         return select(rollout, policy_rows(rollout.completions)), {}
 

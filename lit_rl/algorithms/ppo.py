@@ -48,6 +48,14 @@ from lit_rl.ops.reductions import Metrics, StepTokens, StepTotals, Summed, maske
 from lit_rl.ops.returns import clipped_value_loss, gae, value_sums
 from lit_rl.rewards.weighted_rewards import Rewards, Scores
 
+_TRL_NAMES = {
+    "policy/approxkl_avg": "approx_kl",
+    "policy/clipfrac_avg": "clip_ratio/region_mean",
+    "policy/entropy_avg": "entropy",
+    "value/ratio": "ratio_mean",
+}
+"""Names of TRL's PPO for the policy's metrics."""
+
 
 class PPO(PolicyGradient):
     """Proximal policy optimisation with a critic.
@@ -207,7 +215,8 @@ class PPO(PolicyGradient):
             "value/ratio_var": Summed(_ratio_moments(scores.logprobs, rollout), "variance"),
         }
         losses = {"loss/policy_avg": (policy.detach(), share), "loss/value_avg": (critic.detach(), share)}
-        return policy + self.vf_coef * critic, metrics | of_values | _with_trl_names(metrics) | losses | sums
+        renamed = {theirs: metrics[ours] for theirs, ours in _TRL_NAMES.items() if ours in metrics}
+        return policy + self.vf_coef * critic, metrics | of_values | renamed | losses | sums
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -256,7 +265,7 @@ class PPO(PolicyGradient):
         """True if prompts may be shared: not with a head on the policy's trunk, which reads whole rows."""
         return super().shares_prompts and not isinstance(self.value_function, SharedTrunk)
 
-    def beside(self) -> AuxiliaryTexts | None:
+    def auxiliary_texts(self) -> AuxiliaryTexts | None:
         if self.ptx is None or self.step is None:
             return None
         of_all_ranks = self.step.units * self.step.rows * self.data_ranks
@@ -346,14 +355,3 @@ def _ratio_moments(logprobs: Tensor, rollout: Rollout) -> Tensor:
     mask, now = rollout.loss_mask, logprobs.detach()
     old = now if rollout.old_logprobs is None else rollout.old_logprobs
     return masked_moments(token_ratio(now, old, mask).clamp(max=MAX_LOG_RATIO).exp(), mask)
-
-
-def _with_trl_names(metrics: Metrics) -> Metrics:
-    """Return the policy's metrics under the names of TRL's PPO."""
-    names = {
-        "policy/approxkl_avg": "approx_kl",
-        "policy/clipfrac_avg": "clip_ratio/region_mean",
-        "policy/entropy_avg": "entropy",
-        "value/ratio": "ratio_mean",
-    }
-    return {theirs: metrics[ours] for theirs, ours in names.items() if ours in metrics}

@@ -1,10 +1,15 @@
-"""The records of rollouts and optimizer steps: metrics and sample tables for the log. Nothing here feeds a gradient."""
+"""The records of rollouts and optimizer steps: metrics and sample tables for the log. Nothing here feeds a gradient.
+
+Micro-batches and optimizer steps add to averages (`StepRecords`). `RolloutRecords` closes them once a rollout, with the
+statistics of its completions and rewards; `OfflineRecords` once a log line of a method that learns from a data set.
+"""
 
 from __future__ import annotations
 
 import copy
 import time
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,30 +28,46 @@ from lit_rl.core.rollout import Rollout
 from lit_rl.generation.collect import texts_of
 from lit_rl.ops.reductions import Metrics, masked_sum
 from lit_rl.ops.token_statistics import repeated_share
-from lit_rl.rewards.weighted_rewards import Scores
 
 MAX_UNSCORED = 8
 """The number of consecutive rollouts without any reward after which a run ends."""
 
 
-class Records:
-    """The metrics of the current rollout: opened with it, extended by each micro-batch, closed after its last step."""
+class StepRecords:
+    """Averages over micro-batches and optimizer steps."""
 
     def __init__(self) -> None:
         self.averages = Averages()
+        self._tokens_seen = 0
+        self._opened = time.perf_counter()
+
+    def add(self, metrics: Metrics) -> None:
+        """Add the metrics of a micro-batch, or of a rollout."""
+        self.averages.add(metrics)
+
+    def add_step(self, grad_norm: Tensor, *, skipped: bool) -> None:
+        """Record an optimizer step with this gradient norm, or one that was `skipped` because it was not finite."""
+        one, nothing = torch.ones_like(grad_norm), torch.zeros_like(grad_norm)
+        norm = (nothing, nothing) if skipped else (grad_norm, one)
+        self.add({"grad_norm": norm, "skipped_steps": (one if skipped else nothing, one)})
+
+    def _means(self, ranks: Ranks, *, kept: bool) -> dict[str, float]:
+        """Reduce the averages to numbers; with `kept`, the averages themselves stay as they are. A collective."""
+        return (copy.copy(self.averages) if kept else self.averages).reduce(ranks)
+
+
+class RolloutRecords(StepRecords):
+    """The metrics of the current rollout: opened with it, extended by each micro-batch, closed after its last step."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.samples: dict[str, list[Any]] = {}
-        self.noted: dict[str, list[Any]] = {}
+        self.plain_columns: dict[str, list[Any]] = {}
         """The reward of each function, the data's columns and notes of rewards for each row of the current rollout, if
         their values are plain Python; also after a resume in the middle of the rollout."""
         self.unscored = 0
         self._stats: dict[str, float] = {}
-        self._tokens_seen = 0
         self._input_tokens_seen = 0
-        self._opened = time.perf_counter()
-
-    def add(self, metrics: Metrics) -> None:
-        """Add the metrics of a micro-batch, or of the rollout."""
-        self.averages.add(metrics)
 
     def open(
         self, scored: Scored, rollout: Rollout, *, step: int, sampled_tokens: int, tokenizer: Any, ranks: Ranks
@@ -80,7 +101,9 @@ class Records:
         self._stats = rollout_metrics(scores.names, **of_all)
         self._stats |= {"num_tokens": float(self._tokens_seen), "rollout_tokens": float(tokens)}
         self._stats["num_input_tokens_seen"] = float(self._input_tokens_seen)
-        self.add(_metrics_of_rewards(scores, ranks))
+        number = partial(torch.full, (), device=ranks.device)
+        logged = scores.metrics.items()  # by rewards, with `log_metric`
+        self.add({name: (number(float(total)), number(float(count))) for name, (total, count) in logged})
         if completions.episodes is not None:
             self.add(episode_metrics(completions.episodes, ranks))
         if completions.kept_logmass is not None:
@@ -93,12 +116,8 @@ class Records:
         self.samples = sample_table(step, scored.batch, texts, host, scores, _advantage_of_rows(rollout))
         if completions.episodes is not None:
             self.samples |= token_columns(completions, rollout, tokenizer)
-        self.noted = _plain_columns(self.samples, {*scored.batch.columns, *scores.extras})
+        self.plain_columns = _plain_columns(self.samples, {*scored.batch.columns, *scores.extras})
         self._opened = time.perf_counter()
-
-    def stepped(self, grad_norm: Tensor, *, skipped: bool) -> None:
-        """Record an optimizer step with this gradient norm, or one that was `skipped` because it was not finite."""
-        self.add(step_metrics(grad_norm, skipped=skipped))
 
     def _count_unscored(self, names: Sequence[str], rewards: Tensor) -> None:
         """Count rollouts without any reward, and end the run after too many in a row."""
@@ -131,7 +150,7 @@ class Records:
         """
         stats = dict(self._stats)
         tokens = stats.pop("rollout_tokens")
-        means = {**stats, **_reduce(self.averages, ranks, kept=kept), **coefficients, **rates}
+        means = {**stats, **self._means(ranks, kept=kept), **coefficients, **rates}
         # Reading the averages has waited for the GPU, so the seconds of the update are complete.
         phases = {**seconds, "update": time.perf_counter() - self._opened}
         metrics = prefixed(means, "train")
@@ -152,17 +171,16 @@ class Records:
     def load_counts(self, saved: dict[str, Any]) -> None:
         """Restore what `counts` returned."""
         self._tokens_seen, self.unscored = saved["tokens_seen"], saved["unscored"]
-        self._input_tokens_seen = saved.get("input_tokens_seen", 0)  # earlier versions did not count them
+        self._input_tokens_seen = saved["input_tokens_seen"]
 
     def half_used(self) -> dict[str, Any]:
         """Return the state of the current rollout, for a checkpoint."""
-        return {"averages": self.averages.state(), "stats": dict(self._stats), "noted": self.noted}
+        return {"averages": self.averages.state(), "stats": dict(self._stats), "columns": self.plain_columns}
 
     def load_half_used(self, saved: dict[str, Any], device: torch.device) -> None:
         """Restore what `half_used` returned."""
         self.averages.load_state(saved["averages"], device)
-        self._stats = saved["stats"]
-        self.noted = saved.get("noted", {})  # earlier versions kept none
+        self._stats, self.plain_columns = saved["stats"], saved["columns"]
         self._opened = time.perf_counter()  # seconds before the resume are not known
 
 
@@ -178,15 +196,13 @@ def _plain_columns(samples: Mapping[str, list[Any]], names: Collection[str]) -> 
     }
 
 
-class OfflineRecords:
+class OfflineRecords(StepRecords):
     """Averages over the optimizer steps since the last line of the log."""
 
     def __init__(self) -> None:
-        self.averages = Averages()
-        self._tokens_seen = 0
+        super().__init__()
         self._tokens = 0
         self._seconds = 0.0
-        self._opened = time.perf_counter()
 
     def open(self, totals: Totals) -> None:
         """Record the start of an optimizer step."""
@@ -194,13 +210,9 @@ class OfflineRecords:
         self._tokens_seen += totals.attended
         self._opened = time.perf_counter()
 
-    def add(self, metrics: Metrics) -> None:
-        """Add the metrics of a micro-batch."""
-        self.averages.add(metrics)
-
     def close(self, grad_norm: Tensor, *, skipped: bool) -> None:
         """Record an optimizer step with this gradient norm, or one that was `skipped` because it was not finite."""
-        self.add(step_metrics(grad_norm, skipped=skipped))
+        self.add_step(grad_norm, skipped=skipped)
         self._seconds += time.perf_counter() - self._opened
 
     def line(
@@ -222,7 +234,7 @@ class OfflineRecords:
             kept: Whether the averages are kept for a later log line.
         """
         asked = time.perf_counter()
-        means = {**_reduce(self.averages, ranks, kept=kept), **coefficients, **rates}
+        means = {**self._means(ranks, kept=kept), **coefficients, **rates}
         self._seconds += time.perf_counter() - asked  # reading the averages has waited for the GPU
         metrics = prefixed(means | {"num_tokens": float(self._tokens_seen)}, "train")
         metrics |= {"time/update": self._seconds} | ({"time/generate": generated_in} if generated_in else {})
@@ -240,18 +252,6 @@ class OfflineRecords:
         self.averages.load_state(saved["averages"], device)
 
 
-def _reduce(averages: Averages, ranks: Ranks, *, kept: bool) -> dict[str, float]:
-    """Reduce the averages to numbers; with `kept`, the averages themselves stay as they are. A collective."""
-    return (copy.copy(averages) if kept else averages).reduce(ranks)
-
-
-def step_metrics(grad_norm: Tensor, *, skipped: bool) -> Metrics:
-    """Return the metrics of an optimizer step: the norm of its gradient, and the share of skipped steps."""
-    one, nothing = torch.ones_like(grad_norm), torch.zeros_like(grad_norm)
-    norm = (nothing, nothing) if skipped else (grad_norm, one)
-    return {"grad_norm": norm, "skipped_steps": (one if skipped else nothing, one)}
-
-
 def learning_rates(optimizer: Optimizer) -> dict[str, float]:
     """Return the learning rates of the parameter groups: `lr` for the first, `lr_<name>` for the others."""
     first, *others = optimizer.param_groups
@@ -264,11 +264,3 @@ def _advantage_of_rows(rollout: Rollout) -> Tensor | None:
     if advantages is None or advantages.ndim == 1:
         return advantages
     return (advantages * rollout.loss_mask).sum(1) / rollout.loss_mask.sum(1).clamp(min=1)
-
-
-def _metrics_of_rewards(scores: Scores, ranks: Ranks) -> Metrics:
-    """Return the metrics that rewards passed to `log_metric`, as means over all ranks."""
-    return {
-        name: (torch.full((), float(total), device=ranks.device), torch.full((), float(count), device=ranks.device))
-        for name, (total, count) in scores.metrics.items()
-    }

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_rl.algorithms.checks import preference_checks as preflight
+from lit_rl.algorithms.checks import preference_checks
 from lit_rl.algorithms.families.judged import JudgedPairs, learned_pairs
 from lit_rl.algorithms.rollouts.scored import generate_opponent_pairs
 from lit_rl.core.rollout import Completions, PromptBatch, Rollout
@@ -57,8 +57,8 @@ class XPO(JudgedPairs):
     ) -> None:
         super().__init__(model, reward, judge=judge, beta=beta, preference=preference, **shared)
         self.alpha = alpha
-        preflight.check_two_policies(type(self).__name__, self.group_size, self.reference)
-        preflight.check_per_epoch("algo.alpha", alpha, open_low=False)
+        preference_checks.check_two_policies(type(self).__name__, self.group_size, self.reference)
+        preference_checks.check_per_epoch("algo.alpha", alpha, open_low=False)
 
     def draw_now(self, batch: PromptBatch) -> Completions:
         """Generate a completion of the policy and one of the reference for each prompt."""

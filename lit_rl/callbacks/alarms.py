@@ -95,7 +95,7 @@ class GoodCheckpoint:
         if checkpoint["global_step"] >= trainer.global_step:
             return None  # from an earlier attempt at this run, which was resumed from an older checkpoint
         rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in trainer.optimizers]
-        module.go_back_to(checkpoint)
+        module.roll_back_to(checkpoint)
         trainer.strategy.load_optimizer_state_dict(checkpoint)
         for optimizer, before in zip(trainer.optimizers, rates):
             for group, rate in zip(optimizer.param_groups, before):

@@ -112,8 +112,8 @@ class Progress(ProgressBar):
         if total and first < step < total:
             seconds = (time.monotonic() - at) / (step - first) * (total - step)
             left = f"  {tqdm.format_interval(seconds)} left"
-        told_at = getattr(pl_module, "told_at", None)
-        of = f"at step {told_at}: " if values and told_at not in (None, step) else ""
+        metrics_step = getattr(pl_module, "metrics_step", None)
+        of = f"at step {metrics_step}: " if values and metrics_step not in (None, step) else ""
         return f"step {step}/{total or '?'}{left}  {of}{', '.join(values.values())}"
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -300,7 +300,7 @@ class TokenSamples(L.Callback):
         mine: Table | None = None
         with self.unwritten.spared("the tokens of this rank"):
             rollout, tokenizer = pl_module.dealt_out(batch)[0], pl_module.tokenizer
-            mine = token_table(step, rollout, seen, self.completions, tokenizer, pl_module.noted)
+            mine = token_table(step, rollout, seen, self.completions, tokenizer, pl_module.plain_columns)
         table = stack_tables(gather_on_rank_zero(trainer, mine, self.unwritten))
         if table["step"]:
             with self.unwritten.spared(f"samples/tokens_{step:08d}.parquet"):

@@ -68,7 +68,7 @@ class Run:
     def began(self) -> bool:
         """True once it trains or has trained: the state that it resumes from was loaded."""
         records = [each for each in self.trainer.callbacks if isinstance(each, Record)]  # pyright: ignore
-        return any(each.began for each in records) if records else self.module.told_at is not None
+        return any(each.began for each in records) if records else self.module.metrics_step is not None
 
     def close(self) -> None:
         """Stop everything that was started, and let the next run into the folder."""
@@ -155,7 +155,7 @@ def save_after_error(run: Run, summary: dict[str, Any], error: Exception) -> Non
         error: The error that ended it.
     """
     trainer, step = run.trainer, run.trainer.global_step
-    spoiled = isinstance(error, NumericError) or run.module.moves_weights
+    spoiled = isinstance(error, NumericError) or run.module.optimizer_is_stepping
     if run.dry or trainer.world_size > 1 or not run.began or not step or spoiled:
         return
     ended = trainer.should_stop or step >= run.module.total_steps

@@ -102,7 +102,7 @@ def whole_of(module: OfflineModule, parts: Sequence[Sequence[Any]]) -> list[Any]
     """What each rank knows of the whole step before it learns: None of a loss that couples no rows, or of one batch."""
     if not module.couples_rows or sum(map(len, parts)) == 1:
         return [None] * len(parts)
-    alone = [WholeStep.of(module.look, mine[0], Ranks()) for mine in parts]
+    alone = [WholeStep.of(module.step_columns, mine[0], Ranks()) for mine in parts]
     joined = {name: torch.cat([one.columns[name] for one in alone]) for name in alone[0].columns}
     rows = sum(len(batch) for batch in parts[0])
     return [WholeStep(joined, rank * rows) for rank in range(len(parts))]

@@ -70,7 +70,7 @@ def rollout_of(module: Any, drawn: Completions, verdicts: Sequence[float | None]
     """What is learned from, where the judge said this of the pairs."""
     said, wins = scores([0.0] * len(drawn)), wins_of(verdicts)
     taken, _ = credited(module, Scored(prompts(len(verdicts)), drawn, said, win_rates=wins, **more))
-    return module.replaced(taken)[0]
+    return module.rollout_to_learn(taken)[0]
 
 
 def step_of(module: Any, rollout: Rollout, accumulate: int = 1) -> tuple[float, Tensor, dict[str, float]]:

@@ -250,10 +250,10 @@ def test_normalised_rewards_of_turns_are_warned_of_once(tmp_path: Path) -> None:
     whole = replace(scored, scores=replace(scored.scores, span_rewards=None))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        TurnRewardWarning(process_supervised).look(whole)
-        TurnRewardWarning(centered_turns).look(scored)
+        TurnRewardWarning(process_supervised).check(whole)
+        TurnRewardWarning(centered_turns).check(scored)
     with pytest.warns(UserWarning, match=words):
-        TurnRewardWarning(partial(process_supervised, eps=1e-6)).look(scored)
+        TurnRewardWarning(partial(process_supervised, eps=1e-6)).check(scored)
 
 
 def draft_and_answer(texts: Sequence[str], trainer: Any) -> dict[str, Any]:

@@ -154,8 +154,10 @@ def test_a_gradient_scaler_leaves_out_its_own_steps(tmp_path):
     from types import SimpleNamespace
 
     module: Any = GRPO("tiny", varied)
-    module._trainer = SimpleNamespace(precision_plugin=SimpleNamespace(scaler=object()))
-    module.grad_norm = torch.tensor(math.inf)
+    scaled = SimpleNamespace(scaler=object())
+    module._trainer = SimpleNamespace(precision_plugin=scaled, strategy=None)
+    weight = torch.nn.Parameter(torch.ones(1))
     for _ in range(2 * LIMIT):
-        module._leave_out_broken(optimizer=None)
+        weight.grad = torch.tensor([math.inf])
+        module.configure_gradient_clipping(torch.optim.SGD([weight]))
     assert module.broken_steps.in_a_row == 0 and not module.broken_steps.last

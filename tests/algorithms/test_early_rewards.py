@@ -128,7 +128,7 @@ def test_completions_that_nobody_scores_are_not_scored(tmp_path: Path) -> None:
     batch = loader.peek(4)
     module.generate(batch)
     assert events == []
-    completions = module.generate_to_score(batch)
+    completions = module.draw(batch, score_early=True)
     copied = pickle.loads(pickle.dumps(module._early))
     assert copied.take(batch) is None
     scores = module.reward(batch, completions)

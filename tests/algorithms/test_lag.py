@@ -337,7 +337,7 @@ def test_what_a_lost_engine_owed_is_drawn_anew(tmp_path):
                 raise EngineLost("the engine is gone")
             return super().generate(prompts, sampling)
 
-    with pytest.warns(UserWarning, match="the engine is gone What was drawn ahead is lost"):
+    with pytest.warns(UserWarning, match="the engine is gone Completions drawn ahead are lost"):
         drawn, _ = fitted(tmp_path, module_of(generator=Lost(lag=2)), max_steps=7)
     assert [c.version for _, _, c in drawn.rollouts] == [0, 0, 0, 3, 3, 3, 4]
 
@@ -395,19 +395,19 @@ def test_from_any_step_a_resumed_run_equals_the_uninterrupted_one(tmp_path, algo
 
 def test_what_was_drawn_ahead_does_not_go_over_to_another_number_of_processes():
     """Each rank drew its part of the prompts, and parts are others now."""
-    module, kept = module_of(), {"tokens_seen": 7, "unscored": 0, "terms": {"kl_control": {}}}
+    module, kept = module_of(), {"tokens_seen": 7, "input_tokens_seen": 9, "unscored": 0}
+    kept |= {"terms": {"kl_control": {}}}
     saved = [kept | {"ahead": {"rollout": 1}}, kept]
-    assert module.of_other_ranks(saved) == kept
-    assert "drawn ahead is dropped" in module.dropped(saved, 1)
+    assert module.merge_rank_states(saved) == kept
+    assert "drawn ahead is dropped" in module.describe_dropped_state(saved, 1)
 
 
-def test_the_only_completions_ahead_of_an_earlier_versions_checkpoint_are_taken():
+def test_completions_ahead_of_a_checkpoint_replace_those_of_an_earlier_run_in_this_process():
     kept, module = module_of(), module_of()
     kept.source._ahead.put((3, (1, 2)), DrawnAhead(completions([1], 1)))
-    (only,) = kept.source.state(Ranks())["ahead"]
-    earlier = {name: value for name, value in only.items() if name != "gap"}
-    module.source._ahead.put((9, (9,)), DrawnAhead(completions([1], 1)))  # of an earlier run in this process
-    module.source.load_state({"ahead": earlier}, torch.device("cpu"), lambda row: None, lambda: None)
+    saved = kept.source.state(Ranks())
+    module.source._ahead.put((9, (9,)), DrawnAhead(completions([1], 1)))
+    module.source.load_state(saved, torch.device("cpu"), lambda row: None, lambda: None)
     assert module.source.state(Ranks())["ahead"][0]["rows"] == [1, 2] and module.source._ahead.names == [(3, (1, 2))]
 
 

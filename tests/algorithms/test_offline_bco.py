@@ -34,7 +34,7 @@ def module() -> BCO:
 def rewards_of(module: BCO) -> torch.Tensor:
     (batch,) = micro_batches(data_of(VERDICTS, "verdicts"))[0]
     with torch.no_grad():
-        return module.look(batch)["rewards"]
+        return module.step_columns(batch)["rewards"]
 
 
 # ---------------------------------------------------------------------- the reward shift
@@ -60,7 +60,7 @@ def test_the_shift_is_the_mean_of_the_steps_so_far() -> None:
 def test_micro_batches_of_a_step_shift_it_once(module: BCO) -> None:
     """Each of them takes the whole step in, and the step is added after it was taken."""
     (batches,) = micro_batches(data_of(VERDICTS, "verdicts"), 4)
-    whole = WholeStep.of(module.look, batches[0], Ranks())
+    whole = WholeStep.of(module.step_columns, batches[0], Ranks())
     deltas = [float(module.training_loss(batch, whole)[1]["delta"][0]) for batch in batches]  # pyright: ignore
     assert deltas == [pytest.approx(float(whole.columns["rewards"].mean()))] * 4
     assert module.shift.steps == 0

@@ -47,7 +47,7 @@ def test_the_baseline_is_that_of_the_whole_step(module: KTO) -> None:
     data = data_of(VERDICTS, "verdicts")
     module = with_verdict(module, kto)
     with torch.no_grad():
-        alone = [float(module.look(batch)["mismatched"].mean()) for batch in micro_batches(data, 4)[0]]
+        alone = [float(module.step_columns(batch)["mismatched"].mean()) for batch in micro_batches(data, 4)[0]]
     assert max(alone) - min(alone) > 0.01
     assert step_of(module, data, 4).metrics["kl"] == pytest.approx(max(0.0, sum(alone) / 4), abs=1e-5)
 

@@ -76,7 +76,7 @@ def test_loss_twice_changes_no_state(name: str, accumulate: int, training: bool)
         module.match_prompts(data.corpus.train.examples)
     module.train(training)
     coupled = module.couples_rows and accumulate > 1
-    whole = WholeStep.of(module.look, batches[0], Ranks()) if coupled else None
+    whole = WholeStep.of(module.step_columns, batches[0], Ranks()) if coupled else None
     before, saved = state_of(module), state_of(module.rank_state())
     with AddsInOneOrder():
         (first, metrics), (again, also) = module.loss(batches[0], whole), module.loss(batches[0], whole)

@@ -156,7 +156,7 @@ def test_ranks_agree_before_they_gather_the_opponents_weights(monkeypatch: pytes
     module = module_of()
     monkeypatch.setattr(XPO, "data_ranks", 2)
     monkeypatch.setattr(XPO, "trainer", SimpleNamespace(strategy=FSDP2Strategy()), raising=False)
-    monkeypatch.setattr(XPO, "generate", lambda *asked, **more: completions(LENGTHS))
+    monkeypatch.setattr(XPO, "draw", lambda *asked, **more: completions(LENGTHS))
     monkeypatch.setattr(Ranks, "any", lambda ranks, flag: True)
     module.reference.scoring = None  # pyright: ignore
     interrupts.enable_interrupts(ends, several=True)

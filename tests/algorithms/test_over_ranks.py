@@ -17,7 +17,7 @@ from small_rollouts import batch, completions, rollout, scores
 
 from lit_rl.algorithms import GRPO
 from lit_rl.algorithms.data_parallel import Ranks
-from lit_rl.algorithms.records import Records
+from lit_rl.algorithms.records import RolloutRecords
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.signatures import (
     accepts_positional,
@@ -210,7 +210,7 @@ def test_a_long_row_on_one_rank_weighs_in_every_metric_as_it_does_in_one_process
         own = select(drawn, torch.arange(8)[rows])
         own = dataclasses.replace(own, ended=torch.tensor(lengths)[rows] < 100)
         found = Scored(batch(range(8)[rows][::2]), own, scores(values[rows], metrics=of_functions))
-        rewards, records = found.scores.total, Records()
+        rewards, records = found.scores.total, RolloutRecords()
         made = rollout(rewards, rewards.nan_to_num(), own)
         tokens = int(own.lengths.sum())
         records.open(found, made, step=0, sampled_tokens=tokens, tokenizer=words, ranks=ranks)

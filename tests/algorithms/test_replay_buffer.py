@@ -141,7 +141,7 @@ def test_another_number_of_ranks_shares_the_groups_out_by_their_scores():
     for world_size, expected in ((3, [[best[0], best[3]], [best[1]], [best[2]]]), (1, [best[:3]])):
         for rank, scores in enumerate(expected):
             again = GroupReplay(3)
-            again.load_state(again.dealt_out(saved, rank, world_size))
+            again.load_state(again.redistribute(saved, rank, world_size))
             assert [score for score, _ in again._groups] == pytest.approx(scores)
             assert again._rollouts == 1
 
@@ -199,15 +199,15 @@ def odd_length(completions: list[str], answer: list[str]) -> list[float]:
 
 def test_samples_and_metrics_are_of_what_was_drawn(tmp_path, monkeypatch):
     drawn, read = [], []
-    generate = GRPO.generate
+    draw = GRPO.draw
 
     def counted(self, *args, **more):
-        completions = generate(self, *args, **more)
+        completions = draw(self, *args, **more)
         drawn.append(int(completions.lengths.sum()))
         read.append(int(completions.attention_mask.sum()))
         return completions
 
-    monkeypatch.setattr(GRPO, "generate", counted)
+    monkeypatch.setattr(GRPO, "draw", counted)
     module = GRPO(
         "tiny", odd_length, group_size=2, replay=GroupReplay(16), sampling=Sampling(max_new_tokens=4, temperature=1.5),
         optimizer=AdamW(lr=1e-3), scheduler=Constant(),

@@ -197,7 +197,7 @@ def test_the_last_step_has_a_line_of_its_own_numbers(tmp_path, capfd, method, ch
     if steps:
         assert lines[-1]["train/lr"] > 0, "of the step itself, not of one that never comes"
         assert f"loss={lines[-1]['train/loss']:.3f}" in said.splitlines()[-1]
-        assert module.told_at == trainer.global_step and "at step" not in said
+        assert module.metrics_step == trainer.global_step and "at step" not in said
 
 
 def test_the_line_of_the_last_steps_is_that_of_these_steps_and_changes_nothing():
@@ -211,9 +211,9 @@ def test_the_line_of_the_last_steps_is_that_of_these_steps_and_changes_nothing()
 def test_numbers_of_an_earlier_step_are_called_so():
     bar = Progress()
     bar._bar, bar._began = SimpleNamespace(total=9), (0.0, 0)
-    module, trainer = SimpleNamespace(told_at=3), SimpleNamespace(global_step=4)
+    module, trainer = SimpleNamespace(metrics_step=3), SimpleNamespace(global_step=4)
     assert "at step 3: reward=1" in bar._line(trainer, module, {"reward": "reward=1"})
-    module.told_at = 4
+    module.metrics_step = 4
     assert "at step" not in bar._line(trainer, module, {"reward": "reward=1"})
 
 

@@ -109,8 +109,8 @@ def test_the_step_is_looked_at_in_the_precision_that_it_is_taken_in(tmp_path):
 
     class Watched(L.Callback):
         def on_train_start(self, trainer, pl_module):
-            look = pl_module.look
-            pl_module.look = lambda batch: seen.append(torch.is_autocast_enabled("cpu")) or look(batch)
+            look = pl_module.step_columns
+            pl_module.step_columns = lambda batch: seen.append(torch.is_autocast_enabled("cpu")) or look(batch)
 
     module = DPO("tiny", preference=aot, sampling=Sampling(max_new_tokens=2))
     data = PreferenceDataModule(task=AdditionPairs(max_operand=6, val_rows=2), batch_size=4)
@@ -173,10 +173,10 @@ def test_a_cut_step_is_the_whole_one_of_the_same_dropout(accumulate: int) -> Non
     module.policy.train()
     (batches,) = micro_batches(data_of(PAIRS, "pairs"), accumulate)
     trained = list(module.policy.parameters())
-    whole = WholeStep.of(module.look, batches[0], Ranks())
+    whole = WholeStep.of(module.step_columns, batches[0], Ranks())
     after = torch.get_rng_state()
     assert not torch.equal(
-        whole.columns["chosen"], WholeStep.of(module.look, batches[0], Ranks()).columns["chosen"]
+        whole.columns["chosen"], WholeStep.of(module.step_columns, batches[0], Ranks()).columns["chosen"]
     )  # it acts
     columns, losses = [], []
     for batch in batches:
@@ -200,7 +200,7 @@ def test_a_look_that_draws_nothing_takes_nothing_back() -> None:
     module.policy.train()
     (batches,) = micro_batches(data_of(VERDICTS, "verdicts"), 4)
     before = torch.get_rng_state()
-    whole = WholeStep.of(module.look, batches[0], Ranks())
+    whole = WholeStep.of(module.step_columns, batches[0], Ranks())
     assert whole.noise == (None,) * 4 and torch.equal(torch.get_rng_state(), before)
     module.loss(batches[0], whole)
     between = torch.get_rng_state()

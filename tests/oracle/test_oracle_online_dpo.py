@@ -131,7 +131,7 @@ def ours(
         scored = Scored(batch, completions, module.reward(batch, completions))
         scored = module.judged(scored)
         drawn, _ = module.advantages(scored, None, module.reference_of(scored))
-        rollout, _ = module.replaced(drawn)
+        rollout, _ = module.rollout_to_learn(drawn)
     plan = BatchPlan(len(PROMPTS), 2, minibatches=1, iterations=1, accumulate=accumulate, world_size=1)
     counts = step_counts(rollout, plan, seed=0, index=0)[0]
     module.policy.train()

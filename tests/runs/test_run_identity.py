@@ -311,17 +311,9 @@ def test_every_part_of_the_table_that_is_said_has_a_case(root: Path) -> None:
     assert len(parts) > 20 and missing == []
 
 
-def test_an_equal_run_says_nothing_and_an_older_checkpoint_says_so_once(
-    begun: Path, said: list[str], tmp_path: Path
-) -> None:
+def test_an_equal_run_says_nothing(begun: Path, said: list[str], tmp_path: Path) -> None:
     fitted(made(), tmp_path, 1, begun)
     assert said == []
-    saved = torch.load(begun, weights_only=True)
-    del saved["run"]
-    torch.save(saved, older := tmp_path / "older.ckpt")
-    fitted(made(Lora(r=2, targets=["q_proj"], alpha=64)), tmp_path, 2, older)
-    assert [line for line in said if "earlier version" in line] == [line for line in said if "checkpoint" in line]
-    assert len(said) == 1
 
 
 def test_what_is_noted_is_plain_and_holds_no_string_that_was_typed(begun: Path) -> None:
@@ -454,10 +446,10 @@ def test_a_file_that_is_edited_while_the_run_goes_on_is_noted_as_it_was(tmp_path
     sys.modules["edited_of_rewards"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     run = made(reward=module.pays)
-    run._began_with = run._settings()
+    run._initial_settings = run._settings()
     file.write_text("def pays(completions, **_):\n    return [0.0 for text in completions]\n")
     linecache.checkcache()
-    assert run._identity()["settings"] == run._began_with != run._settings()
+    assert run._identity()["settings"] == run._initial_settings != run._settings()
     assert torch.load(begun, weights_only=True)["run"]["settings"]["trainer.max_steps"] == 1
     del sys.modules["edited_of_rewards"]
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.checks import preference_checks
-from lit_rl.algorithms.checks import preference_checks as preflight
 from lit_rl.algorithms.checks.policy_gradient_checks import check_sampling
 from lit_rl.algorithms.checks.preference_checks import check_no_step_losses
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
@@ -72,10 +71,12 @@ class JudgedModule(OnPolicyModule, ABC):
         self.beta, self.missing_eos_penalty = beta, missing_eos_penalty
         name = type(self).__name__
         check_sampling(self.sampling, self.generator, weighted=False)
-        preflight.check_no_lag(name, self.generator)
-        preflight.check_compared_groups(name, group_size, self.split_groups, self.groups, self.reward_functions.names)
-        preflight.check_judge_rewards(self.judge, self.reward_functions.names, missing_eos_penalty)
-        preflight.check_per_epoch("algo.beta", beta, open_low=True)
+        preference_checks.check_no_lag(name, self.generator)
+        preference_checks.check_compared_groups(
+            name, group_size, self.split_groups, self.groups, self.reward_functions.names
+        )
+        preference_checks.check_judge_rewards(self.judge, self.reward_functions.names, missing_eos_penalty)
+        preference_checks.check_per_epoch("algo.beta", beta, open_low=True)
 
     learns_by_judge = True
     compares_in_step = True
@@ -90,7 +91,7 @@ class JudgedModule(OnPolicyModule, ABC):
             self.judge.bind(getattr(data, "columns", []))
         if stage == "fit" and self.opponent_writes:
             name, together = type(self).__name__, self._ranks_draw_together
-            preflight.check_opponent_groups(name, self.groups, ranks_draw_together=together)
+            preference_checks.check_opponent_groups(name, self.groups, ranks_draw_together=together)
         super().setup(stage)
 
     @property
@@ -101,7 +102,7 @@ class JudgedModule(OnPolicyModule, ABC):
         """Generate the policy's completion of each prompt, before the opponent's."""
         # All ranks gather the opponent's weights, or none does. Ranks that generate alone must not be waited for here.
         with fail_on_all_ranks(self.ranks) if self._ranks_draw_together else nullcontext():
-            return self.generate(batch, group_size=1)
+            return self.draw(batch, group_size=1)
 
     def judged(self, scored: Scored) -> Scored:
         """Return the rollout with win rates: the judge compares every pair of completions of a prompt."""
@@ -114,7 +115,9 @@ class JudgedModule(OnPolicyModule, ABC):
             wins = _win_rates(len(texts), duels, verdicts)
             logged["judge/failures"] = float(verdicts.count(None)), len(verdicts)
             logged["judge/ties"] = _ties(wins, group)
-            return replace(scored, scores=replace(scored.scores, metrics=logged), win_rates=_as_tensor(wins))
+            rates = [math.nan if rate is None else rate for rate in wins]
+            win_rates = torch.tensor(rates, dtype=torch.float64)
+            return replace(scored, scores=replace(scored.scores, metrics=logged), win_rates=win_rates)
 
     def _ask(
         self, scored: Scored, texts: list[str], duels: Sequence[tuple[int, int]], logged: dict[str, tuple[float, int]]
@@ -155,7 +158,7 @@ class JudgedModule(OnPolicyModule, ABC):
         assert scored.win_rates is not None
         return scored.win_rates.float()
 
-    def shown(self, scored: Scored, rollout: Rollout) -> tuple[Scored, Rollout]:
+    def displayed(self, scored: Scored, rollout: Rollout) -> tuple[Scored, Rollout]:
         """Return the rollout with win rates as a column of the samples, without an opponent's completions."""
         assert scored.win_rates is not None
         rates = [None if math.isnan(rate) else rate for rate in scored.win_rates.tolist()]
@@ -215,10 +218,6 @@ def _ties(wins: Sequence[float | None], group: int) -> tuple[float, int]:
     starts = range(0, len(wins), group)
     equal = [len({rate for rate in wins[i : i + group] if rate is not None}) == 1 for i in starts]
     return float(sum(equal)), len(equal)
-
-
-def _as_tensor(rates: Sequence[float | None]) -> Tensor:
-    return torch.tensor([math.nan if rate is None else rate for rate in rates], dtype=torch.float64)
 
 
 class JudgedPairs(JudgedModule, ABC):
@@ -281,7 +280,7 @@ class JudgedPairs(JudgedModule, ABC):
         """Return the reference's log-probs of the completions that are compared, 0 for the others."""
         return self.reference_in(compared_rows(self.verdicts(scored), scored.completions.group_id), scored.completions)
 
-    def replaced(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
+    def rollout_to_learn(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
         """Keep the two compared completions of each prompt: the others are not learned from, and not run again."""
         assert rollout.verdicts is not None
         return select(rollout, compared_rows(rollout.verdicts, rollout.completions.group_id)), {}

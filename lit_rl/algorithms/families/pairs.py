@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.checks import argument_checks
-from lit_rl.algorithms.checks import preference_checks as pair_checks
+from lit_rl.algorithms.checks import argument_checks, preference_checks
 from lit_rl.algorithms.loop.offline import OfflinePolicyModule
 from lit_rl.algorithms.signatures import copies_for
 from lit_rl.algorithms.terms.whole_step import WholeStep, micro_batch_share
@@ -56,9 +55,9 @@ class PairModule(OfflinePolicyModule, ABC):
         super().__init__(model, reward, **shared)
         in_range("algo.beta", beta, low=0, open_low=True)
         self.beta = beta
-        self.preference = pair_checks.losses_by_name(preference)
-        self.preference_weights = pair_checks.loss_weights(self.preference, preference_weights)
-        self.coupled_losses = pair_checks.losses_over_step(self.preference)
+        self.preference = preference_checks.losses_by_name(preference)
+        self.preference_weights = preference_checks.loss_weights(self.preference, preference_weights)
+        self.coupled_losses = preference_checks.losses_over_step(self.preference)
         self.couples_rows = bool(self.coupled_losses)
 
     @abstractmethod
@@ -81,7 +80,7 @@ class PairModule(OfflinePolicyModule, ABC):
             "divergence": self.divergence,
         }
 
-    def look(self, batch: PairBatch) -> Columns:
+    def step_columns(self, batch: PairBatch) -> Columns:
         return self.columns(batch, self.text_scores(batch.tokens))
 
     def preference_loss(

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.checks import argument_checks, policy_gradient_checks
-from lit_rl.algorithms.checks import policy_gradient_checks as preflight
 from lit_rl.algorithms.checks.policy_gradient_checks import check_lag, check_sampling
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
 from lit_rl.algorithms.rollouts import checkpoints
@@ -178,7 +177,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         self, scored: Scored, old: Tensor | None = None, ref: Tensor | None = None
     ) -> tuple[Rollout, Metrics]:
         completions, sampled = scored.completions, scored.completions.response_mask
-        self.turn_rewards.look(scored)
+        self.turn_rewards.check(scored)
         credit = self.credit(scored, tokenizer=self.model.tokenizer, ranks=self.ranks)
         credit, distances = self.kl.take_off_rewards(credit, old, ref, sampled)
         advantages = self.ranks.apply(self.advantage, credit.columns(completions))
@@ -204,7 +203,7 @@ class PolicyGradient(OnPolicyModule, ABC):
             mask = mask & scored.completions.ended[:, None]
         return mask if scored.kept is None else mask & scored.kept[:, None]
 
-    def replaced(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
+    def rollout_to_learn(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
         return (rollout, {}) if self.replay is None else self.replay(rollout, seed=self.seed, ranks=self.ranks)
 
     def compares_completions(self) -> bool:
@@ -329,14 +328,14 @@ class PolicyGradient(OnPolicyModule, ABC):
         for name, term in self._stateful().items():
             term.load_state(checkpoints.saved_by_term(saved["terms"], name, type(term).__name__))
         if self.replay is not None:
-            self.replay.see(self.seen_rows(), self.processor)
+            self.replay.restore_pixels(self.vision_lookup(), self.processor)
 
-    def of_other_ranks(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def merge_rank_states(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
         terms = dict(saved[0]["terms"])  # states are equal on all ranks, but for the replay buffers
         if self.replay is not None and "replay" in terms:
             kept = [each["terms"]["replay"] for each in saved]
-            terms["replay"] = self.replay.dealt_out(kept, self.data_rank, self.data_ranks)
-        return super().of_other_ranks(saved) | {"terms": terms}
+            terms["replay"] = self.replay.redistribute(kept, self.data_rank, self.data_ranks)
+        return super().merge_rank_states(saved) | {"terms": terms}
 
     def _stateful(self) -> dict[str, Any]:
         terms = {
@@ -353,21 +352,25 @@ class PolicyGradient(OnPolicyModule, ABC):
     def _check_terms(self) -> None:
         """Refuse incompatible terms before anything is loaded; each term has already checked its own settings."""
         name, weighted = type(self).__name__, self.engine.correction is not None
-        preflight.require_rewards(name, self.reward_functions.names)
+        policy_gradient_checks.require_rewards(name, self.reward_functions.names)
         check_sampling(self.sampling, self.generator, weighted=weighted)
         check_lag(self.generator, weighted=weighted)
         self.check_advantage()
         policy_gradient_checks.check_loss_settings(self.policy_loss)
         policy_gradient_checks.check_declared_weights(self.policy_loss)
-        preflight.check_term_settings(self.policy_loss, self.selection.choose, self.engine, self.credit.shaping)
-        preflight.check_group_size(name, self.group_size, compares_completions=self.compares_completions)
+        policy_gradient_checks.check_term_settings(
+            self.policy_loss, self.selection.choose, self.engine, self.credit.shaping
+        )
+        policy_gradient_checks.check_group_size(name, self.group_size, compares_completions=self.compares_completions)
         if self.groups is not None:
             self.groups.fits(self.group_size, compares_completions=self.compares_completions)
             self.groups.check_rewards(self.reward_functions.names)
         if self.replay is not None:
             needs_spread("algo/replay=buffer", self.group_size)
-        preflight.check_controller(self.kl.control, self.beta, self.reward_beta)
-        preflight.check_engine_weights(self.engine, multiplied_by_loss=multiplies_weights(self.policy_loss))
+        policy_gradient_checks.check_controller(self.kl.control, self.beta, self.reward_beta)
+        policy_gradient_checks.check_engine_weights(
+            self.engine, multiplied_by_loss=multiplies_weights(self.policy_loss)
+        )
 
     def check_advantage(self) -> None:
         """Refuse an estimator that `advantages` cannot call, or that ignores a transformation of the rewards."""

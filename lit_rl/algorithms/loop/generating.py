@@ -10,8 +10,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.checks import argument_checks
-from lit_rl.algorithms.checks import data_and_trainer as preflight
+from lit_rl.algorithms.checks import argument_checks, data_and_trainer
 from lit_rl.algorithms.checks.memory import RowLengths
 from lit_rl.algorithms.checks.preference_checks import check_win_rate, warn_unused_judge
 from lit_rl.algorithms.evaluation.sample_tables import sample_table
@@ -122,7 +121,7 @@ class GeneratingModule(PolicyModule):
     def shorten_to_context(self, longest: int) -> None:
         """Shorten the default sampling to fit after prompts of `longest` tokens. `env` limits episodes itself."""
         if not self._sampling_is_chosen and self.interaction is None and longest:
-            self.sampling = preflight.shorten_sampling(self.model, self.sampling, longest)
+            self.sampling = data_and_trainer.shorten_sampling(self.model, self.sampling, longest)
             self._sampling_is_chosen = True
 
     def longest_prompt(self, longest: int) -> int:
@@ -207,34 +206,47 @@ class GeneratingModule(PolicyModule):
                 'a batch by a data module: data = RolloutDataModule(rows=[{"prompt": text}], val_fraction=0); '
                 'data.prepare(module.tokenizer, stage="predict"); module.generate(data.peek(1)).'
             )
+        if isinstance(batch, PromptBatch):
+            return self.draw(batch, sampling, group_size)
+        self._check_loaded()
+        data = RolloutDataModule([{"prompt": text} for text in texts], val_fraction=0, overlong="error")
+        data.prepare(self.tokenizer, stage="predict")  # texts are tokenised like training prompts
+        with self.rollout_context():
+            completions = self.draw(data.peek(len(texts)), sampling, group_size=1)
+        answers = texts_of(completions, self.tokenizer)
+        return answers[0] if is_text else answers
+
+    def draw(
+        self,
+        batch: PromptBatch,
+        sampling: Sampling | None = None,
+        group_size: int | None = None,
+        *,
+        score_early: bool = False,
+    ) -> Completions:
+        """Draw completions of every prompt of the batch from the generator.
+
+        Args:
+            batch: The prompts.
+            sampling: Sampling settings. None: the training's.
+            group_size: Completions a prompt. None: the training's.
+            score_early: Let reward functions score finished completions while others are still generated, because
+                `reward` is called next. Its result is the same; for other completions it starts anew.
+
+        Raises:
+            ConfigError: the policy is not loaded yet.
+        """
+        self._check_loaded()
+        request = self.request(batch, sampling, group_size)
+        functions, state = self.reward_functions, self.state_at(batch)
+        with self._early.begun(functions, request, state, expected=score_early) as request:
+            return self.source.draw(request, self.ranks)
+
+    def _check_loaded(self) -> None:
         if self.policy is None:
             raise ConfigError(
                 "The policy is not loaded yet: call module.configure_model() first, then generate; a Trainer does it."
             )
-        if not isinstance(batch, PromptBatch):
-            answers = self._answers(texts, sampling)
-            return answers[0] if is_text else answers
-        asked = self.request(batch, sampling, group_size)
-        with self._early.begun(self.reward_functions, asked, self.state_at(batch)) as asked:
-            return self.source.draw(asked, self.ranks)
-
-    def _answers(self, texts: list[str], sampling: Sampling | None) -> list[str]:
-        """Generate a completion of each text, which is tokenised like a training prompt."""
-        data = RolloutDataModule([{"prompt": text} for text in texts], val_fraction=0, overlong="error")
-        data.prepare(self.tokenizer, stage="predict")
-        with self.rollout_context():
-            completions = self.generate(data.peek(len(texts)), sampling, 1)
-        return texts_of(completions, self.model.tokenizer)
-
-    def generate_to_score(
-        self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
-    ) -> Completions:
-        """Call `generate`, for completions that `reward` will score next: functions may score finished ones early.
-
-        The result of `reward` is the same; for other completions it starts anew.
-        """
-        with self._early.expected():
-            return self.generate(batch, sampling, group_size)
 
     def request(
         self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
@@ -275,7 +287,7 @@ class GeneratingModule(PolicyModule):
         """Call `reward` on every rank: if one of them aborts, all do. A collective."""
         with abort_on_all_ranks(self.ranks):
             scores = self.reward(batch, completions)
-        return self.of_tensor_group(scores)
+        return self.from_tensor_group_leader(scores)
 
     def reward_texts(
         self,
@@ -336,10 +348,6 @@ class GeneratingModule(PolicyModule):
         with preserve_settings("a rollout"), torch.no_grad(), precision, whole:
             yield
 
-    def rest(self) -> None:
-        """Let an idle engine release its memory."""
-        self.generator.rest()
-
     # ------------------------------------------------------------------ validate, test, predict
 
     def evaluate(self, batch: PromptBatch, dataloader_idx: int = 0) -> tuple[Completions, Scores]:
@@ -350,11 +358,10 @@ class GeneratingModule(PolicyModule):
             # Scoring is a collective then, so no rank may enter it while another has aborted.
             drawn = abort_on_all_ranks(self.ranks) if self.reward_functions.waits_for_ranks else nullcontext()
             with drawn:
-                completions = self.generate_to_score(
-                    apart, self.evaluation.sampling(self.sampling), self.evaluation.group_size
-                )
+                sampling, group_size = self.evaluation.sampling(self.sampling), self.evaluation.group_size
+                completions = self.draw(apart, sampling, group_size, score_early=True)
             scores = self.reward(apart, completions)
-        return completions, self.of_tensor_group(scores)
+        return completions, self.from_tensor_group_leader(scores)
 
     def predict_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, list[Any]]:
         """Return the batch as a table: prompt, completion, each reward, length, and the data's own columns."""
@@ -368,7 +375,7 @@ class GeneratingModule(PolicyModule):
             with run_ending_hook(), interruptible(alone=False):
                 theirs, wins = self._compared(against, replace(batch, rollout=-1 - dataloader_idx), texts, scores)
             table = {"opponent": theirs, "win": wins.tolist()} | table
-        of_tokens = self.said_by_policy(completions) if self.evaluation.log_policy else {}
+        of_tokens = self.token_statistics(completions) if self.evaluation.log_policy else {}
         self._evaluated[dataloader_idx].add(batch, completions, scores, wins, of_tokens)
         return table
 
@@ -393,7 +400,7 @@ class GeneratingModule(PolicyModule):
     second_decoding = ""
     """The suffix of the stage while `decoding_at` validates."""
 
-    def said_by_policy(self, completions: Completions) -> dict[str, Tensor]:
+    def token_statistics(self, completions: Completions) -> dict[str, Tensor]:
         """Return columns `(b, t)` of the sampled tokens for `eval.log_policy`, by name."""
         return {}
 
@@ -421,7 +428,7 @@ class GeneratingModule(PolicyModule):
 
     def log_evaluation(self, stage: str) -> set[str]:
         """Log the metrics of the completions of every validation set, and return the metric names."""
-        self.rest()
+        self.generator.rest()
         self._compared_model.release()
         stage += f"_{self.second_decoding}" if self.second_decoding else ""
         logged: set[str] = set()

@@ -158,7 +158,7 @@ class _Resumed(NamedTuple):
     """A checkpoint's record of the run that wrote it."""
 
     optimizer: dict[str, Any] | None
-    """`going_on.as_made`; None in checkpoints of earlier versions of lit_rl."""
+    """`resumed_optimizer.initial_settings` of its optimizer; None in a checkpoint without one."""
     groups: list[dict[str, Any]]
     """Parameter groups of its optimizer."""
     said: list[str]
@@ -209,7 +209,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         """The command line of the training, for the cards of exports; empty if there was none."""
         self.memory_gb: float | None = None
         self.precision_by_device = False
-        self.cut: MicroBatchPlan | None = None
+        self.micro_batch_plan: MicroBatchPlan | None = None
         self.step: StepRows | None = None
         self._room: int | None = None
         self._host_room: int | None = None
@@ -222,20 +222,22 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         self._flops: list[ModelFlops] | None = None
         """FLOPs of the policy and of other trained models, once a step needed them; empty if they cannot be counted."""
         self._resumed_rng: dict[str, Any] | None = None
-        self._stands_on: identity.Record = {}
+        self._base_record: identity.Record = {}
         """The record of the base weights, see `identity.model_record`; empty until the policy is loaded."""
-        self._began_with: identity.Record = {}
+        self._initial_settings: identity.Record = {}
         """`_settings` at the start of the fit: files of functions may be edited while it runs."""
         self._optimizer_as_made: identity.Record = {}
         self._resumed: _Resumed | None = None
-        self._other_world = False
+        self._world_size_changed = False
         self.in_a_step = False
         """True if a step has begun and not ended: its counts are in no checkpoint."""
-        self.moves_weights = False
+        self.optimizer_is_stepping = False
         """True if the optimizer is stepping: an error in it may leave weights partly updated."""
-        self.told_at: int | None = None
+        self.metrics_step: int | None = None
         """The optimizer step of the training metrics that callbacks see."""
-        self.strict_loading = False  # checkpoints contain trained tensors only; state.check_weights is the strict check
+        self.strict_loading = (
+            False  # checkpoints contain trained tensors only; `check_trained_tensors` is the strict check
+        )
 
     takes_images = True
     """True if prompts may contain images."""
@@ -319,7 +321,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         """The mesh over which FSDP2 shards reward models; None if each rank has whole ones."""
         return getattr(self.trainer_or_none and self.trainer_or_none.strategy, "reward_mesh", None)
 
-    def of_tensor_group(self, mine: Any) -> Any:
+    def from_tensor_group_leader(self, mine: Any) -> Any:
         """Return the object of the first rank of our tensor-parallel group, or `mine` without one. A collective."""
         strategy = self.trainer_or_none.strategy if self.trainer_or_none else None
         return strategy.first_of_group(mine) if isinstance(strategy, FSDPTPStrategy) else mine
@@ -399,7 +401,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             data: The run's data module.
 
         Raises:
-            ConfigError: see `run_fits` and `fits_run`.
+            ConfigError: see `check_run_length` and `check_schedule`.
         """
         if isinstance(self.trainer.strategy, ModelParallelStrategy) and not dist.is_initialized():
             return  # `lit-rl plan` stands in for processes without a rendezvous: their batches are not known yet
@@ -433,11 +435,11 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         """Return the sizes of a critic that is trained with the policy."""
         return None
 
-    def beside(self) -> AuxiliaryTexts | None:
+    def auxiliary_texts(self) -> AuxiliaryTexts | None:
         """Return the sizes of further texts that the policy learns from in a step."""
         return None
 
-    def read_only(self) -> dict[str, int]:
+    def frozen_model_bytes(self) -> dict[str, int]:
         """Return the bytes of the weights of frozen models besides the reference, by name."""
         return {}
 
@@ -463,9 +465,9 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             numbers,
             lengths,
             critic=critic,
-            beside=self.beside(),
+            beside=self.auxiliary_texts(),
             buckets=self._buckets(networks, numbers),
-            others={"reference": reference, **self.read_only()},
+            others={"reference": reference, **self.frozen_model_bytes()},
             engine=int(share * (device_memory(device, gigabytes=self.memory_gb) or 0)),
             decoding=self.decoding(),
             grouped_cache=getattr(getattr(self, "generator", None), "grouped_cache", False),
@@ -484,7 +486,11 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         )
         if self.model.processor is not None:
             sizes = with_images(sizes, self.model, find_largest_prompt(trainer.datamodule, self.model.processor))
-        return sizes.recomputing(self.cut.offload) if self.cut is not None and self.cut.recompute else sizes
+        return (
+            sizes.recomputing(self.micro_batch_plan.offload)
+            if self.micro_batch_plan is not None and self.micro_batch_plan.recompute
+            else sizes
+        )
 
     def _buckets(self, networks: Sequence[Network], numbers: NumberSizes) -> DDPBuckets | None:
         """Return the gradient buckets of DDP; None under other strategies."""
@@ -516,7 +522,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             self._host_room = min(gather_objects(host_memory_budget(trainer.num_devices) or 0))
         return self._host_room or None
 
-    def cut_step(self, step: StepRows) -> tuple[int, str]:
+    def split_step(self, step: StepRows) -> tuple[int, str]:
         """Split the optimizer step: set the Trainer's micro-batches, and return their number, and the reason for it.
 
         Raises:
@@ -531,20 +537,22 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         self.step = step = replace(step, sequences=self.decoded_at_once(step))
         given = MicroBatchRequest(self.micro_batch_size, self.accumulation_by_hand)
         given.check()
-        if self.cut is None or self.cut.micro_batches != trainer.accumulate_grad_batches:
+        if self.micro_batch_plan is None or self.micro_batch_plan.micro_batches != trainer.accumulate_grad_batches:
             room, device = self.room(), trainer.strategy.root_device
             most = None if room is None else hard_memory_limit(room, device, gigabytes=self.memory_gb)
-            self.cut, warning = plan_micro_batches(given, step, self.memory(), room, most)
+            self.micro_batch_plan, warning = plan_micro_batches(given, step, self.memory(), room, most)
             if warning:
                 rank_zero_warn(warning)
-        self._take_cut()
-        return trainer.accumulate_grad_batches, self.cut.why if self.cut else ""
+        self._apply_micro_batches()
+        return trainer.accumulate_grad_batches, self.micro_batch_plan.why if self.micro_batch_plan else ""
 
     @property
     def accumulation_by_hand(self) -> int:
-        """The user's `accumulate_grad_batches`: 1 if `cut_step` set the Trainer's, as in an earlier `setup`."""
+        """The user's `accumulate_grad_batches`: 1 if `split_step` set the Trainer's, as in an earlier `setup`."""
         trainer: Any = self.trainer
-        ours = self.cut is not None and self.cut.micro_batches == trainer.accumulate_grad_batches
+        ours = (
+            self.micro_batch_plan is not None and self.micro_batch_plan.micro_batches == trainer.accumulate_grad_batches
+        )
         return 1 if ours else trainer.accumulate_grad_batches
 
     @property
@@ -560,7 +568,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
 
     def fit_decoding(self) -> None:
         """Bound the sequences decoded at once in a validation without training."""
-        if self.micro_batch_size == "auto" and self.cut is None:
+        if self.micro_batch_size == "auto" and self.micro_batch_plan is None:
             memory, room = self.memory(), self.room()
             if memory is not None and room is not None:
                 self.bound_decoding(max(1, largest_decode_batch(memory, room)))
@@ -570,11 +578,11 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         at_once = getattr(getattr(self, "generator", None), "rows_a_batch", None)
         return step.sequences if at_once is None else min(at_once, step.sequences)
 
-    def _take_cut(self) -> None:
+    def _apply_micro_batches(self) -> None:
         """Apply the micro-batch plan to the Trainer and the generator. Samples and gradients do not depend on it."""
-        if self.cut is not None:
-            self.trainer.accumulate_grad_batches = self.cut.micro_batches
-            self.bound_decoding(self.cut.decoded)
+        if self.micro_batch_plan is not None:
+            self.trainer.accumulate_grad_batches = self.micro_batch_plan.micro_batches
+            self.bound_decoding(self.micro_batch_plan.decoded)
 
     def bound_decoding(self, sequences: int | None) -> None:
         """Bound the number of sequences that an in-process generator decodes at once."""
@@ -591,7 +599,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     def configure_model(self) -> None:
         """Load the policy, and the reference if a term needs it. Lightning calls it; by hand, call it once."""
         if self._fitting:
-            self._began_with = self._settings()
+            self._initial_settings = self._settings()
         if self.policy is not None:
             return
         if self.model.sees:
@@ -604,7 +612,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             reference = self.reference.module(policy) if self.needs_reference else None
             others = self.companions(policy)
         stays = reference if self.needs_reference and not self.reference.moves else None
-        self._stands_on = identity.model_record(self.model, policy, stays)
+        self._base_record = identity.model_record(self.model, policy, stays)
         strategy = self.trainer_or_none.strategy if self.trainer_or_none else None
         if isinstance(strategy, ZeROStrategy):
             check_zero_model(policy, strategy)
@@ -618,7 +626,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         self.policy, self.reference_policy = policy, reference
         for name, module in others.items():
             setattr(self, name, module)
-        self._recompute_as_cut()
+        self._set_checkpointing()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights as torch does, and load the policy first if it is not.
@@ -641,7 +649,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             name = type(trainer.strategy).__name__
             raise ConfigError(f"{what} {name} is not there for it. Use strategy=ddp or strategy=fsdp.")
 
-    def with_blind_rows(self, loss: Tensor) -> Tensor:
+    def with_image_gradients(self, loss: Tensor) -> Tensor:
         """Add a gradient of 0 for weights that only rows with images train.
 
         If the rows of one rank have no images, the others would wait for its gradient; and without a gradient an
@@ -652,10 +660,10 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         modules = (getattr(self, name) for name in ("policy", *self.trained_beside))
         return loss + sum(0 * parameter.sum() for module in modules for parameter in trained_by_images(module))
 
-    def _recompute_as_cut(self) -> None:
+    def _set_checkpointing(self) -> None:
         """Turn on gradient checkpointing if the memory plan chose it."""
-        if self.model.gradient_checkpointing == "auto" and self.cut is not None:
-            how = "offload" if self.cut.offload else self.cut.recompute
+        if self.model.gradient_checkpointing == "auto" and self.micro_batch_plan is not None:
+            how = "offload" if self.micro_batch_plan.offload else self.micro_batch_plan.recompute
             for name in ("policy", *self.trained_beside):
                 set_checkpointing(getattr(self, name), how)
 
@@ -772,7 +780,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
 
         It is the last hook before the optimizer updates weights.
         """
-        self.moves_weights = True
+        self.optimizer_is_stepping = True
         strategy = self.trainer.strategy
         if isinstance(strategy, DeepSpeedStrategy):
             return  # the engine clips in its step, with the Trainer's setting: see `optimizer_step`
@@ -783,18 +791,17 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         limit = math.inf if by_value or not gradient_clip_val else gradient_clip_val
         if isinstance(strategy, FSDPStrategy):
             norm = self.trainer.model.clip_grad_norm_(limit)  # pyright: ignore
+        elif isinstance(strategy, FSDPTPStrategy):
+            norm = clip_over_meshes(self.policy, strategy.device_mesh["tensor_parallel"], trained, limit)
         else:
-            norm = self._clip(trained, limit)
+            norm = nn.utils.clip_grad_norm_(trained, limit)
         self.grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).detach()
         if by_value:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-        self._leave_out_broken(optimizer)
-
-    def _clip(self, trained: Sequence[Tensor], limit: float) -> Tensor:
-        strategy = self.trainer.strategy
-        if not isinstance(strategy, FSDPTPStrategy):
-            return nn.utils.clip_grad_norm_(trained, limit)
-        return clip_over_meshes(self.policy, strategy.device_mesh["tensor_parallel"], trained, limit)
+        scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        if self.broken_steps.look(float(self.grad_norm), scaled=scaled):
+            self.drop_gradients(optimizer)
+            self._report_broken()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         with fixed_order(loss.device):
@@ -813,19 +820,13 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     ) -> None:
         """Take an optimizer step. DeepSpeed's engine clips by itself and skips a step that is not finite."""
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        self.moves_weights = self.in_a_step = False
+        self.optimizer_is_stepping = self.in_a_step = False
         strategy = self.trainer.strategy
         if isinstance(strategy, ZeROStrategy):
             norm = strategy.gradient_norm
             self.grad_norm = torch.tensor(norm)
             if self.broken_steps.look(norm, scaled=False):
                 self._report_broken()
-
-    def _leave_out_broken(self, optimizer: Any) -> None:
-        scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
-        if self.broken_steps.look(float(self.grad_norm), scaled=scaled):
-            self.drop_gradients(optimizer)
-            self._report_broken()
 
     def _report_broken(self) -> None:
         """Save the batch of a skipped step, and report it."""
@@ -837,6 +838,15 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
 
     def step_batch(self) -> dict[str, Any]:
         """Return the data of the current optimizer step, saved if it is broken: tensors, numbers and strings."""
+        return {}
+
+    def after_step(self) -> None:
+        """Update what changes between optimizer steps. Called after each of them."""
+        if self.needs_reference:
+            self.reference.update(self.policy, self.reference_policy, self.global_step + 1)
+
+    def coefficients(self) -> dict[str, float]:
+        """Return current values of coefficients that change during the run, for the log."""
         return {}
 
     def on_fit_start(self) -> None:
@@ -900,7 +910,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             peak=peak_of(trainer.strategy.root_device, half=half),
         )
 
-    def tell_callbacks(self, metrics: dict[str, float], step: int) -> None:
+    def publish_metrics(self, metrics: dict[str, float], step: int) -> None:
         """Publish reduced training metrics to callbacks and Lightning's progress bar, as `log` would.
 
         Lightning makes a metric object of each logged number, moves it to the device, and visits all of them again at
@@ -914,9 +924,9 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         told = metrics | in_bar
         self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in told.items()})
         self.trainer.progress_bar_metrics.update(in_bar)
-        if self.told_at is None:
+        if self.metrics_step is None:
             check_monitors(self.trainer, metrics, "train/", self.may_log)
-        self.told_at = step
+        self.metrics_step = step
 
     def on_train_epoch_end(self) -> None:
         """Log the remaining metrics at the end of the run, before callbacks see the end."""
@@ -945,7 +955,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     def load_rank_state(self, saved: dict[str, Any]) -> None:
         """Restore what `rank_state` returned."""
 
-    def of_other_ranks(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def merge_rank_states(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the argument of `load_rank_state` for a checkpoint of another number of ranks.
 
         Args:
@@ -953,11 +963,11 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         """
         return {}
 
-    def stays(self) -> dict[str, Any]:
+    def state_kept_on_rollback(self) -> dict[str, Any]:
         """Return the part of `rank_state` that a rollback to an earlier checkpoint does not change."""
         return {}
 
-    def go_back_to(self, checkpoint: dict[str, Any]) -> None:
+    def roll_back_to(self, checkpoint: dict[str, Any]) -> None:
         """Roll back to the weights, the reference and the controllers of an earlier checkpoint of this run.
 
         Data and counts go on from where they are. Called between two rollouts, or two log lines; the optimizer is not
@@ -971,7 +981,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         if self.needs_reference and self.reference.moves:
             self._load_reference(checkpoint)
         saved = [each["module"] for each in checkpoint["lit_rl"]]
-        self.load_rank_state(self.of_other_ranks(saved) | self.stays())
+        self.load_rank_state(self.merge_rank_states(saved) | self.state_kept_on_rollback())
         self.broken_steps.in_a_row = 0
 
     @property
@@ -979,7 +989,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         """Batches of Lightning's loop for one step of the data's order, on this rank."""
         return self.trainer.accumulate_grad_batches  # pyright: ignore
 
-    def dropped(self, saved: Sequence[dict[str, Any]], slots: int) -> str:
+    def describe_dropped_state(self, saved: Sequence[dict[str, Any]], slots: int) -> str:
         """Describe the state that is dropped on a resume with another number of ranks, and the next step of the run.
 
         Args:
@@ -1001,8 +1011,8 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         checkpoint["lit_rl"] = self.ranks.objects(mine | {"broken_steps": self.broken_steps.in_a_row})
         if self.trainer_or_none is not None:
             checkpoint["precision"] = str(self.trainer.precision)
-        if self.cut is not None:
-            checkpoint["cut"] = asdict(self.cut)
+        if self.micro_batch_plan is not None:
+            checkpoint["micro_batch_plan"] = asdict(self.micro_batch_plan)
         if self.needs_reference and self.reference.moves:
             checkpoint["reference"] = self.reference.state(self.reference_policy)
 
@@ -1039,7 +1049,12 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         if weights := checkpoint.get("state_dict"):
             checkpoints.check_trained_tensors(weights, self._trained_names())
         if self._fitting:
-            self._check_precision(checkpoint_precision(checkpoint))
+            before, now = checkpoint_precision(checkpoint), str(self.trainer.precision)
+            if self.precision_by_device and now != before:
+                raise StorageError(
+                    f"The checkpoint was made with trainer.precision={before}, and trainer.precision=auto is {now} on "
+                    f"this machine. Set trainer.precision={before} to go on as the run began, or {now} to change it."
+                )
             trained = [tensor for tensor in self._trained_names().values() if tensor.requires_grad]
             check_masters(checkpoint.get("optimizer_states", ()), trained, self.optimizer)
         if self.needs_reference and self.reference.moves:
@@ -1049,8 +1064,8 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             if self._fitting:
                 self._load_other_world(ranks, checkpoint["loops"])
             return
-        if "cut" in checkpoint and self.micro_batch_size == "auto" and self._fitting:
-            self.resume_cut(MicroBatchPlan(**checkpoint["cut"]))
+        if "micro_batch_plan" in checkpoint and self.micro_batch_size == "auto" and self._fitting:
+            self.resume_micro_batches(MicroBatchPlan(**checkpoint["micro_batch_plan"]))
         if ranks:
             saved = ranks[self.data_rank]
             checkpoints.check_format(saved)
@@ -1059,7 +1074,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
 
     def _identity(self) -> dict[str, identity.Record]:
         """Return a checkpoint's record of the run, see `lit_rl.algorithms.rollouts.identity`."""
-        found = {"model": self._stands_on, "settings": self._began_with or self._settings()}
+        found = {"model": self._base_record, "settings": self._initial_settings or self._settings()}
         return found | ({"optimizer": self._optimizer_as_made} if self._optimizer_as_made else {})
 
     def _settings(self) -> identity.Record:
@@ -1089,21 +1104,17 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         Raises:
             StorageError: names the difference.
         """
-        noted: dict[str, Any] = checkpoint.get("run", {})
+        if not self._fitting and "run" not in checkpoint:
+            return  # weights alone
+        noted = checkpoints.saved_by_algorithm(checkpoint, type(self).__name__)["run"]
         said = []
-        if "model" in noted and self._stands_on:
+        if self._base_record:
             beside = () if self._fitting else ("reference weights",)
-            now = {name: value for name, value in self._stands_on.items() if name not in beside}
+            now = {name: value for name, value in self._base_record.items() if name not in beside}
             said += identity.check_model(noted["model"], now, allowed=self.model.allow_changed)
         if not self._fitting:
             return
-        if noted:
-            said += identity.differences(noted["settings"], self._began_with or self._settings())
-        else:
-            rank_zero_info(
-                "The checkpoint is of an earlier version of lit_rl, which did not note base, adapter and settings: "
-                "whether they are this run's is not checked, and the optimizer keeps those of the checkpoint."
-            )
+        said += identity.differences(noted["settings"], self._initial_settings or self._settings())
         groups = [group for each in checkpoint.get("optimizer_states", ()) for group in each["param_groups"]]
         self._resumed = _Resumed(noted.get("optimizer"), groups, said)
         self._check_optimizer()
@@ -1142,12 +1153,12 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         checkpoints.advance_loops(loops, before, self.slots, self._epoch_batches())
         name = type(self).__name__
         saved = [checkpoints.saved_by_algorithm(each["module"], name) for each in ranks]
-        self.load_rank_state(checkpoints.saved_by_algorithm(self.of_other_ranks(saved), name))
-        self.broken_steps.in_a_row, self._other_world = ranks[0]["broken_steps"], True
+        self.load_rank_state(checkpoints.saved_by_algorithm(self.merge_rank_states(saved), name))
+        self.broken_steps.in_a_row, self._world_size_changed = ranks[0]["broken_steps"], True
         rank_zero_info(
             f"The checkpoint was written by {checkpoints.count_processes(len(ranks))}, and this run has "
             f"{self.data_ranks}. "
-            f"{self.dropped(saved, before)} Steps have as many rows as before, a process "
+            f"{self.describe_dropped_state(saved, before)} Steps have as many rows as before, a process "
             f"{len(ranks) / self.data_ranks:g} times as many."
         )
 
@@ -1155,20 +1166,11 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     def _fitting(self) -> bool:
         return self.trainer_or_none is not None and self.trainer_or_none.state.fn == TrainerFn.FITTING
 
-    def resume_cut(self, cut: MicroBatchPlan) -> None:
+    def resume_micro_batches(self, plan: MicroBatchPlan) -> None:
         """Split steps as the resumed run did, whatever memory is free now: last bits depend on it."""
-        self.cut = cut
-        self._take_cut()
-        self._recompute_as_cut()
-
-    def _check_precision(self, before: str) -> None:
-        """Refuse `trainer.precision=auto` if it is another precision than the checkpoint's."""
-        now = str(self.trainer.precision)
-        if self.precision_by_device and now != before:
-            raise StorageError(
-                f"The checkpoint was made with trainer.precision={before}, and trainer.precision=auto is {now} on this "
-                f"machine. Set trainer.precision={before} to go on as the run began, or {now} to change it."
-            )
+        self.micro_batch_plan = plan
+        self._apply_micro_batches()
+        self._set_checkpointing()
 
     def _load_reference(self, checkpoint: dict[str, Any]) -> None:
         if "reference" in checkpoint:
@@ -1197,7 +1199,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         if self._resumed_rng is not None:
             checkpoints.set_rng_state(self._resumed_rng, self.trainer.strategy.root_device)
             self._resumed_rng = None
-        elif self._other_world:
+        elif self._world_size_changed:
             torch.manual_seed(mix(self.seed, self.data_rank, self.global_step))
         else:  # dropout and Clip-Cov draw from torch's global generator: equal in every run, different on every rank
             torch.manual_seed(mix(self.seed, self.data_rank))

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.checks import data_and_trainer as preflight
+from lit_rl.algorithms.checks import data_and_trainer
 from lit_rl.algorithms.checks.data_and_trainer import (
     NeedsAllRows,
     check_example_data,
@@ -94,7 +94,7 @@ class OfflineModule(PolicyModule, ABC):
 
         Args:
             batch: The micro-batch; `batch.totals` are the totals of its step.
-            whole: The columns of `look` of the whole step, if `couples_rows`. None: this micro-batch is the whole step.
+            whole: The columns of the whole step, if `couples_rows`. None: this micro-batch is the whole step.
         """
 
     def training_loss(self, batch: Any, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
@@ -102,9 +102,9 @@ class OfflineModule(PolicyModule, ABC):
         return self.loss(batch, whole)
 
     couples_rows = False
-    """True if a row's loss depends on the other rows of its optimizer step: then `look` is called before the step."""
+    """True if a row's loss depends on the other rows of its step: then `step_columns` is called before the step."""
 
-    def look(self, batch: Any) -> dict[str, Tensor]:
+    def step_columns(self, batch: Any) -> dict[str, Tensor]:
         """Return columns `(b,)` of a micro-batch, without gradient, that the losses of other rows depend on."""
         return {}
 
@@ -115,13 +115,6 @@ class OfflineModule(PolicyModule, ABC):
     def reads_all_rows(self) -> Iterator[NeedsAllRows]:
         """Return the active terms that read every row before the first step, so that streams are refused."""
         return iter(())
-
-    def after_step(self) -> None:
-        """Update what changes between optimizer steps. Called after each of them."""
-
-    def coefficients(self) -> dict[str, float]:
-        """Return current values of coefficients that change during the run, for the log."""
-        return {}
 
     def take_generation_seconds(self) -> float:
         """Return the seconds since the last log line of generating texts to learn from."""
@@ -146,13 +139,13 @@ class OfflineModule(PolicyModule, ABC):
         super().setup(stage)
         trainer: Any = self.trainer
         data = trainer_examples(trainer, self.learns_from, type(self).__name__)
-        preflight.check_one_accumulation(trainer, "data.batch_size counts the rows of a whole step")
+        data_and_trainer.check_one_accumulation(trainer, "data.batch_size counts the rows of a whole step")
         check_text_lengths(self.model, data.longest_text, streamed=data.stream_buffer is not None)
         unused = f"{type(self).__name__} has no use for one."
-        preflight.warn_unused_reference(self.reference, self.needs_reference, unused)
+        data_and_trainer.warn_unused_reference(self.reference, self.needs_reference, unused)
         if stage == "fit":
             columns = data.unread_columns(margins=self.reads_margins)
-            preflight.report_unread_columns(data, columns, self.columns_read(columns), sees=self.model.sees)
+            data_and_trainer.report_unread_columns(data, columns, self.columns_read(columns), sees=self.model.sees)
             if data.stream_buffer is not None:
                 check_stream(self.reads_all_rows())
             plan = OfflinePlan(
@@ -162,10 +155,10 @@ class OfflineModule(PolicyModule, ABC):
                 rows=len(data.corpus.train),
                 stream_buffer=data.stream_buffer,
             )
-            accumulate, why = self.cut_step(StepRows(data.batch_size // self.data_ranks, 1))
+            accumulate, why = self.split_step(StepRows(data.batch_size // self.data_ranks, 1))
             self.plan = replace(plan, accumulate=accumulate, why=why)
             self.check_length(data)
-        elif self.cut is None:
+        elif self.micro_batch_plan is None:
             self.fit_scoring()
 
     reads_margins = False
@@ -192,7 +185,7 @@ class OfflineModule(PolicyModule, ABC):
 
     @property
     def most_texts(self) -> int | None:
-        rows = self.cut.scored if self.cut is not None else self._scored
+        rows = self.micro_batch_plan.scored if self.micro_batch_plan is not None else self._scored
         return None if rows is None else rows * (2 if self.learns_from == "pairs" else 1)
 
     def fit_scoring(self) -> None:
@@ -214,10 +207,10 @@ class OfflineModule(PolicyModule, ABC):
         data: Any = self.trainer.datamodule  # pyright: ignore
         return data.most_learned if self.model.forward_options.fused_head else self.longest_text()
 
-    def resume_cut(self, cut: MicroBatchPlan) -> None:
-        super().resume_cut(cut)
+    def resume_micro_batches(self, plan: MicroBatchPlan) -> None:
+        super().resume_micro_batches(plan)
         if self.plan is not None:
-            self.plan = replace(self.plan, accumulate=cut.micro_batches, why=cut.why)
+            self.plan = replace(self.plan, accumulate=plan.micro_batches, why=plan.why)
 
     def on_train_batch_start(self, batch: ExampleBatch, batch_idx: int) -> None:
         self.in_a_step = True
@@ -228,7 +221,7 @@ class OfflineModule(PolicyModule, ABC):
             self._whole = None
             if self.couples_rows and batch.totals.shares > 1:
                 with self.trainer.precision_plugin.forward_context():  # Lightning opens it in `training_step` only
-                    self._whole = WholeStep.of(self.look, batch, self.ranks)
+                    self._whole = WholeStep.of(self.step_columns, batch, self.ranks)
 
     def training_step(self, batch: ExampleBatch, batch_idx: int) -> Tensor:
         self._micro, shares = batch, batch.totals.shares
@@ -237,7 +230,7 @@ class OfflineModule(PolicyModule, ABC):
         loss, metrics = self.training_loss(batch, self._whole)
         self._records.add({"loss": (loss, loss.new_full((), 1 / shares)), **metrics})
         # Lightning divides by the accumulated batches and averages over ranks; the loss already has its denominator.
-        return self.with_blind_rows(loss * shares)
+        return self.with_image_gradients(loss * shares)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
@@ -254,7 +247,7 @@ class OfflineModule(PolicyModule, ABC):
             self._log_steps(self.global_step + 1)
 
     def log_rest(self) -> None:
-        if self.trainer.log_every_n_steps and self.told_at != self.global_step:  # pyright: ignore
+        if self.trainer.log_every_n_steps and self.metrics_step != self.global_step:  # pyright: ignore
             self._log_steps(self.global_step, kept=True)
 
     def _log_steps(self, step: int, *, kept: bool = False) -> None:
@@ -264,7 +257,7 @@ class OfflineModule(PolicyModule, ABC):
         metrics |= self.speed_of({"generate": seconds, "update": metrics["time/update"]})
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=step)
-        self.tell_callbacks(metrics, step)
+        self.publish_metrics(metrics, step)
 
     def _work(self) -> UpdateWork:
         """Return this rank's share of the optimizer step's work, without KTO's mismatched texts and GKD's teacher."""
@@ -288,15 +281,15 @@ class OfflineModule(PolicyModule, ABC):
     def load_rank_state(self, saved: dict[str, Any]) -> None:
         self._records.load_state(saved, self.trainer.strategy.root_device)
 
-    def of_other_ranks(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def merge_rank_states(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the counts without averages, whose weights depend on the number of ranks."""
         kept = {"tokens_seen": saved[0]["tokens_seen"], "averages": Averages().state()}
-        return super().of_other_ranks(saved) | kept
+        return super().merge_rank_states(saved) | kept
 
-    def stays(self) -> dict[str, Any]:
-        return super().stays() | self._records.state()
+    def state_kept_on_rollback(self) -> dict[str, Any]:
+        return super().state_kept_on_rollback() | self._records.state()
 
-    def dropped(self, saved: Sequence[dict[str, Any]], slots: int) -> str:
+    def describe_dropped_state(self, saved: Sequence[dict[str, Any]], slots: int) -> str:
         return (
             "Averages since the last line of the log are dropped, and nothing else. The run goes on with the rows of "
             "the next step."
@@ -347,7 +340,7 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
     precomputed: PrecomputedReference | None = None
     """Log-probs of the reference that are computed before the training, in the methods that support it."""
 
-    def texts_beside(self) -> Iterable[tuple[str, ExampleSet]]:
+    def extra_reference_texts(self) -> Iterable[tuple[str, ExampleSet]]:
         """Return named sets of further texts, besides the rows, whose reference log-probs the loss reads."""
         return ()
 
@@ -357,10 +350,6 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
     def reads_all_rows(self) -> Iterator[NeedsAllRows]:
         if self.precomputed is not None:
             yield NeedsAllRows("algo.precompute_reference=true asks the reference about", "set it to false")
-
-    def after_step(self) -> None:
-        if self.needs_reference:
-            self.reference.update(self.policy, self.reference_policy, self.global_step + 1)
 
     def take_generation_seconds(self) -> float:
         return self.stopwatch.take("generate")
@@ -408,11 +397,11 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
             self.shorten_to_context(longest)
             own = self.evaluation.max_new_tokens
             group, new_tokens = ("sampling", self.sampling.max_new_tokens) if own is None else ("eval", own)
-            preflight.check_context_length(
+            data_and_trainer.check_context_length(
                 self.model, f"{group}.max_new_tokens", longest, new_tokens, "data.max_length"
             )
-        preflight.warn_unused_evaluation(self.evaluation, self.trainer, data.val_names, stage)
-        preflight.bind_validation(self.reward_functions, data)
+        data_and_trainer.warn_unused_evaluation(self.evaluation, self.trainer, data.val_names, stage)
+        data_and_trainer.bind_validation(self.reward_functions, data)
         self.load_rewards()
         if stage != "fit":
             self.fit_decoding()
@@ -426,7 +415,11 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
         if data.options.packing != "none":
             with self.rollout_context():
                 self.refuse_leaks()
-        if self.precomputed is not None and self.model.sees and next(iter(self.texts_beside()), None) is not None:
+        if (
+            self.precomputed is not None
+            and self.model.sees
+            and next(iter(self.extra_reference_texts()), None) is not None
+        ):
             raise ConfigError(
                 f"algo.precompute_reference=true knows the mismatched completions of {type(self).__name__} by their "
                 "tokens, which do not tell images apart. Set it to false with a model over images."
@@ -447,14 +440,16 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
         corpus = data.corpus
         sets = {"train": corpus.train} | {f"val/{name}".removesuffix("/"): held for name, held in corpus.val.items()}
         if precomputed.released:
-            precomputed.prepare(sets, self.texts_beside(), None)
+            precomputed.prepare(sets, self.extra_reference_texts(), None)
             return
-        precomputed.prepare(sets, self.texts_beside(), self._reference_source(precomputed.folder, data.val_batch_size))
+        precomputed.prepare(
+            sets, self.extra_reference_texts(), self._reference_source(precomputed.folder, data.val_batch_size)
+        )
         self.before_release()
         if not flattens_weights(self.trainer.strategy):
             free_own_weights(self.reference_policy, self.policy)
         self.reference_policy = None
-        precomputed.release()
+        precomputed.released = True  # texts that are not known by now are refused
 
     def _reference_source(self, folder: str | None, batch_size: int) -> ReferenceSource:
         trainer: Any = self.trainer

@@ -18,15 +18,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.checks import argument_checks, episode_checks, model_sizes
-from lit_rl.algorithms.checks import data_and_trainer as preflight
+from lit_rl.algorithms.checks import argument_checks, data_and_trainer, episode_checks, model_sizes
 from lit_rl.algorithms.checks.memory import REWARD_MODELS, Memory, RowLengths
 from lit_rl.algorithms.checks.micro_batching import MicroBatchPlan, StepRows
 from lit_rl.algorithms.checks.policy_gradient_checks import check_weight_copies
 from lit_rl.algorithms.data_parallel import data_ranks
 from lit_rl.algorithms.evaluation.validation import MOST_ROWS, entropies
 from lit_rl.algorithms.loop.generating import GeneratingModule
-from lit_rl.algorithms.records import Records, learning_rates
+from lit_rl.algorithms.records import RolloutRecords, learning_rates
 from lit_rl.algorithms.rollouts import checkpoints
 from lit_rl.algorithms.rollouts.phase_costs import UpdateWork
 from lit_rl.algorithms.rollouts.rollout_plan import (
@@ -100,7 +99,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         self._work: list[UpdateWork] = []
         """Work of each slot of the current rollout."""
         self._step_tokens: StepTokens | None = None
-        self._records = Records()
+        self._records = RolloutRecords()
         self._rates: dict[str, float] = {}
         self._unlogged: dict[str, float] = {}
         """Metrics of a rollout that ended between two logged steps."""
@@ -157,27 +156,29 @@ class OnPolicyModule(GeneratingModule, ABC):
             self.stopwatch.reset()
             self.speed.begin()
             self.source.begin_rollout()
-            with run_ending_hook(), self.rollout_context(), self.source.kept_if_given_up():
+            with run_ending_hook(), self.rollout_context(), self.source.keep_ahead_on_abort():
                 rollout = self.take_rollout(batch)
-            self.rest()
+            self.generator.rest()
             self.in_a_step = True
             self._begin_rollout(*rollout)
         self.in_a_step, self._slot = True, batch.slot
 
     def take_rollout(self, batch: PromptBatch) -> tuple[Scored, Rollout, Metrics]:
         """Take the rollout of these prompts; return it as scored, and as learned from, with metrics."""
-        completions, draws_more = self.completions(batch), self.groups is not None or self.needs_greedy_rewards
+        draws_more = self.groups is not None or self.needs_greedy_rewards
+        oldest = self.generator.lag * self.minibatches * self.iterations
+        with fail_on_all_ranks(self.ranks):
+            ahead = self.source.take_ahead(self.request(batch), self.ranks, oldest=oldest)
+            completions = self.draw_now(batch) if ahead is None else ahead
         if not draws_more:
-            self._check_failures()
-            self._request_ahead(batch.upcoming)
+            self._finish_drawing(batch.upcoming)
         scored = Scored(batch, completions, self.reward_together(batch, completions))
         scored, chosen = self.choose(scored)
         scored = self.judged(scored)
         if self.needs_greedy_rewards:
             scored = replace(scored, greedy_rewards=self.greedy_rewards(scored.batch))
         if draws_more:
-            self._check_failures()
-            self._request_ahead(batch.upcoming)
+            self._finish_drawing(batch.upcoming)
         scores = self.needs_old_logprobs or self.needs_reference
         with self.stopwatch.measure("score") if scores else nullcontext():
             old = self.old_logprobs(scored.completions) if self.needs_old_logprobs else None
@@ -185,20 +186,20 @@ class OnPolicyModule(GeneratingModule, ABC):
             rollout, metrics = self.advantages(scored, old, ref)
         return scored, rollout, chosen | metrics
 
-    def _check_failures(self) -> None:
-        """Refuse a rollout with too many failed episodes, as soon as all of it is drawn.
+    def _finish_drawing(self, upcoming: Sequence[PromptBatch]) -> None:
+        """Refuse a rollout with too many failed episodes, as soon as all of it is drawn, and request the next ones.
 
         Raises:
-            GenerationError: see `Failures.check`.
+            GenerationError: see `EpisodeFailures.check`.
         """
-        if self.env is None:
-            return
-        try:
-            self.source.failures.check(self.env.max_failed, self.ranks)
-        except GenerationError:
-            if self.interaction is not None:
-                self.interaction.forget()
-            raise
+        if self.env is not None:
+            try:
+                self.source.failures.check(self.env.max_failed, self.ranks)
+            except GenerationError:
+                if self.interaction is not None:
+                    self.interaction.forget()
+                raise
+        self.source.request_ahead([self.request(batch) for batch in upcoming])
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> Tensor:
         assert self.rollout is not None and self.plan is not None
@@ -212,22 +213,11 @@ class OnPolicyModule(GeneratingModule, ABC):
         shares = self.plan.accumulate * self.plan.world_size
         self._records.add({"loss": (loss, loss.new_full((), 1 / shares)), **metrics})
         self.after_micro_batch(micro, scores, self._step_tokens)
-        self.seen = SeenRows.of(self._rows_of(batch), scores)
+        self.seen = SeenRows.of(self.dealt_out(batch)[1][batch.slot], scores)
         # Lightning divides by the accumulated batches and averages over ranks; the loss already has its denominator.
-        return self.with_blind_rows(loss * shares)
+        return self.with_image_gradients(loss * shares)
 
     # ------------------------------------------------------------------ parts of a rollout
-
-    def completions(self, batch: PromptBatch) -> Completions:
-        """Return the completions of a rollout's prompts: drawn ahead if the generator lags, else now.
-
-        Raises:
-            GenerationError: the generator of any rank failed.
-        """
-        oldest = self.generator.lag * self.minibatches * self.iterations
-        with fail_on_all_ranks(self.ranks):
-            ahead = self.source.take_ahead(self.request(batch), self.ranks, oldest=oldest)
-            return self.draw_now(batch) if ahead is None else ahead
 
     def request(
         self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
@@ -247,17 +237,14 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     def draw_now(self, batch: PromptBatch) -> Completions:
         """Generate the completions of a rollout's prompts with the current weights."""
-        return self.generate_to_score(batch)
-
-    def _request_ahead(self, upcoming: Sequence[PromptBatch]) -> None:
-        self.source.request_ahead([self.request(batch) for batch in upcoming])
+        return self.draw(batch, score_early=True)
 
     def choose(self, scored: Scored) -> tuple[Scored, Metrics]:
         """Select the groups, and members of groups, to learn from."""
         if self.groups is None:
             return scored, {}
         datamodule = getattr(self.trainer_or_none, "datamodule", None)
-        spare = Spare(datamodule, self.draw_now, self.generate, self.reward, self.generator.exact)
+        spare = Spare(datamodule, self.draw_now, self.draw, self.reward, self.generator.exact)
         return self.groups(scored, spare=spare, tokenizer=self.tokenizer, ranks=self.ranks)
 
     def judged(self, scored: Scored) -> Scored:
@@ -268,7 +255,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         """Return the reward `(b,)` of the greedy completion of each row's prompt."""
         greedy = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         with fail_on_all_ranks(self.ranks):
-            completions = self.generate_to_score(batch, greedy, group_size=1)
+            completions = self.draw(batch, greedy, group_size=1, score_early=True)
         total = self.reward_together(batch, completions).total
         return total.to(completions.response_ids.device).repeat_interleave(self.group_size)
 
@@ -299,27 +286,20 @@ class OnPolicyModule(GeneratingModule, ABC):
         """Return the reference's log-probs `(b, t)` for `advantages`."""
         return self.ref_logprobs(scored.completions)
 
-    def _frozen(self, model: Any, completions: Completions) -> Tensor:
-        return frozen_logprobs(
-            model,
-            completions,
-            sampling=self.sampling,
-            options=self.forward_options,
-            rows_at_once=self.rows_at_once(completions),
-        )
+    def _frozen(self, model: Any, completions: Completions, rows_at_once: int | None = None) -> Tensor:
+        rows = rows_at_once or self.rows_at_once(completions)
+        options = self.forward_options
+        return frozen_logprobs(model, completions, sampling=self.sampling, options=options, rows_at_once=rows)
 
     rolls_out = True
 
-    def said_by_policy(self, completions: Completions) -> dict[str, Tensor]:
-        said = {"entropy": entropies(self.policy, completions, self.sampling, self.forward_options)}
-        if not self.needs_reference:
-            return said
-        how: dict[str, Any] = {"sampling": self.sampling, "options": self.forward_options, "rows_at_once": MOST_ROWS}
-        now = frozen_logprobs(self.policy, completions, **how)
-        with self.reference.scoring(self.policy, self.reference_policy) as scorer:
-            reference: Any = scorer
-            ref = frozen_logprobs(reference, completions, **how)
-        return said | {"kl": k3(now, ref, now)}
+    def token_statistics(self, completions: Completions) -> dict[str, Tensor]:
+        columns = {"entropy": entropies(self.policy, completions, self.sampling, self.forward_options)}
+        if self.needs_reference:
+            now = self._frozen(self.policy, completions, MOST_ROWS)
+            with self.reference.scoring(self.policy, self.reference_policy) as scorer:
+                columns["kl"] = k3(now, self._frozen(scorer, completions, MOST_ROWS), now)
+        return columns
 
     def rows_at_once(self, completions: Completions) -> int:
         """Return the rows of a micro-batch: scoring must not need more memory than learning."""
@@ -335,29 +315,20 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     # ------------------------------------------------------------------ between steps
 
-    def replaced(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
+    def rollout_to_learn(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
         """Return the rollout to learn from, made of the rollout that was drawn."""
         return rollout, {}
 
     def after_micro_batch(self, rollout: Rollout, scores: TokenScores, step: StepTokens | None = None) -> None:
         """Observe a micro-batch, after its `loss` and with its arguments, for terms that adapt after the step."""
 
-    def after_step(self) -> None:
-        """Update what changes between optimizer steps. Called after each of them."""
-        if self.needs_reference:
-            self.reference.update(self.policy, self.reference_policy, self.global_step + 1)
-
-    def coefficients(self) -> dict[str, float]:
-        """Return current values of coefficients that change during the run, for the log."""
-        return {}
-
     # ------------------------------------------------------------------ the clock
 
     def setup(self, stage: str) -> None:
         """Check everything that can be known before weights are loaded, and plan the batches."""
         super().setup(stage)
-        data = preflight.rollout_data(self.trainer)
-        preflight.check_one_accumulation(self.trainer, "a rollout would no longer divide into them")
+        data = data_and_trainer.rollout_data(self.trainer)
+        data_and_trainer.check_one_accumulation(self.trainer, "a rollout would no longer divide into them")
         if self.env is not None:
             self.interaction = self._interaction_with(self.env, data, stage)
         self._check_data(data, stage)
@@ -406,14 +377,16 @@ class OnPolicyModule(GeneratingModule, ABC):
             self.reward_functions.bind([*data.columns, *episodes])
             self._fits(data.longest_prompt, self.sampling, "sampling.max_new_tokens")
             wants = "no KL term needs it. Set algo.beta or algo.reward_beta above 0 to measure the KL against it."
-            preflight.warn_unused_reference(self.reference, self.needs_reference, wants)
-            preflight.report_unread_columns(data, data.columns, self.columns_read(data.columns), sees=self.model.sees)
+            data_and_trainer.warn_unused_reference(self.reference, self.needs_reference, wants)
+            data_and_trainer.report_unread_columns(
+                data, data.columns, self.columns_read(data.columns), sees=self.model.sees
+            )
         if longest := data.longest_val_prompt:
             group = "sampling" if self.evaluation.max_new_tokens is None else "eval"
             self._fits(longest, self.evaluation.sampling(self.sampling), f"{group}.max_new_tokens")
-        preflight.warn_unused_evaluation(self.evaluation, self.trainer, data.val_names, stage)
-        preflight.bind_validation(self.reward_functions, data, episodes)
-        preflight.check_scored_values(self.reward_functions, data, episodes)
+        data_and_trainer.warn_unused_evaluation(self.evaluation, self.trainer, data.val_names, stage)
+        data_and_trainer.bind_validation(self.reward_functions, data, episodes)
+        data_and_trainer.check_scored_values(self.reward_functions, data, episodes)
 
     def columns_read(self, columns: Sequence[str]) -> set[str]:
         """Return the columns that rewards, a judge, an environment or a group selection may read."""
@@ -423,7 +396,7 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     def check_processes(self, data: Any, trainer: Any) -> None:
         check_weight_copies(self.generator, trainer)
-        prompts = preflight.check_prompt_data(data)
+        prompts = data_and_trainer.check_prompt_data(data)
         if not getattr(prompts, "size_is_given", True):
             return  # checked once the rows are read
         BatchPlan(
@@ -448,26 +421,29 @@ class OnPolicyModule(GeneratingModule, ABC):
             split_groups=self._slices_by_hand,
             max_new_tokens=self.longest_response(self.sampling),
         )
+        slices: Sequence[int] = (1,)  # numbers of slices that the memory plan may split a group into
+        if self.split_groups == "auto" and not self.compares_in_step:
+            slices = [parts for parts in range(1, self.group_size + 1) if self.group_size % parts == 0]
         step = StepRows(
             plan.units,
             plan.group_size // plan.split_groups,
             sequences=plan.completions // plan.world_size,
             whole="groups, or slices of them",
-            slices=self._slices(),
+            slices=slices,
             sliced_by_hand=self.split_groups != "auto" and not self.compares_in_step,
         )
-        accumulate, why = self.cut_step(step)
-        self.plan = self._cut_plan(plan, step, accumulate, why)
-        preflight.warn_partial_rollouts(self.trainer, self.plan.slots)
+        accumulate, why = self.split_step(step)
+        self.plan = self._with_micro_batches(plan, step, accumulate, why)
+        data_and_trainer.warn_partial_rollouts(self.trainer, self.plan.slots)
 
     def _fits(self, longest: int, sampling: Sampling, key: str) -> None:
         """Refuse prompts and completions that do not fit the model's context, or that the engine cannot generate."""
         if self.interaction is None:
-            preflight.check_context_length(self.model, key, longest, sampling.max_new_tokens)
+            data_and_trainer.check_context_length(self.model, key, longest, sampling.max_new_tokens)
         else:
             episode_checks.check_episode_length(self.model, self.interaction, longest)
         whole = replace(sampling, max_new_tokens=self.longest_response(sampling))
-        preflight.check_engine(self.generator, whole, self.longest_prompt(longest))
+        data_and_trainer.check_engine(self.generator, whole, self.longest_prompt(longest))
 
     @property
     def _slices_by_hand(self) -> int:
@@ -483,12 +459,6 @@ class OnPolicyModule(GeneratingModule, ABC):
             parts = 1 if left or not parts else parts  # a part of a group, or refused by the batch plan
         return self.minibatches * (parts // math.gcd(parts, slices))
 
-    def _slices(self) -> Sequence[int]:
-        """Return the numbers of slices that the memory plan may split a group into."""
-        if self.split_groups != "auto" or self.compares_in_step:
-            return (1,)
-        return [parts for parts in range(1, self.group_size + 1) if self.group_size % parts == 0]
-
     def lengths(self) -> RowLengths:
         data: Any = self.trainer.datamodule  # pyright: ignore
         rows = max(1, self.group_size // self._slices_by_hand)  # a remainder is refused by the batch plan
@@ -501,9 +471,11 @@ class OnPolicyModule(GeneratingModule, ABC):
         longest, new_tokens = self.longest_prompt(data.longest_prompt), self.longest_response(self.sampling)
         return RowLengths(longest, new_tokens, rows, shares=shares, folds=folds)
 
-    def read_only(self) -> dict[str, int]:
+    def frozen_model_bytes(self) -> dict[str, int]:
         # They are loaded by now, so measured free memory is already without them, and a user's `memory_gb` is not.
-        return super().read_only() | ({REWARD_MODELS: self.reward_functions.weight_bytes} if self.memory_gb else {})
+        return super().frozen_model_bytes() | (
+            {REWARD_MODELS: self.reward_functions.weight_bytes} if self.memory_gb else {}
+        )
 
     def memory(self) -> Memory | None:
         found, lag = super().memory(), self.generator.lag
@@ -512,12 +484,12 @@ class OnPolicyModule(GeneratingModule, ABC):
         copies = lag * model_sizes.copy_bytes(found.policy, found.numbers)
         return replace(found, others={**found.others, "copies for rollouts ahead": copies})
 
-    def resume_cut(self, cut: MicroBatchPlan) -> None:
-        super().resume_cut(cut)
+    def resume_micro_batches(self, plan: MicroBatchPlan) -> None:
+        super().resume_micro_batches(plan)
         if self.plan is not None and self.step is not None:
-            self.plan = self._cut_plan(self.plan, self.step, cut.micro_batches, cut.why)
+            self.plan = self._with_micro_batches(self.plan, self.step, plan.micro_batches, plan.why)
 
-    def _cut_plan(self, plan: BatchPlan, step: StepRows, micro_batches: int, why: str) -> BatchPlan:
+    def _with_micro_batches(self, plan: BatchPlan, step: StepRows, micro_batches: int, why: str) -> BatchPlan:
         split = self._slices_by_hand * step.slices_of(micro_batches)
         return replace(plan, accumulate=micro_batches, split_groups=split, why=why)
 
@@ -532,21 +504,26 @@ class OnPolicyModule(GeneratingModule, ABC):
         return self._records.samples
 
     @property
-    def noted(self) -> dict[str, list[Any]]:
+    def plain_columns(self) -> dict[str, list[Any]]:
         """Rewards of each function, columns of the data and notes of rewards, for the rows that are learned from; empty
         if a replay buffer or an opponent put other rows in."""
-        return self._records.noted
+        return self._records.plain_columns
 
-    def shown(self, scored: Scored, rollout: Rollout) -> tuple[Scored, Rollout]:
+    def displayed(self, scored: Scored, rollout: Rollout) -> tuple[Scored, Rollout]:
         """Return the view of a drawn rollout for records and callbacks."""
         return scored, rollout
 
     def _begin_rollout(self, scored: Scored, rollout: Rollout, metrics: Metrics) -> None:
         if self.plan is None:
             raise ConfigError("The module was not set up: call trainer.fit(module, datamodule=RolloutDataModule(...)).")
-        self.scored, visible = self.shown(scored, rollout)
-        self.rollout, replacing = self.replaced(rollout)
-        self._records.add(self.source.proof(self.device) | self._episode_metrics() | metrics | replacing)
+        self.scored, visible = self.displayed(scored, rollout)
+        self.rollout, replacing = self.rollout_to_learn(rollout)
+        episodes = {} if self.interaction is None else self.interaction.pop_metrics()
+        of_episodes: Metrics = {
+            name: (torch.full((), float(above), device=self.device), torch.full((), float(below), device=self.device))
+            for name, (above, below) in episodes.items()
+        }
+        self._records.add(self.source.proof(self.device) | of_episodes | metrics | replacing)
         self._records.open(
             self.scored,
             visible,
@@ -558,7 +535,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         self.phase_memory.begin()
         self.speed.restart()
         if self.rollout.completions.response_ids is not self.scored.completions.response_ids:
-            self._records.noted = {}  # of other rows
+            self._records.plain_columns = {}  # of other rows
         index = scored.batch.rollout
         self._counts = step_counts(self.rollout, self.plan, seed=self.seed, index=index, ranks=self.ranks)
         self._dealt = None
@@ -566,20 +543,10 @@ class OnPolicyModule(GeneratingModule, ABC):
             rows = torch.full((), float(len(teaching)), device=teaching.device)
             self._records.add({"frac_rows_skipped": (rows - teaching.sum(), rows)})
 
-    def _episode_metrics(self) -> Metrics:
-        def number(value: float) -> Tensor:
-            return torch.full((), float(value), device=self.device)
-
-        found = {} if self.interaction is None else self.interaction.pop_metrics()
-        return {name: (number(above), number(below)) for name, (above, below) in found.items()}
-
     def _micro_batch(self, batch: PromptBatch, ahead: int = 0) -> Rollout:
         """Return the rows of this slot, or of a later one."""
         rollout, rows, used = self.dealt_out(batch)
         return micro_batch(rollout, rows[batch.slot + ahead], used[batch.slot + ahead])
-
-    def _rows_of(self, batch: PromptBatch) -> Tensor:
-        return self.dealt_out(batch)[1][batch.slot]
 
     def dealt_out(self, batch: PromptBatch) -> tuple[Rollout, list[Tensor], list[dict[Width, slice]]]:
         """Return the rollout to learn from, the rows of each slot, and the columns that they use. Computed once."""
@@ -635,26 +602,23 @@ class OnPolicyModule(GeneratingModule, ABC):
 
         closure = backward_and_drop_gradient if self._records.unscored else optimizer_closure
         super().optimizer_step(epoch, batch_idx, optimizer, closure)
-        self._records.stepped(self.grad_norm, skipped=self.broken_steps.last)
+        self._records.add_step(self.grad_norm, skipped=self.broken_steps.last)
         self._rates = learning_rates(self.trainer.optimizers[0])
         self.after_step()
-        if self.plan is not None and self._slot == self.plan.slots - 1:
-            self._log_rollout(self.global_step + 1)
-
-    def _log_rollout(self, step: int) -> None:
-        """Log the metrics of the rollout and its updates, under the number of the optimizer step that ended it."""
+        if self.plan is None or self._slot < self.plan.slots - 1:
+            return
+        step, every = self.global_step + 1, self.trainer.log_every_n_steps  # pyright: ignore
         self._unlogged = metrics = self._metrics_of_rollout(kept=False)
-        every: Any = self.trainer.log_every_n_steps  # pyright: ignore
         if every and step // every > (step - self.minibatches * self.iterations) // every:
             self._give_loggers(metrics, step)
-        self.tell_callbacks(metrics, step)
+        self.publish_metrics(metrics, step)
 
     def log_rest(self) -> None:
         """Log a rollout that the run ends in, too; its averages are kept for a resumed run."""
         metrics, half_used = self._unlogged, self.plan is not None and 0 <= self._slot < self.plan.slots - 1
-        if half_used and self.told_at != self.global_step:
+        if half_used and self.metrics_step != self.global_step:
             metrics = self._metrics_of_rollout(kept=True)
-            self.tell_callbacks(metrics, self.global_step)
+            self.publish_metrics(metrics, self.global_step)
         if metrics and self.trainer.log_every_n_steps:  # pyright: ignore
             self._give_loggers(metrics, self.global_step)
 
@@ -695,18 +659,18 @@ class OnPolicyModule(GeneratingModule, ABC):
         mine |= {"rollout": checkpoints.to_plain(self.rollout), "totals": checkpoints.to_plain(self._counts)}
         return counts | self._records.half_used() | mine
 
-    def of_other_ranks(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        counts = {name: saved[0][name] for name in self._records.counts() if name in saved[0]}  # they are of all ranks
-        return super().of_other_ranks(saved) | counts
+    def merge_rank_states(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        counts = {name: saved[0][name] for name in self._records.counts()}  # they are of all ranks
+        return super().merge_rank_states(saved) | counts
 
-    def stays(self) -> dict[str, Any]:
-        return super().stays() | self._records.counts()
+    def state_kept_on_rollback(self) -> dict[str, Any]:
+        return super().state_kept_on_rollback() | self._records.counts()
 
     @property
     def slots(self) -> int:
         return self.slots_per_rollout
 
-    def dropped(self, saved: Sequence[dict[str, Any]], slots: int) -> str:
+    def describe_dropped_state(self, saved: Sequence[dict[str, Any]], slots: int) -> str:
         first, said = saved[0], []
         if "rollout" in first:
             steps = len(first["totals"])
@@ -716,10 +680,10 @@ class OnPolicyModule(GeneratingModule, ABC):
             said.append("What was drawn ahead is dropped, and is drawn with the weights of now.")
         return " ".join([*(said or ["Nothing is dropped."]), "The run goes on with the next rollout."])
 
-    def seen_rows(self) -> Callable[[int], PromptVision | None]:
+    def vision_lookup(self) -> Callable[[int], PromptVision | None]:
         """Return the function from a training row to its images."""
         data: Any = self.trainer.datamodule  # pyright: ignore
-        return getattr(data, "vision", _no_vision)
+        return getattr(data, "vision", lambda row: None)  # a data module without images has none
 
     def processor(self) -> Processor | None:
         """Return the processor that makes pixels of an environment's images."""
@@ -728,15 +692,11 @@ class OnPolicyModule(GeneratingModule, ABC):
     def load_rank_state(self, saved: dict[str, Any]) -> None:
         self._records.load_counts(saved)
         device = self.trainer.strategy.root_device  # the module itself is moved there only later
-        see = self.seen_rows()
+        see = self.vision_lookup()
         self.source.load_state(saved, device, see, self.processor)
         if "rollout" in saved:
             loaded = checkpoints.rollout_from_plain(saved["rollout"], device)
             self.rollout, self._dealt = checkpoints.restore_pixels(loaded, see, self.processor), None
             self._records.load_half_used(saved, device)
             self._slot, self._counts = saved["slot"], saved["totals"].to(device)
-            self.stopwatch.load(saved["seconds"], saved.get("parts", {}))
-
-
-def _no_vision(row: int) -> None:
-    """Return None, for a data module without images."""
+            self.stopwatch.load(saved["seconds"], saved["parts"])

@@ -72,6 +72,21 @@ class RolloutRequest:
     on_finished: Callable[[int, list[int]], None] | None = None
     """Callback for finished completions of one turn, while others are still written."""
 
+    def start(self, generator: Generator) -> Callable[[], Completions]:
+        """Give the generator the policy's weights, and return the function that draws the completions."""
+        return request(
+            generator,
+            self.policy,
+            self.batch,
+            sampling=self.sampling,
+            group_size=self.group_size,
+            vocabulary=Vocabulary.of(self.model),
+            version=self.version,
+            seed=self.seed,
+            interaction=self.interaction,
+            on_finished=self.on_finished,
+        )
+
     def by_another(self, policy: nn.Module) -> RolloutRequest:
         """Return the request for another model with noise of its own: with the same noise equal models write the
         same."""
@@ -106,7 +121,7 @@ class RolloutSource:
         self._taken = None
 
     @contextmanager
-    def kept_if_given_up(self) -> Iterator[None]:
+    def keep_ahead_on_abort(self) -> Iterator[None]:
         """Keep the completions drawn ahead for the current rollout if it is aborted or fails, for a resume."""
         try:
             yield
@@ -119,40 +134,33 @@ class RolloutSource:
 
     def draw(self, asked: RolloutRequest, ranks: Ranks) -> Completions:
         """Draw the completions, with groups numbered over all ranks."""
-        with self._stopwatch.measure("generate"), self._waited(asked.interaction), self._given_up(asked):
-            completions = self._begin(asked)()
+        interaction = asked.interaction
+        waited = 0.0 if interaction is None else interaction.waited
+        with self._stopwatch.measure("generate"), self._interruptible(asked):
+            self._ahead.wait()  # the weights of a request in flight must not change
+            completions = asked.start(self.generator)()
+        if interaction is not None:
+            self._stopwatch.add_part("environment", interaction.waited - waited)
         self._gap = self.generator.gap
         return self._received(completions, asked.batch, ranks)
-
-    @contextmanager
-    def _waited(self, interaction: EpisodeSource | None) -> Iterator[None]:
-        before = 0.0 if interaction is None else interaction.waited
-        yield
-        if interaction is not None:
-            self._stopwatch.add_part("environment", interaction.waited - before)
 
     def draw_other(self, asked: RolloutRequest) -> Completions:
         """Draw the completions of another model than the policy, given as `asked.policy`.
 
         A copy of the generator draws them, so that the policy's never holds other weights.
         """
-        with self._stopwatch.measure("generate"), self._given_up(asked):
-            completions = _start_request(copy.copy(for_another_policy(self.generator)), asked)()
+        with self._stopwatch.measure("generate"), self._interruptible(asked):
+            completions = asked.start(copy.copy(for_another_policy(self.generator)))()
         self.sampled_tokens += int(completions.lengths.sum())
         return completions
 
-    def _given_up(self, asked: RolloutRequest) -> AbstractContextManager[None]:
+    def _interruptible(self, asked: RolloutRequest) -> AbstractContextManager[None]:
         """Return the context for a draw that may be aborted.
 
         Engine calls are collective. A generator that is the policy itself is called by each rank alone, unless its
         layers are cut over several.
         """
         return interrupts.interruptible(alone=self.generator.exact and not is_tensor_parallel(asked.policy))
-
-    def _begin(self, asked: RolloutRequest) -> Callable[[], Completions]:
-        """Give the generator the current weights, and return the function that draws the completions."""
-        self._ahead.wait()  # the weights of a request in flight must not change
-        return _start_request(self.generator, asked)
 
     def _received(self, completions: Completions, batch: PromptBatch, ranks: Ranks) -> Completions:
         found = replace(completions, group_id=completions.group_id + ranks.rank * len(batch)).with_host()
@@ -190,7 +198,8 @@ class RolloutSource:
     def _update_and_draw(self, asked: RolloutRequest) -> None:
         """Update the engine here, as that is a collective over ranks; then draw in a thread."""
         try:
-            draw = self._begin(asked)
+            self._ahead.wait()
+            draw = asked.start(self.generator)
         except GenerationError as error:
             error.on_every_rank = True  # ranks fail to update an engine together
             raise
@@ -298,16 +307,14 @@ class RolloutSource:
         see: Callable[[int], PromptVision | None],
         processor: Callable[[], Processor | None],
     ) -> None:
-        """Restore what `state` returned; `see` and `processor` are those of `state.made`."""
+        """Restore what `state` returned; `see` and `processor` are those of `checkpoints.restore_pixels`."""
         self._ahead.forget()  # from another run in this process that ended early
-        ahead = saved.get("ahead", [])
-        for each in [ahead] if isinstance(ahead, dict) else ahead:  # earlier versions wrote the only one
+        for each in saved.get("ahead", ()):
             completions = checkpoints.restore_pixels(
                 checkpoints.completions_from_plain(each["completions"], device), see, processor
             )
-            gap = each.get("gap")
-            name = each["rollout"], tuple(each["rows"])
-            self._ahead.put(name, DrawnAhead(completions, None if gap is None else Gap(**gap)))
+            gap = None if each["gap"] is None else Gap(**each["gap"])
+            self._ahead.put((each["rollout"], tuple(each["rows"])), DrawnAhead(completions, gap))
 
 
 @contextmanager
@@ -359,21 +366,6 @@ def _failure_severity(error: BaseException | None) -> int:
     return 0 if error is None else 1 if isinstance(error, EngineLost) else 2
 
 
-def _start_request(generator: Generator, asked: RolloutRequest) -> Callable[[], Completions]:
-    return request(
-        generator,
-        asked.policy,
-        asked.batch,
-        sampling=asked.sampling,
-        group_size=asked.group_size,
-        vocabulary=Vocabulary.of(asked.model),
-        version=asked.version,
-        seed=asked.seed,
-        interaction=asked.interaction,
-        on_finished=asked.on_finished,
-    )
-
-
 def _draw_in_thread(generator: Generator, asked: RolloutRequest) -> Callable[[], DrawnAhead]:
     """Return a function for a thread: give the generator the weights of a private policy, and draw."""
 
@@ -384,7 +376,7 @@ def _draw_in_thread(generator: Generator, asked: RolloutRequest) -> Callable[[],
         # A thread begins with gradients, on the first GPU, and without autocast: the engine is compared with the plain
         # weights.
         with torch.no_grad(), torch.cuda.device_of(next(asked.policy.parameters())):
-            return DrawnAhead(_start_request(generator, asked)(), generator.gap)
+            return DrawnAhead(asked.start(generator)(), generator.gap)
 
     return draw
 
@@ -414,28 +406,20 @@ class EarlyRewards:
 
     def __init__(self) -> None:
         self._begun: tuple[PromptBatch, PendingRewards] | None = None
-        self._expected = False
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(EarlyRewards())
 
     @contextmanager
-    def expected(self) -> Iterator[None]:
-        """Mark that the completions drawn inside are scored next."""
-        self._expected = True
-        try:
-            yield
-        finally:
-            self._expected = False
-
-    @contextmanager
-    def begun(self, rewards: Rewards, asked: RolloutRequest, state: TrainerState) -> Iterator[RolloutRequest]:
-        """Yield the request; if it is to be scored, with a callback that begins its rewards, cancelled on failure.
+    def begun(
+        self, rewards: Rewards, asked: RolloutRequest, state: TrainerState, *, expected: bool
+    ) -> Iterator[RolloutRequest]:
+        """Yield the request; if scoring is expected next, with a callback that begins it, cancelled on failure.
 
         Rewards of episodes need whole episodes, so they do not begin early.
         """
         self._drop()
-        if not self._expected or asked.interaction is not None:
+        if not expected or asked.interaction is not None:
             yield asked
             return
         batch, tokenizer = asked.batch, asked.model.tokenizer

@@ -131,12 +131,18 @@ class Spare:
     """Whether the generator is the policy itself, so that each rank can draw alone."""
 
     def draw(self, positions: range, *, rollout: int, first: int) -> Scored:
-        """Complete and score the prompts at these positions of the spare order."""
+        """Complete and score the prompts at these positions of the spare order.
+
+        Args:
+            positions: One or more.
+            rollout: The number of the rollout that they are for.
+            first: The number drawn for it before, over all ranks.
+        """
         batch = self.datamodule.spare.batch(positions, rollout=rollout, first=first)
         completions = self.draw_now(batch)
         return Scored(batch, completions, self.reward(batch, completions))
 
-    def keep_pace(self, position: int, *, rollout: int, first: int) -> None:
+    def dummy_generate(self, position: int, *, rollout: int, first: int) -> None:
         """Generate and discard one completion, so that every rank makes the same number of engine calls."""
         if not self.exact:
             one = self.datamodule.spare.batch(range(position, position + 1), rollout=rollout, first=first)

@@ -27,44 +27,7 @@ from lit_rl.generation.collect import response_ids
 from lit_rl.ops.returns import process_supervised
 from lit_rl.rewards.contract import Part, is_turn_reward
 
-
-class RunningNorm:
-    """Running normalisation: rewards less their mean, divided by their standard deviation, since the start of the run.
-
-    Welford's algorithm over every scored reward of every rank. The current rollout is included; rewards that are all
-    equal become 0.
-
-    Args:
-        eps: Added to the deviation.
-    """
-
-    def __init__(self, eps: float = 1e-8) -> None:
-        in_range("algo.reward_norm.eps", eps, low=0)
-        self.eps = eps
-        self._count, self._mean, self._squares = 0, 0.0, 0.0
-
-    def __call__(self, rewards: Tensor) -> Tensor:
-        """Update with the rewards `(n,)` of all ranks, NaN for unscored ones, and return them normalised."""
-        scored = rewards[~rewards.isnan()].double()
-        if len(scored):
-            count = self._count + len(scored)
-            mean, squares = float(scored.mean()), float((scored - scored.mean()).square().sum())
-            delta = mean - self._mean
-            self._squares += squares + delta * delta * self._count * len(scored) / count
-            self._mean += delta * len(scored) / count
-            self._count = count
-        return self.scaled(rewards)
-
-    def scaled(self, rewards: Tensor) -> Tensor:
-        """Return rewards normalised by the current statistics, without an update."""
-        std = math.sqrt(self._squares / max(1, self._count - 1))
-        return (rewards - self._mean) / (std + self.eps) if std else rewards - self._mean
-
-    def state(self) -> dict[str, float]:
-        return {"count": self._count, "mean": self._mean, "squares": self._squares}
-
-    def load_state(self, saved: dict[str, float]) -> None:
-        self._count, self._mean, self._squares = int(saved["count"]), saved["mean"], saved["squares"]
+# ------------------------------------------------------------------ from scores to credit
 
 
 @dataclass(frozen=True)
@@ -283,6 +246,48 @@ def _token_at(ids: list[int], end: int, tokenizer: Any) -> int:
     return low
 
 
+# ------------------------------------------------------------------ normalisation
+
+
+class RunningNorm:
+    """Running normalisation: rewards less their mean, divided by their standard deviation, since the start of the run.
+
+    Welford's algorithm over every scored reward of every rank. The current rollout is included; rewards that are all
+    equal become 0.
+
+    Args:
+        eps: Added to the deviation.
+    """
+
+    def __init__(self, eps: float = 1e-8) -> None:
+        in_range("algo.reward_norm.eps", eps, low=0)
+        self.eps = eps
+        self._count, self._mean, self._squares = 0, 0.0, 0.0
+
+    def __call__(self, rewards: Tensor) -> Tensor:
+        """Update with the rewards `(n,)` of all ranks, NaN for unscored ones, and return them normalised."""
+        scored = rewards[~rewards.isnan()].double()
+        if len(scored):
+            count = self._count + len(scored)
+            mean, squares = float(scored.mean()), float((scored - scored.mean()).square().sum())
+            delta = mean - self._mean
+            self._squares += squares + delta * delta * self._count * len(scored) / count
+            self._mean += delta * len(scored) / count
+            self._count = count
+        return self.scaled(rewards)
+
+    def scaled(self, rewards: Tensor) -> Tensor:
+        """Return rewards normalised by the current statistics, without an update."""
+        std = math.sqrt(self._squares / max(1, self._count - 1))
+        return (rewards - self._mean) / (std + self.eps) if std else rewards - self._mean
+
+    def state(self) -> dict[str, float]:
+        return {"count": self._count, "mean": self._mean, "squares": self._squares}
+
+    def load_state(self, saved: dict[str, float]) -> None:
+        self._count, self._mean, self._squares = int(saved["count"]), saved["mean"], saved["squares"]
+
+
 class Whitening:
     """Normalisation of advantages to mean 0 and variance 1, without rows that have no reward.
 
@@ -369,7 +374,7 @@ class TurnRewardWarning:
     def __init__(self, estimator: Callable[..., Any]) -> None:
         self._normalises_steps, self._warned = unwrap(estimator) is process_supervised, False
 
-    def look(self, scored: Scored) -> None:
+    def check(self, scored: Scored) -> None:
         """Warn if the rollout has rewards of turns. Called before they are credited."""
         if not self._normalises_steps or self._warned or scored.completions.turn is None:
             return

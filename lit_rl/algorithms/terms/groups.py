@@ -12,7 +12,7 @@ import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.rollouts import checkpoints
 from lit_rl.algorithms.rollouts.rollout_plan import mix
 from lit_rl.algorithms.rollouts.rollout_source import abort_on_all_ranks
-from lit_rl.algorithms.rollouts.scored import Scored
+from lit_rl.algorithms.rollouts.scored import Scored, Spare
 from lit_rl.core.errors import ConfigError, RewardError, describe_error, did_you_mean, in_range
 from lit_rl.core.process_state import is_raised_by_user_code, mix_seed, preserve_process_state, seed_generators
 from lit_rl.core.rollout import Completions, Rollout, join_rollouts, select, trim_rollout
@@ -32,30 +32,14 @@ from lit_rl.ops.advantages import group_std
 from lit_rl.ops.reductions import Metrics
 from lit_rl.rewards.contract import keywords
 
-
-class SpareGroups(Protocol):
-    """A source of prompts beyond those of the epochs, completed and scored on demand."""
-
-    def draw(self, positions: range, *, rollout: int, first: int) -> Scored:
-        """Complete and score the prompts at `positions` of the spare order.
-
-        Args:
-            positions: One or more.
-            rollout: The number of the rollout that they are for.
-            first: The number drawn for it before, over all ranks.
-        """
-        ...
-
-    def keep_pace(self, position: int, *, rollout: int, first: int) -> None:
-        """Join the engine calls of other ranks, if these are collectives, when this rank needs no prompts."""
-        ...
+# ------------------------------------------------------------------ selection
 
 
 class GroupSelection(ABC):
     """A selection from this rank's scored rollout, which keeps the number of rows."""
 
     @abstractmethod
-    def __call__(self, scored: Scored, *, spare: SpareGroups, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
+    def __call__(self, scored: Scored, *, spare: Spare, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
         """Return the rollout, with `kept` if some of its rows are not learned from, and metrics."""
 
     def fits(self, group_size: int, *, compares_completions: Callable[[], bool]) -> None:  # noqa: B027 (any run may fit)
@@ -118,7 +102,7 @@ class DynamicSampling(GroupSelection):
             )
         self._position = 0
 
-    def __call__(self, scored: Scored, *, spare: SpareGroups, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
+    def __call__(self, scored: Scored, *, spare: Spare, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
         places, rollout = self._without_spread(scored), scored.batch.rollout
         wanted = ranks.counts(len(places))
         dropped, completed, position = sum(wanted), 0, self._position
@@ -131,7 +115,7 @@ class DynamicSampling(GroupSelection):
                     extra = spare.draw(range(start, start + mine), rollout=rollout, first=completed + before)
                     scored, places = _fill(scored, places, extra, set(self._without_spread(extra)))
                 else:
-                    spare.keep_pace(position, rollout=rollout, first=completed)
+                    spare.dummy_generate(position, rollout=rollout, first=completed)
             completed += sum(shares)
             position += sum(shares)
             wanted = ranks.counts(len(places))
@@ -192,16 +176,15 @@ class TopOfGroup(GroupSelection):
                 f"algo.groups.keep={self.keep} is more than algo.group_size={group_size}: nothing to leave out."
             )
 
-    def __call__(self, scored: Scored, *, spare: SpareGroups, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
+    def __call__(self, scored: Scored, *, spare: Spare, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
         values = self._scores(scored, tokenizer).reshape(len(scored.batch), -1)
         values = values.masked_fill(scored.scores.total.reshape(values.shape).isnan(), -torch.inf)
         # A stable sort: the first of equal scores is kept, the same one on every machine.
         best = values.sort(dim=1, descending=True, stable=True).indices[:, : self.keep]
         kept = torch.zeros(values.shape, dtype=torch.bool).scatter_(1, best, True).flatten()
-        length = _mean_over(scored.completions.lengths.cpu(), kept)
-        return dataclasses.replace(scored, kept=kept.to(scored.completions.group_id.device)), {
-            "groups/kept_length": length
-        }
+        lengths = scored.completions.lengths.cpu()[kept].double().sum(), kept.double().sum()
+        scored = dataclasses.replace(scored, kept=kept.to(scored.completions.group_id.device))
+        return scored, {"groups/kept_length": lengths}
 
     def _scores(self, scored: Scored, tokenizer: Any) -> Tensor:
         completions, rewards = scored.completions, scored.scores.total
@@ -246,7 +229,7 @@ class BestOfGroup(GroupSelection):
     `groups/unscored` (groups without a scored completion, over all ranks).
     """
 
-    def __call__(self, scored: Scored, *, spare: SpareGroups, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
+    def __call__(self, scored: Scored, *, spare: Spare, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
         rewards = scored.scores.total.double().reshape(len(scored.batch), -1)
         lowest = rewards.masked_fill(rewards.isnan(), -torch.inf)
         highest, best = lowest.max(1, keepdim=True)  # of equal ones the first
@@ -334,8 +317,7 @@ def _global_count(count: int, ranks: Ranks) -> tuple[Tensor, Tensor]:
     return one * count, one
 
 
-def _mean_over(values: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    return values[rows].double().sum(), rows.double().sum()
+# ------------------------------------------------------------------ replay
 
 
 class GroupReplay:
@@ -392,7 +374,7 @@ class GroupReplay:
             "rollouts": self._rollouts,
         }
 
-    def dealt_out(self, saved: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+    def redistribute(self, saved: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
         """Return the state of rank `rank` of `world_size`, from the buffers of another number of ranks.
 
         Ranks take the groups in turn, from the highest score down, up to their size.
@@ -403,10 +385,12 @@ class GroupReplay:
         groups = sorted((group for kept in saved for group in kept["groups"]), key=lambda group: -group["score"])
         return {"groups": groups[rank::world_size][: self.size], "rollouts": saved[0]["rollouts"]}
 
-    def see(self, see: Callable[[int], PromptVision | None], processor: Callable[[], Processor | None]) -> None:
+    def restore_pixels(
+        self, see: Callable[[int], PromptVision | None], processor: Callable[[], Processor | None]
+    ) -> None:
         """Restore the pixels of a checkpoint's groups, which names rows of the data, or contains encoded images.
 
-        The arguments are those of `state.made`.
+        The arguments are those of `checkpoints.restore_pixels`.
         """
         self._groups = [(score, checkpoints.restore_pixels(group, see, processor)) for score, group in self._groups]
 

@@ -1,9 +1,9 @@
 """Log-probs of a fixed reference, computed once before training and kept on disk.
 
 They cover every row of every set, and every further text that a method will ask about
-(`OfflinePolicyModule.texts_beside`). Files are named by a hash of all that the numbers depend on, so the next run on
-the same data with the same reference only reads them. The reference is released before the first step, which saves its
-memory.
+(`OfflinePolicyModule.extra_reference_texts`). Files are named by a hash of all that the numbers depend on, so the next
+run on the same data with the same reference only reads them. The reference is released before the first step, which
+saves its memory.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ from lit_rl.models.trunk import base_of
 
 FORMAT = 1
 """Format version, a part of the hash: raise it when the same settings would give other numbers, or another layout."""
+
+
+# ------------------------------------------------------------------ files
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,9 @@ def hash_of_weights(reference: Scorer | None, policy: nn.Module, ranks: Ranks) -
     of_ranks = ranks.gather(mine.unsqueeze(0)).tolist()
     # Unsharded copies have equal hashes, and then the name does not depend on the number of ranks.
     return bytes(of_ranks[0]).hex() if all(rank == of_ranks[0] for rank in of_ranks) else json.dumps(of_ranks)
+
+
+# ------------------------------------------------------------------ log-probs of sets
 
 
 @dataclass(frozen=True)
@@ -274,10 +280,6 @@ class PrecomputedReference:
             for example, (values,) in zip(data.examples, table.texts, strict=True):
                 self._by_text[text_key(example.texts[0].ids, example.texts[0].learned)] = values
 
-    def release(self) -> None:
-        """Record that the reference is released: texts that are not known by now are refused."""
-        self.released = True
-
     def fill(self, batch: ExampleBatch, data: ExampleSet) -> None:
         """Put their log-probs into a batch of this set and into all micro-batches that it carries.
 
@@ -333,7 +335,7 @@ def free_own_weights(reference: object, policy: nn.Module) -> None:
             parameter.data = parameter.data.new_empty(0)
 
 
-# ---------------------------------------------------------------------- names
+# ------------------------------------------------------------------ keys of texts
 
 
 def unpadded_rows(tokens: TokenBatch) -> Iterator[tuple[list[int], list[bool]]]:

@@ -20,6 +20,8 @@ from lit_rl.core.rollout import Rollout
 from lit_rl.ops.kl import k1
 from lit_rl.ops.reductions import Metrics, masked_mean, masked_sum
 
+# ------------------------------------------------------------------ KL to the reference
+
 
 class KLControl(Protocol):
     """A controller of the factor of `algo.beta` and `algo.reward_beta`."""
@@ -99,108 +101,6 @@ class AdaptiveKL:
 
     def load_state(self, saved: Mapping[str, float]) -> None:
         self._factor = _checked_state(self, saved, self.state())["kl_factor"]
-
-
-class EntropyControl(Protocol):
-    """A controller of the coefficient of the entropy bonus."""
-
-    @property
-    def coefficient(self) -> float:
-        """The coefficient of the next optimizer step, at least 0."""
-        ...
-
-    def update(self, entropy: float) -> None:
-        """Update with the mean entropy of an optimizer step over the loss tokens of all ranks, in nats."""
-        ...
-
-    def state(self) -> dict[str, float]:
-        """Return the state for a checkpoint."""
-        ...
-
-    def load_state(self, saved: Mapping[str, float]) -> None:
-        """Restore what `state` returned. Raises StorageError if another controller wrote it."""
-        ...
-
-
-class FixedEntropy:
-    """A constant coefficient of the entropy bonus.
-
-    Args:
-        coef: Weight of the mean entropy of the tokens, at least 0.
-    """
-
-    def __init__(self, coef: float = 0.001) -> None:
-        in_range("algo.entropy.coef", coef, low=0)
-        self.coefficient = coef
-
-    def update(self, entropy: float) -> None:
-        pass
-
-    def state(self) -> dict[str, float]:
-        return {}
-
-    def load_state(self, saved: Mapping[str, float]) -> None:
-        _checked_state(self, saved, self.state())
-
-
-class AdaptiveEntropy:
-    """A coefficient of the entropy bonus that is active while the entropy is low (Skywork-OR1, 2505.22312, section 4).
-
-    After each optimizer step the weight increases by ``delta`` if the step's entropy was at most ``target``, else it
-    decreases by as much, within ``[low, high]``. It is active only if the last step's entropy was at most ``target``;
-    in the first step, when no entropy is known, it is not.
-
-    Args:
-        coef: Weight of the mean entropy of the tokens at the start, within low and high.
-        low: Lowest weight, at least 0.
-        high: Highest weight.
-        delta: Change of the weight in one optimizer step, at least 0.
-        target: Target of the mean entropy of the tokens, in nats, at least 0.
-    """
-
-    def __init__(
-        self, coef: float = 0.0, low: float = 0.0, high: float = 1.0, delta: float = 0.005, target: float = 0.2
-    ) -> None:
-        in_range("algo.entropy.low", low, low=0)
-        if not low <= high < math.inf:
-            raise ConfigError(f"algo.entropy.high={high} is out of range: allowed is [algo.entropy.low={low:g}, inf).")
-        in_range("algo.entropy.coef", coef, low=low, high=high)
-        in_range("algo.entropy.delta", delta, low=0)
-        in_range("algo.entropy.target", target, low=0)
-        self.low, self.high, self.delta, self.target = low, high, delta, target
-        self._coef, self._entropy = coef, math.inf
-
-    @property
-    def coefficient(self) -> float:
-        return self._coef if self._entropy <= self.target else 0.0
-
-    def update(self, entropy: float) -> None:
-        """Update the coefficient. Raises NumericError if the entropy is not finite."""
-        _check_number("entropy", entropy)
-        step = self.delta if entropy <= self.target else -self.delta
-        self._coef = min(max(self._coef + step, self.low), self.high)
-        self._entropy = entropy
-
-    def state(self) -> dict[str, float]:
-        return {"entropy_coef": self._coef, "entropy": self._entropy}
-
-    def load_state(self, saved: Mapping[str, float]) -> None:
-        values = _checked_state(self, saved, self.state())
-        self._coef, self._entropy = values["entropy_coef"], values["entropy"]
-
-
-def _check_number(what: str, value: float) -> None:
-    if not math.isfinite(value):
-        raise NumericError(f"The {what} of the last step is {value}: the policy's weights or logits are broken.")
-
-
-def _checked_state(controller: object, saved: Mapping[str, float], own: Mapping[str, float]) -> Mapping[str, float]:
-    if saved.keys() != own.keys():
-        raise StorageError(
-            f"The checkpoint holds {sorted(saved) or 'nothing'} of a controller, and {type(controller).__name__} needs "
-            f"{sorted(own) or 'nothing'}. Resume with algo/kl_control and algo/entropy of the run's config.yaml."
-        )
-    return saved
 
 
 class KLPenalty:
@@ -321,6 +221,97 @@ def mean_kl(old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, ranks: Ran
     return total / max(1.0, rows), int(rows)
 
 
+# ------------------------------------------------------------------ entropy bonus
+
+
+class EntropyControl(Protocol):
+    """A controller of the coefficient of the entropy bonus."""
+
+    @property
+    def coefficient(self) -> float:
+        """The coefficient of the next optimizer step, at least 0."""
+        ...
+
+    def update(self, entropy: float) -> None:
+        """Update with the mean entropy of an optimizer step over the loss tokens of all ranks, in nats."""
+        ...
+
+    def state(self) -> dict[str, float]:
+        """Return the state for a checkpoint."""
+        ...
+
+    def load_state(self, saved: Mapping[str, float]) -> None:
+        """Restore what `state` returned. Raises StorageError if another controller wrote it."""
+        ...
+
+
+class FixedEntropy:
+    """A constant coefficient of the entropy bonus.
+
+    Args:
+        coef: Weight of the mean entropy of the tokens, at least 0.
+    """
+
+    def __init__(self, coef: float = 0.001) -> None:
+        in_range("algo.entropy.coef", coef, low=0)
+        self.coefficient = coef
+
+    def update(self, entropy: float) -> None:
+        pass
+
+    def state(self) -> dict[str, float]:
+        return {}
+
+    def load_state(self, saved: Mapping[str, float]) -> None:
+        _checked_state(self, saved, self.state())
+
+
+class AdaptiveEntropy:
+    """A coefficient of the entropy bonus that is active while the entropy is low (Skywork-OR1, 2505.22312, section 4).
+
+    After each optimizer step the weight increases by ``delta`` if the step's entropy was at most ``target``, else it
+    decreases by as much, within ``[low, high]``. It is active only if the last step's entropy was at most ``target``;
+    in the first step, when no entropy is known, it is not.
+
+    Args:
+        coef: Weight of the mean entropy of the tokens at the start, within low and high.
+        low: Lowest weight, at least 0.
+        high: Highest weight.
+        delta: Change of the weight in one optimizer step, at least 0.
+        target: Target of the mean entropy of the tokens, in nats, at least 0.
+    """
+
+    def __init__(
+        self, coef: float = 0.0, low: float = 0.0, high: float = 1.0, delta: float = 0.005, target: float = 0.2
+    ) -> None:
+        in_range("algo.entropy.low", low, low=0)
+        if not low <= high < math.inf:
+            raise ConfigError(f"algo.entropy.high={high} is out of range: allowed is [algo.entropy.low={low:g}, inf).")
+        in_range("algo.entropy.coef", coef, low=low, high=high)
+        in_range("algo.entropy.delta", delta, low=0)
+        in_range("algo.entropy.target", target, low=0)
+        self.low, self.high, self.delta, self.target = low, high, delta, target
+        self._coef, self._entropy = coef, math.inf
+
+    @property
+    def coefficient(self) -> float:
+        return self._coef if self._entropy <= self.target else 0.0
+
+    def update(self, entropy: float) -> None:
+        """Update the coefficient. Raises NumericError if the entropy is not finite."""
+        _check_number("entropy", entropy)
+        step = self.delta if entropy <= self.target else -self.delta
+        self._coef = min(max(self._coef + step, self.low), self.high)
+        self._entropy = entropy
+
+    def state(self) -> dict[str, float]:
+        return {"entropy_coef": self._coef, "entropy": self._entropy}
+
+    def load_state(self, saved: Mapping[str, float]) -> None:
+        values = _checked_state(self, saved, self.state())
+        self._coef, self._entropy = values["entropy_coef"], values["entropy"]
+
+
 class EntropyBonus:
     """The entropy bonus of an objective.
 
@@ -361,3 +352,20 @@ class EntropyBonus:
         if observed and not skipped:
             total, count = ranks.total(torch.stack(observed).sum(0)).tolist()
             self.control.update(total / max(1.0, count))
+
+
+# ------------------------------------------------------------------ controllers
+
+
+def _check_number(what: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise NumericError(f"The {what} of the last step is {value}: the policy's weights or logits are broken.")
+
+
+def _checked_state(controller: object, saved: Mapping[str, float], own: Mapping[str, float]) -> Mapping[str, float]:
+    if saved.keys() != own.keys():
+        raise StorageError(
+            f"The checkpoint holds {sorted(saved) or 'nothing'} of a controller, and {type(controller).__name__} needs "
+            f"{sorted(own) or 'nothing'}. Resume with algo/kl_control and algo/entropy of the run's config.yaml."
+        )
+    return saved

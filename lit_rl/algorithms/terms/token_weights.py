@@ -28,6 +28,8 @@ from lit_rl.ops.engine_mismatch import auto_correction, mismatch_metrics
 from lit_rl.ops.reductions import Highest, Metrics, StepTokens, StepTotals, Summed, masked_moments, masked_sum
 from lit_rl.ops.selection import off_policy_sequence_mask
 
+# ------------------------------------------------------------------ engine correction
+
 
 class EngineCorrection:
     """Weights and rejection of tokens by the ratio of the policy's to the engine's probability.
@@ -65,7 +67,10 @@ class EngineCorrection:
         """
         if not self.measures_mismatch:
             return rollout, {}
-        staleness, old, mask = _staleness(rollout, version), rollout.old_logprobs, rollout.loss_mask
+        rows = torch.tensor(float(len(rollout)), device=rollout.rewards.device)
+        age = torch.full_like(rows, version - rollout.completions.version)  # in optimizer steps
+        staleness: Metrics = {"sampling/staleness/mean": (age * rows, rows), "sampling/staleness/max": Highest(age)}
+        old, mask = rollout.old_logprobs, rollout.loss_mask
         if old is None:
             return rollout, staleness
         sampler = rollout.completions.sampler_logprobs
@@ -99,11 +104,7 @@ class EngineCorrection:
         return weights, metrics
 
 
-def _staleness(rollout: Rollout, version: int) -> Metrics:
-    """Return the number of optimizer steps since the weights that drew the completions, as metrics."""
-    rows = torch.tensor(float(len(rollout)), device=rollout.rewards.device)
-    age = torch.full_like(rows, version - rollout.completions.version)
-    return {"sampling/staleness/mean": (age * rows, rows), "sampling/staleness/max": Highest(age)}
+# ------------------------------------------------------------------ selection
 
 
 class TokenSelection:

@@ -22,6 +22,8 @@ from lit_rl.core.errors import ConfigError, NumericError, in_range
 from lit_rl.core.examples import TokenBatch
 from lit_rl.data.example_set import Encoded, Example, ExampleSet, token_batch
 
+# ------------------------------------------------------------------ BCO: reward shift
+
 
 class RewardShift:
     """The mean of the mean rewards of all steps so far, which changes only between steps."""
@@ -46,6 +48,9 @@ class RewardShift:
     def load_state(self, saved: dict[str, Any]) -> None:
         """Restore what `state` returned."""
         self.steps, self.value = saved["steps"], saved["shift"]
+
+
+# ------------------------------------------------------------------ BCO: prompt weights
 
 
 EMBED_BATCH_SIZE = 32
@@ -246,6 +251,9 @@ def _fit_logistic_regression(x: Tensor, y: Tensor, each: Tensor, penalty: float)
     return coefficients.detach()
 
 
+# ------------------------------------------------------------------ KTO: mismatched completions
+
+
 RowsOfSteps = Iterable[Sequence[int]]
 """The row indices of every optimizer step, over all ranks."""
 
@@ -303,10 +311,8 @@ def mismatched_texts(
 
 def _mismatched_set(data: ExampleSet, steps: RowsOfSteps) -> ExampleSet:
     """Return the mismatched texts that the set puts into the batches of these steps."""
-    texts = [text for rows in steps for text in _mismatched_texts_of_step(data, rows)]
+    texts: list[Encoded] = []
+    for rows in steps:
+        batch: Any = data.batch(rows, data.before(rows), data.totals(rows), step=0, slot=0)
+        texts += [Encoded(ids, learned, 0) for ids, learned in unpadded_rows(batch.mismatched)]
     return ExampleSet("texts", [Example((text,), "") for text in texts], data.pad_id)
-
-
-def _mismatched_texts_of_step(data: ExampleSet, rows: Sequence[int]) -> Iterator[Encoded]:
-    batch: Any = data.batch(rows, data.before(rows), data.totals(rows), step=0, slot=0)
-    return (Encoded(ids, learned, 0) for ids, learned in unpadded_rows(batch.mismatched))

@@ -23,27 +23,6 @@ StepColumns = Callable[[Any], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class RandomState:
-    """The state of the random generators that dropout uses: of the CPU and of the device."""
-
-    device: torch.device | str
-    states: dict[str, Tensor]
-    """Generator states by device type."""
-
-    @classmethod
-    def of(cls, device: torch.device | str) -> RandomState:
-        return cls(device, rng_state(device))
-
-    @property
-    def is_current(self) -> bool:
-        """True if nothing was drawn since this state."""
-        return all(torch.equal(state, self.states[kind]) for kind, state in rng_state(self.device).items())
-
-    def restore(self) -> None:
-        set_rng_state(self.states, self.device)
-
-
-@dataclass(frozen=True)
 class WholeStep:
     """Columns of all rows of an optimizer step, over all micro-batches on all ranks, without gradient."""
 
@@ -51,28 +30,30 @@ class WholeStep:
     """Columns `(n,)` by name."""
     first: int
     """Index of this rank's first row."""
-    noise: tuple[RandomState | None, ...] = ()
-    """The random state before the first pass of each micro-batch on this rank; None if the pass drew no numbers."""
+    device: torch.device | str = "cpu"
+    noise: tuple[dict[str, Tensor] | None, ...] = ()
+    """The `rng_state` before the first pass of each micro-batch on this rank; None if the pass drew no numbers."""
 
     @classmethod
     @torch.no_grad()
-    def of(cls, look: StepColumns, batch: ExampleBatch, ranks: Ranks) -> WholeStep:
+    def of(cls, columns_of: StepColumns, batch: ExampleBatch, ranks: Ranks) -> WholeStep:
         """Compute the columns in one more forward pass over this rank's part of the step. A collective.
 
         Args:
-            look: The columns that losses of other rows read.
+            columns_of: The columns that losses of other rows read.
             batch: The step's first micro-batch.
             ranks: The ranks that share the step.
         """
-        parts, noise = [], []
+        device, parts, noise = ranks.device, [], []
         for micro in batch.whole or (batch,):
-            before = RandomState.of(ranks.device)
-            parts.append(look(micro.to(ranks.device)))
-            noise.append(None if before.is_current else before)
+            before = rng_state(device)
+            parts.append(columns_of(micro.to(device)))
+            unchanged = all(torch.equal(state, before[kind]) for kind, state in rng_state(device).items())
+            noise.append(None if unchanged else before)
         mine = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         rows = len(next(iter(mine.values())))
         columns = {name: ranks.gather(column) for name, column in mine.items()}
-        return cls(columns, ranks.rank * rows, tuple(noise))
+        return cls(columns, ranks.rank * rows, device, tuple(noise))
 
     def draw_again(self, batch: ExampleBatch) -> None:
         """Restore the random state of this micro-batch's first pass, so that dropout draws the same numbers again.
@@ -81,7 +62,7 @@ class WholeStep:
         state as the first pass left it, so the next step draws new numbers.
         """
         if self.noise and (before := self.noise[batch.slot]) is not None:
-            before.restore()
+            set_rng_state(before, self.device)
 
     def place(self, batch: ExampleBatch) -> slice:
         """Return the slice of the step's rows that a micro-batch has."""
