@@ -168,8 +168,12 @@ class AveragedWeights(L.Callback, ABC):
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         stops = [callback for callback in trainer.callbacks if isinstance(callback, GracefulStop)]  # pyright: ignore
         stopped = any(callback.signum is not None for callback in stops)
-        if self.folder is not None and not stopped and not trainer.fast_dev_run:  # pyright: ignore
-            self._export(trainer, pl_module, Path(self.folder))
+        if self.folder is None or stopped or trainer.fast_dev_run:  # pyright: ignore
+            return
+        state = self.averaged(pl_module)
+        if trainer.is_global_zero:
+            pl_module.export(state, Path(self.folder), unfinished_card(trainer, pl_module, f": {self.told}"))
+        trainer.strategy.barrier()
 
     def averaged(self, pl_module: Any) -> dict[str, Tensor]:
         """Return the policy's state dict with the average in place of trained weights, on rank 0. A collective."""
@@ -206,12 +210,6 @@ class AveragedWeights(L.Callback, ABC):
     def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
         return {name: tensor.detach().cpu().clone() for name, tensor in whole.items()}
-
-    def _export(self, trainer: L.Trainer, pl_module: Any, folder: Path) -> None:
-        state = self.averaged(pl_module)
-        if trainer.is_global_zero:
-            pl_module.export(state, folder, unfinished_card(trainer, pl_module, f": {self.told}"))
-        trainer.strategy.barrier()
 
 
 class EMAWeights(AveragedWeights):

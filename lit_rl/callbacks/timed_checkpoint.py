@@ -88,7 +88,8 @@ class TimedCheckpoint(ModelCheckpoint):
     ) -> None:
         stepped, self._steps = trainer.global_step > self._steps, trainer.global_step
         # Lightning forgets its last save, and would save again after the first micro-batch of a resumed run.
-        if not stepped or (self.by_clock and not self._is_due(trainer)):
+        # Rank 0's clock decides for all.
+        if not stepped or (self.by_clock and not trainer.strategy.broadcast(time.monotonic() >= self._due)):
             return
         began = time.monotonic()
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
@@ -124,10 +125,6 @@ class TimedCheckpoint(ModelCheckpoint):
         if not self.dirpath or previous == current:
             return False
         return os.path.realpath(Path(previous).parent) == os.path.realpath(self.dirpath)
-
-    def _is_due(self, trainer: L.Trainer) -> bool:
-        """Tell whether a checkpoint is due by rank 0's clock. A collective."""
-        return bool(trainer.strategy.broadcast(time.monotonic() >= self._due))
 
 
 def save_step(trainer: L.Trainer, path: str | Path) -> None:

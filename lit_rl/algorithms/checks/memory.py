@@ -330,7 +330,7 @@ class Memory:
         critic = replace(self.critic, checkpointing=True, offloaded=offload) if self.critic else None
         return replace(self, policy=policy, critic=critic, may_recompute=False, may_offload=False)
 
-    def fallbacks(self) -> Iterator[Memory]:
+    def cheaper_variants(self) -> Iterator[Memory]:
         """Yield itself, then the variants that need less memory, the fastest first."""
         yield self
         if self.may_recompute:

@@ -13,6 +13,8 @@ import torch
 from lit_rl.algorithms.checks.memory import GIB, Memory, MemoryPlan
 from lit_rl.core.errors import ConfigError, format_bytes, in_range
 
+# ---------------------------------------------------------------------- memory budgets
+
 KEPT_FREE = 0.1
 """Share of the memory that plans leave free: for kernels' workspaces, fragmentation, and other processes."""
 
@@ -92,6 +94,8 @@ def available_memory(root: Path = Path("/")) -> int | None:
                 found.append(max(0, int(most) - int(used)))
     return min(found, default=None)
 
+
+# ---------------------------------------------------------------------- plans
 
 MOST_DECODED = 2**20
 """Most sequences of a decode batch, and rows scored at once, where memory sets no bound."""
@@ -180,7 +184,7 @@ def fewest_micro_batches(step: StepRows, memory: Memory, room: int) -> MicroBatc
     """
     decoded, cuts = largest_decode_batch(memory, room), step.cuts()
     needs, sizes = {}, memory
-    for sizes in memory.fallbacks():
+    for sizes in memory.cheaper_variants():
         needs = {}
         for count, rows in cuts.items():
             needs[count] = sizes.plan(rows, max(1, min(decoded, step.sequences)), steps_in_parts=count > 1)

@@ -198,6 +198,9 @@ def prefixed(metrics: Mapping[str, float], *parts: str) -> dict[str, float]:
     return {f"{head}/{name}": value for name, value in metrics.items()}
 
 
+# ---------------------------------------------------------------------- scores of the policy
+
+
 MOST_ROWS = 16
 """Most completions of one forward pass: validation batches are larger than micro-batches."""
 

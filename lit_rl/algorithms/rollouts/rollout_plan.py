@@ -26,6 +26,8 @@ from lit_rl.models.modes import evaluation_mode
 from lit_rl.ops.engine_mismatch import WeightTotals
 from lit_rl.ops.reductions import StepTotals, masked_mean, masked_sum
 
+# ---------------------------------------------------------------------- plans
+
 
 @dataclass(frozen=True)
 class BatchPlan:
@@ -183,6 +185,9 @@ class OfflinePlan:
         ]
 
 
+# ---------------------------------------------------------------------- micro-batches
+
+
 def minibatch_rows(group_id: Tensor, plan: BatchPlan, seed: int, rollout: int, iteration: int) -> list[Tensor]:
     """Return the rows of each mini-batch of a pass: whole groups, permuted by (seed, rollout, iteration).
 
@@ -279,6 +284,9 @@ def micro_batch(rollout: Rollout, rows: Tensor, used: Mapping[Width, slice] | No
     return trim_rollout(select(rollout, rows), used)
 
 
+# ---------------------------------------------------------------------- counts of a step
+
+
 COUNTS = ("sequences", "tokens", "unmasked_sequences", "token_weights", "sequence_weights", "better_tokens")
 """Columns of `step_counts`: rows, loss tokens, rows that have one, the sum of weights over loss tokens, the sum over
 rows of the mean weight of their loss tokens, and loss tokens of rows that a judge found better. A row that was left out
@@ -322,6 +330,9 @@ def step_totals(counts: Tensor, plan: BatchPlan) -> StepTotals:
         weights=WeightTotals(tokens, unmasked, token_weights, sequence_weights),
         better_tokens=better_tokens,
     )
+
+
+# ---------------------------------------------------------------------- scores
 
 
 @dataclass(frozen=True)
