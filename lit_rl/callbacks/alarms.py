@@ -277,8 +277,7 @@ class Alarm(L.Callback, ABC):
             )
 
     def missing(self, logged: Collection[str]) -> list[str]:
-        """Return the metrics whose absence keeps it from ringing, for a run that logs these; empty where it may
-        ring."""
+        """Return the missing metrics that keep it from ringing, in a run that logs these; none where it may ring."""
         if found := [name for name in self.essential if name not in logged]:
             return found
         return [] if any(name in logged for name in self.watched) else list(self.watched)

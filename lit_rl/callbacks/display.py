@@ -127,8 +127,7 @@ LONGEST = 200
 
 
 def printable(value: Any, longest: int = LONGEST) -> str:
-    """Return the text of a prompt, a completion or a number, control characters escaped, cut in the middle if too
-    long."""
+    """Return a prompt, a completion or a number as text, control characters escaped, cut in the middle if long."""
     if isinstance(value, float):
         return f"{value:.3f}"
     if isinstance(value, list):

@@ -102,8 +102,7 @@ class AveragedWeights(L.Callback, ABC):
     choice: ClassVar[str]
     """The option of the config group `callbacks`, for messages."""
     kinds: ClassVar[tuple[str, ...]]
-    """Kinds of tensors kept for each weight, initially equal to it; the first is exported unless `exported` is
-    overridden."""
+    """Kinds of tensors kept for each weight, which begin as the weight; `exported` returns the first by default."""
 
     def __init__(self, folder: str | None = None) -> None:
         self.folder = folder
@@ -123,7 +122,7 @@ class AveragedWeights(L.Callback, ABC):
 
     @property
     @abstractmethod
-    def told(self) -> str:
+    def description(self) -> str:
         """A description of the average, for the card of the export."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -172,7 +171,7 @@ class AveragedWeights(L.Callback, ABC):
             return
         state = self.averaged(pl_module)
         if trainer.is_global_zero:
-            pl_module.export(state, Path(self.folder), unfinished_card(trainer, pl_module, f": {self.told}"))
+            pl_module.export(state, Path(self.folder), unfinished_card(trainer, pl_module, f": {self.description}"))
         trainer.strategy.barrier()
 
     def averaged(self, pl_module: Any) -> dict[str, Tensor]:
@@ -234,7 +233,7 @@ class EMAWeights(AveragedWeights):
         self.decay = decay
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         return f"moving average of the weights, decay {self.decay:g}"
 
     def move(self, kept: Mapping[str, Tensor], weight: Tensor, step: int) -> None:
@@ -292,7 +291,7 @@ class BEMAWeights(AveragedWeights):
         self.min_beta, self.every, self.burn_in = min_beta, every, burn_in
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         return f"bias-corrected moving average of the weights, every {self.every} steps after {self.burn_in}"
 
     def move(self, kept: Mapping[str, Tensor], weight: Tensor, step: int) -> None:
@@ -328,7 +327,7 @@ class MergedWeights(AveragedWeights):
         self.share = share
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         return f"{self.share:g} of the way from the initial weights to the trained ones"
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:

@@ -190,8 +190,7 @@ class GracefulStop(SaveOnError):
         """The checkpoint of the step that the run stopped at; None while there is none."""
         self._watch: SignalWatch | None = None
         self._twice: tuple[int | None, ...] = (signal.SIGHUP,)
-        """Signals that one cause may send twice: an ending shell and the kernel; Slurm and torchrun, which forwards
-        it."""
+        """Signals that may come twice from one cause: an ending shell and the kernel; Slurm, and torchrun for it."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)

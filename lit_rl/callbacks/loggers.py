@@ -296,8 +296,7 @@ class TrackioLogger(Logger):
         """Do nothing: Lightning calls it several times in a run, with each validation."""
 
     def end(self) -> None:
-        """Write pending logs, and end Trackio's run; a later call resumes it. Else Trackio does so at the process's
-        end."""
+        """Write pending logs, and end Trackio's run, which a later call resumes; else it ends with the process."""
         if self._experiment is not None:
             import trackio  # pyright: ignore[reportMissingImports]
 
@@ -377,16 +376,13 @@ def table_rows(table: Mapping[str, Sequence[Any]], longest: int = sys.maxsize) -
     pictures = [Pictures.of(table, i) for i in range(len(table["prompt"]))]
     columns: dict[str, list[Any]] = {}
     for name, values in table.items():
-        if name.startswith(TOKENS) or (name in ("image", "images", "video", "videos") and _shows(values)):
+        shows = name in ("image", "images", "video", "videos") and any(visuals_in(value) for value in values)
+        if name.startswith(TOKENS) or shows:
             continue
         columns[name] = _column(values, longest)
         if name == "prompt" and any(each.refs for each in pictures):
             columns["image"] = list(pictures)
     return [{name: values[i] for name, values in columns.items()} for i in range(len(pictures))]
-
-
-def _shows(values: Sequence[Any]) -> bool:
-    return any(visuals_in(value) for value in values)
 
 
 def _column(values: Sequence[Any], longest: int) -> list[Any]:

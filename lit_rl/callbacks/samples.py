@@ -52,8 +52,7 @@ class EveryNSteps:
         """The step at which the last rollout began; None before the first, where one step a rollout is assumed."""
 
     def at(self, step: int) -> bool:
-        """Tell whether it is due at the rollout that begins after ``step`` optimizer steps. To be called once a
-        rollout."""
+        """Tell whether the rollout that begins after ``step`` optimizer steps is due. To be called once a rollout."""
         before = step - 1 if self.last is None else self.last
         self.last = step
         return step // self.every > before // self.every
@@ -86,13 +85,12 @@ def gather_on_rank_zero(trainer: L.Trainer, mine: Any, unwritten: WriteFailures)
         sent = pickle.dumps(mine)
     parts = [b""] * trainer.world_size if trainer.is_global_zero else None
     torch.distributed.gather_object(sent, parts, dst=0)
-    return [_unpickled(part, unwritten) for part in (parts or [])[:: tensor_parallel_size(trainer)]]
-
-
-def _unpickled(part: bytes, unwritten: WriteFailures) -> Any:
-    with unwritten.spared("taking rows of another rank"):
-        return pickle.loads(part)
-    return None
+    received: list[Any] = []
+    for part in (parts or [])[:: tensor_parallel_size(trainer)]:
+        received.append(None)
+        with unwritten.spared("taking rows of another rank"):
+            received[-1] = pickle.loads(part)
+    return received
 
 
 def stack_tables(tables: Sequence[Mapping[str, list[Any]] | None]) -> Table:
@@ -233,11 +231,6 @@ class Samples(_Periodic):
     on_test_batch_end = on_validation_batch_end
     on_test_epoch_end = on_validation_epoch_end
 
-    def _folder(self, trainer: L.Trainer) -> Path:
-        folder = Path(trainer.default_root_dir) / "samples"
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-
     def _track(self, trainer: L.Trainer, key: str, table: Table, step: int) -> None:
         if not trainer.loggers:
             return
@@ -246,7 +239,9 @@ class Samples(_Periodic):
 
     def _write(self, trainer: L.Trainer, table: Table, name: str) -> None:
         with self.unwritten.spared(f"samples/{name}.parquet"):
-            write_table(table, self._folder(trainer) / f"{name}.parquet")
+            folder = Path(trainer.default_root_dir) / "samples"
+            folder.mkdir(parents=True, exist_ok=True)
+            write_table(table, folder / f"{name}.parquet")
 
     def _pick(self, table: Table) -> list[dict[str, Any]]:
         shown, seen = [], set()

@@ -59,7 +59,7 @@ class SavedRollout:
         # With a replay buffer the log-probs may be of other rows than those that were scored.
         known = rollout if rollout.completions.response_ids is scored.completions.response_ids else None
         data = getattr(module.trainer, "datamodule", None)
-        sees = scored.completions.vision is not None and isinstance(data, RolloutDataModule)
+        seen = data if isinstance(data, RolloutDataModule) and scored.completions.vision is not None else None
         return cls(
             step=scored.completions.version,
             number=scored.batch.rollout,
@@ -72,7 +72,7 @@ class SavedRollout:
             old_logprobs=known and known.old_logprobs,
             ref_logprobs=known and known.ref_logprobs,
             greedy_rewards=scored.greedy_rewards,
-            data=data.fingerprint if sees else None,
+            data=None if seen is None else seen.fingerprint,
         )
 
     @classmethod

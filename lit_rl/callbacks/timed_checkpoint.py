@@ -120,8 +120,7 @@ class TimedCheckpoint(ModelCheckpoint):
             self.kth_best_model_path, self.kth_value = newest[-1], steps[newest[-1]]
 
     def _should_remove_checkpoint(self, trainer: L.Trainer, previous: str, current: str) -> bool:
-        """Tell whether to remove a checkpoint: any of this folder, also the resumed one, which Lightning would
-        leave."""
+        """Tell whether to remove a checkpoint: any in this folder, also the resumed one, which Lightning keeps."""
         if not self.dirpath or previous == current:
             return False
         return os.path.realpath(Path(previous).parent) == os.path.realpath(self.dirpath)

@@ -215,8 +215,7 @@ def largest_decode_batch(memory: Memory, room: int) -> int:
 
 
 def rows_scored_at_once(memory: Memory, room: int) -> int:
-    """Return rows of a forward pass without gradient that surely fit, a power of two: those of a micro-batch that
-    fits."""
+    """Return rows of a forward pass without gradient that surely fit: those of a micro-batch, a power of two."""
     rows = MOST_DECODED
     while rows > 1 and sum(memory.plan(rows, 1, steps_in_parts=False).learning.values()) > room:
         rows //= 2
@@ -351,8 +350,7 @@ def plan_micro_batches(
 
 
 def warn_too_large(step: StepRows, memory: Memory, room: int, count: int, most: int) -> str:
-    """Return the warning that `count` micro-batches need more than `most`, with a setting that fits; empty if they
-    fit."""
+    """Warn that `count` micro-batches need more than `most`, with a setting that fits; empty if they fit."""
     rows = step.units * step.rows // count
     plan = memory.plan(rows, step.sequences, steps_in_parts=count > 1)
     if _plan_fits(plan, plan.total, most, memory):

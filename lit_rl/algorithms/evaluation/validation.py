@@ -114,7 +114,10 @@ class EvaluationRows:
                 "ended": ended[part].tolist(),
                 "wins": None if wins is None else wins[part].tolist(),
                 "sums": {name: each[part].tolist() for name, each in sums.items()},
-                "episodes": [_without_texts(each) for each in (completions.episodes or ())[part]],
+                # Without their texts.
+                "episodes": [
+                    replace(each, prompt="", messages=[], extra={}) for each in (completions.episodes or ())[part]
+                ],
             }
 
     def gather(self, ranks: Ranks) -> None:
@@ -170,11 +173,6 @@ class EvaluationRows:
             chances = [pass_at_k(right, scored, k) for right, scored in counts if scored >= k]
             metrics[f"pass@{k}"] = sum(chances) / len(chances) if chances else math.nan
         return metrics
-
-
-def _without_texts(episode: Episode) -> Episode:
-    """Return an episode without its texts."""
-    return replace(episode, prompt="", messages=[], extra={})
 
 
 def _win_rate(rows: list[list[float]]) -> dict[str, float]:

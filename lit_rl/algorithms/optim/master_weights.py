@@ -113,8 +113,7 @@ def average_over_ranks(weights: Iterable[Tensor], world_size: int) -> None:
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield neighbours of about `BUCKET` numbers in sum, and at least one, so that little memory is needed at a
-    time."""
+    """Yield neighbours of about `BUCKET` numbers in sum, at least one: few at a time need little memory."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         bucket.append(tensor)
@@ -172,11 +171,13 @@ class MasterWeights(Optimizer):
         for weight in gradients:  # the inner optimizer moves what has a gradient
             weight.grad = None
         self._copy_settings(self.param_groups, self.inner.param_groups)
-        sliced = {weight for weight in gradients if self._moves_in_slices(weight)}
+        path = optimizer_path(self.inner)
+        large = (w for w in gradients if is_narrow(w) and w.numel() > BUCKET and w.is_contiguous())
+        sliced = set(large) if moves_numbers_alone(path) else set()
         for weight in sliced:
             self._move_in_slices(weight, gradients[weight])
         unsliced = [weight for weight in gradients if weight not in sliced]
-        for weights in _buckets(unsliced) if moves_each_alone(optimizer_path(self.inner)) else [unsliced]:
+        for weights in _buckets(unsliced) if moves_each_alone(path) else [unsliced]:
             self._move({weight: gradients[weight] for weight in weights})
         self._copy_settings(self.inner.param_groups, self.param_groups)
         for weight, gradient in gradients.items():
@@ -199,10 +200,6 @@ class MasterWeights(Optimizer):
             split(master.data, weight, self._remainders[weight])
             master.data = _no_memory_like(weight)
 
-    def _moves_in_slices(self, weight: Tensor) -> bool:
-        large = is_narrow(weight) and weight.numel() > BUCKET and weight.is_contiguous()
-        return large and moves_numbers_alone(optimizer_path(self.inner))
-
     def _move_in_slices(self, weight: Tensor, gradient: Tensor) -> None:
         """Move a large weight slice by slice, with the slice's master and optimizer state."""
         master = self._stands_for[weight]
@@ -215,7 +212,10 @@ class MasterWeights(Optimizer):
             master.grad = None
             master.data = join(of_weight, of_remainder)
             master.grad = of_gradient
-            self.inner.state[master] = {name: _in_slice(value, weight, some) for name, value in before.items()}
+            self.inner.state[master] = {  # a count of steps is copied: each slice takes the same step
+                name: value.view(-1)[some] if _is_per_number(value, weight) else copy.deepcopy(value)
+                for name, value in before.items()
+            }
             self.inner.step()
             split(master.data, of_weight, of_remainder)
             after = self.inner.state.pop(master, {})
@@ -298,11 +298,6 @@ def optimizer_path(optimizer: Any) -> str:
 def _is_per_number(value: Any, weight: Tensor) -> bool:
     """Tell whether a value of the state has an entry for each number of a weight."""
     return isinstance(value, Tensor) and value.shape == weight.shape
-
-
-def _in_slice(value: Any, weight: Tensor, some: slice) -> Any:
-    """Return the slice of a state value. A count of steps is copied: each slice takes the same step."""
-    return value.view(-1)[some] if _is_per_number(value, weight) else copy.deepcopy(value)
 
 
 def _no_memory_like(weight: Tensor) -> Tensor:

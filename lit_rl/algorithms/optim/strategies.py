@@ -222,8 +222,7 @@ class ZeROStrategy(DeepSpeedStrategy):
             self._is_whole = False
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Validate with whole weights, outside DeepSpeed's engine: in its forward pass none can be gathered to
-        decode."""
+        """Validate with whole weights, outside DeepSpeed's engine, whose forward pass allows no gathering to decode."""
         module = self.lightning_module
         assert module is not None
         with self.precision_plugin.val_step_context(), self.whole():
@@ -447,8 +446,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     @property
     def reward_mesh(self) -> Any:
-        """The ranks over which reward models are sharded; None before the processes are started, and where ranks share
-        rows."""
+        """The ranks that shard reward models; None before the processes are started, and where ranks share rows."""
         if self._device_mesh is None or self.tp_size > 1:
             return None
         return self._device_mesh["data_parallel"]

@@ -82,12 +82,9 @@ def _source(seen: PromptVision) -> dict[str, Any]:
 def _plain_visual(visual: Visual) -> dict[str, Any]:
     if isinstance(visual, VideoRef):
         return {"frames": [_plain_visual(frame) for frame in visual.frames], "fps": visual.fps}
-    return {"name": visual.name, "width": visual.width, "height": visual.height, "data": _as_tensor(visual.read())}
-
-
-def _as_tensor(data: bytes) -> Tensor:
-    """Return bytes as a uint8 tensor: a checkpoint that is loaded with `weights_only` holds no bytes."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    # As uint8: a checkpoint that is loaded with `weights_only` holds no bytes.
+    data = torch.frombuffer(bytearray(visual.read()), dtype=torch.uint8)
+    return {"name": visual.name, "width": visual.width, "height": visual.height, "data": data}
 
 
 def _shown(plain: Mapping[str, Any]) -> PromptVisuals:
@@ -152,13 +149,12 @@ def _vision_without_pixels(plain: Mapping[str, Any]) -> Vision:
         known = row >= 0 or source is not None
         shown = {} if source is None else {"source": _shown(source), "from_environment": True}
         prompts.append(PromptVision({}, of, row=row, **shown) if known else None)
-    later = [tuple(map(_later_without_pixels, of)) for of in plain.get("later") or ()]
+    later = []
+    for of in plain.get("later") or ():
+        values = [{name: value.cpu() for name, value in each["per_token"].items()} for each in of]
+        seen = [PromptVision({}, kept, source=_shown(each["shown"])) for kept, each in zip(values, of, strict=True)]
+        later.append(tuple(Later(each["column"], one, each["tokens"]) for one, each in zip(seen, of, strict=True)))
     return Vision(prompts, plain["index"].cpu(), later)
-
-
-def _later_without_pixels(plain: Mapping[str, Any]) -> Later:
-    values = {name: each.cpu() for name, each in plain["per_token"].items()}
-    return Later(plain["column"], PromptVision({}, values, source=_shown(plain["shown"])), plain["tokens"])
 
 
 def restore_pixels(

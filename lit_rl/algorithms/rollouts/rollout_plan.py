@@ -270,13 +270,10 @@ def deal_rows(
         for rows in minibatch_rows(group_id, plan, seed, index, iteration)
         for part in micro_rows(rows, group_id, computed, plan)
     ]
-    return slots if teaching is None else [_teaching_rows(rows, teaching, lengths) for rows in slots]
-
-
-def _teaching_rows(rows: Tensor, teaching: Tensor, lengths: Tensor) -> Tensor:
-    """Return the rows that teach; the shortest row if none does."""
-    chosen = rows[teaching[rows]]
-    return chosen if len(chosen) else rows[lengths[rows].argmin()][None]
+    if teaching is None:
+        return slots
+    # The rows that teach; the shortest row if none does.
+    return [rows[teaching[rows]] if teaching[rows].any() else rows[lengths[rows].argmin()][None] for rows in slots]
 
 
 def micro_batch(rollout: Rollout, rows: Tensor, used: Mapping[Width, slice] | None = None) -> Rollout:
