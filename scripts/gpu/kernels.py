@@ -118,6 +118,11 @@ def kernels(result: Result) -> None:
                     compared(result, what, attention(backend), dtype, *[(4, 14, 256, 64)] * 3)
     with result.part("split masters"):
         split_masters(result)
+    if GPU:
+        with result.part("decode steps as CUDA graphs"):
+            graphed(result)
+    else:
+        result.not_run("decode steps as CUDA graphs", "they are of CUDA")
     if GPU and not is_nccl_available():
         result.not_run("FSDP2 of one rank", "there is no NCCL")
     else:
@@ -187,6 +192,31 @@ def split_masters(result: Result) -> None:
     ratio = float(moved.norm() / wanted.norm())
     result.check("split masters, 20 steps: cosine of what moved", cosine, least=0.99, note="moments have 8 bits")
     result.check("split masters, 20 steps: length of what moved", ratio, least=0.97, most=1.03, note="relative")
+
+
+def graphed(result: Result) -> None:
+    """Hold samples of replayed decode steps against those of steps that are launched one by one."""
+    from lit_rl.core.rollout import Prompts, Sampling
+    from lit_rl.generation.native import NativeGenerator
+    from lit_rl.generation.noise import prompt_key
+    from lit_rl.models import LanguageModel
+
+    described = LanguageModel("tiny", dtype="float32")
+    policy, words = described.load().to("cuda").eval(), described.tokenizer
+    texts, keys = [words.encode(text) for text in ("1+2=", "3+4=")], [prompt_key(0, 0, row, 0) for row in range(2)]
+    prompts = Prompts(texts, keys, 8, (), words.pad_token_id, words.decode, words.encode)
+    drawn, steps = [], []
+    for cuda_graphs in (False, True):
+        generator = NativeGenerator(cuda_graphs=cuda_graphs)
+        generator.sync(policy, 0)
+        drawn.append(generator.generate(prompts, Sampling(max_new_tokens=64)))
+        steps.append(generator.steps)
+    launched, replayed = drawn
+    result.figure("decode steps as CUDA graphs: taken", str(steps[1]))
+    apart = int((launched.response_ids != replayed.response_ids).sum())
+    result.check("decode steps as CUDA graphs: tokens that differ", apart, most=0, note="of 16 x 64")
+    far = float((launched.sampler_logprobs - replayed.sampler_logprobs).abs().max())
+    result.check("decode steps as CUDA graphs: log-probs", far, most=1e-3, unit="nats")
 
 
 def sharded(result: Result) -> None:

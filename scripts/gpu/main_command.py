@@ -3,8 +3,8 @@
 Qwen2.5-0.5B's shape, 32 prompts of 128 tokens x 8 completions of 512, `train.py`'s defaults. By arithmetic, on a card
 of 800 TFLOP/s: a step has 4.7e14 useful FLOPs of learning, 0.6 s at the limit and 2 to 6 s at 10 to 30 % of it; 512
 tokens of decoding at 5 to 10 ms a token of 24 layers, whose launches cost more than their bytes, 3 to 5 s. Seven steps
-of 5 to 11 s and a start of 12 s are 47 to 89 s. Where the box of 120 s has time left, five steps with
-`model.compile=true` follow, as long as these and 40 s for the start and Triton: 65 s at 5 s a step.
+of 5 to 11 s and a start of 12 s are 47 to 89 s. Where the box of 120 s has time left, five steps follow with
+`generator.cuda_graphs=true`, 40 s at 5 s a step, and with `model.compile=true`, 65 s with Triton.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ if SMALL:
     G1 = replace(G1, shape="tiny", prompts=2, group=4, prompt_tokens=8, completion_tokens=16)
 WARMUPS, STEPS = 2, 4 if SMALL else 7
 """The first step's completions are given; the second warms up what draws them."""
-COMPILED = 5, 40
-"""Steps with `model.compile=true`, of which three are timed, and the seconds that are no step's."""
+AGAIN = 5
+"""Steps with a switch, of which three are timed."""
+SWITCHES = {"CUDA graphs": ("generator.cuda_graphs=true", 15), "compiled": ("model.compile=true", 40)}
+"""What is run again, and the seconds that are no step's: the start, and Triton."""
 AS_PLANNED = 0.15
 """Of the plan, that the peak may be above or below it."""
 
@@ -57,23 +59,23 @@ def run(result: Result, work: Path) -> None:
             result.figure(f"lit_rl: share of the limit, {name}", least / took, note=f"the limit is {least:.3g} s")
         result.figure("lit_rl: share of the limit, step", bound.step / trained.seconds, note="bench/bounds.py")
     mfu_as_trl(result, "lit_rl", trained)
-    with result.part("lit_rl, compiled"):
-        compiled(result, work, trained.seconds)
+    again(result, work, trained.seconds)
 
 
-def compiled(result: Result, work: Path, step: float) -> None:
-    """The same with `model.compile=true`, if there is time."""
-    steps, more = COMPILED
-    if not REAL:
-        result.not_run("lit_rl, compiled", "Triton needs a real card")
-    elif result.left < steps * step + more:
-        result.not_run("lit_rl, compiled", f"{result.left:.0f} s are left, {steps * step + more:.0f} s are needed")
-    else:
-        spec = training.prepared(G1, work / G1.shape, "main_compiled", unrecorded=True)
-        settings = "trainer.precision=auto", "model.compile=true"
-        seconds(
-            result, "lit_rl, compiled", training.ours(spec, *settings, steps=steps, warmups=WARMUPS), limits(result)
-        )
+def again(result: Result, work: Path, step: float) -> None:
+    """Run the same with a switch that is off by default, if there is time."""
+    for name, (setting, more) in SWITCHES.items():
+        who, needed = f"lit_rl, {name}", AGAIN * step + more
+        if not REAL:
+            result.not_run(who, "it needs a real card")
+        elif result.left < needed:
+            result.not_run(who, f"{result.left:.0f} s are left, {needed:.0f} s are needed")
+        else:
+            with result.part(who):
+                spec = training.prepared(G1, work / G1.shape, f"main_{name.replace(' ', '_')}", unrecorded=True)
+                trained = training.ours(spec, "trainer.precision=auto", setting, steps=AGAIN, warmups=WARMUPS)
+                seconds(result, who, trained, limits(result))
+                result.figure(f"{who}: decode steps", trained.decoded or "unknown", note="NativeGenerator.steps")
 
 
 def seconds(result: Result, who: str, trained: Trained, rates: tuple[float, float] | None) -> None:

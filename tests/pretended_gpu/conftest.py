@@ -22,7 +22,7 @@ from lit_rl import cli
 
 HERE = Path(__file__).parent
 TESTS, ROOT = HERE.parent, HERE.parents[1]
-sys.path += [str(TESTS), *(str(TESTS / name) for name in ("runs", "doors", "algorithms", "generation"))]
+sys.path += [str(TESTS), *(str(TESTS / name) for name in ("runs", "doors", "algorithms", "generation", "rewards"))]
 sys.path += [str(ROOT / "scripts")]
 import dist_scorers  # noqa: E402
 import same_bits  # noqa: E402

@@ -47,6 +47,9 @@ FRESH: dict[str, Callable[[], nn.Module]] = {
     "score": lambda: load_scoring(LanguageModel(TINY), SEQUENCES),
     "scores of steps": lambda: load_scoring(LanguageModel(TINY), TOKENS),
     "score and lora": lambda: load_scoring(LanguageModel(TINY, lora=Lora(r=4)), SEQUENCES),
+    "score and lora of a table": lambda: load_scoring(
+        LanguageModel(TINY, lora=Lora(r=4, targets=["embed_tokens", "q_proj"])), SEQUENCES
+    ),
     "critic": lambda: AdapterCritic(r=4).module(LanguageModel(TINY, lora=Lora(r=4)).load()),
 }
 

@@ -48,10 +48,16 @@ def test_two_devices_learn_what_one_cpu_learns(strategy: str, method: str, two: 
     )
 
 
-@pytest.mark.parametrize("strategy", two_ranks.STRATEGIES)
-def test_they_are_resumed_to_the_bit(strategy: str, two: Path) -> None:
-    whole, again = (dist_equal.left(two, f"{strategy}-grpo{more}") for more in ("", "-again"))
+@pytest.mark.parametrize(("strategy", "method"), [run for run in two_ranks.RUNS if run[1].startswith("grpo")])
+def test_they_are_resumed_to_the_bit(strategy: str, method: str, two: Path) -> None:
+    whole, again = (dist_equal.left(two, f"{strategy}-{method}{more}") for more in ("", "-again"))
     assert_same(whole["weights"], again["weights"])
+
+
+def test_a_spread_reward_model_scores_as_a_whole_one(two: Path) -> None:
+    for rank in dist_equal.left(two, "scorer")["ranks"]:
+        assert rank["scores"] == pytest.approx(rank["whole"], abs=1e-5)
+        assert rank["bytes"] < rank["whole_bytes"]
 
 
 def test_a_command_starts_the_second_rank_itself(root: Path, tmp_path: Path) -> None:

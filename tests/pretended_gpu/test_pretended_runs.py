@@ -33,6 +33,8 @@ def _grpo(settings: str, resume: int | None = 6) -> tuple[str, int | None]:
     return f"{same_bits.COMMON} {same_bits.ROLLOUTS} {same_bits.GRADED} {settings}", resume
 
 
+ONCE = "trainer.max_steps=2 trainer.limit_val_batches=0"
+"""In place of 8 steps, for what takes another path in one function."""
 SCORED = f"{same_bits.COMMON} {same_bits.ROLLOUTS} {{}} trainer.max_steps=4"
 FURTHER = {
     "grpo_plain_decoding": _grpo("generator.grouped_cache=false generator.lean_steps=false", None),
@@ -62,7 +64,11 @@ FURTHER = {
         None,
     ),
     "gigpo_guess": (f"{same_bits.GAME} algo=gigpo reward=environment_turns trainer.max_steps=4", None),
-    "turn_ppo_guess": (f"{same_bits.GAME} algo=turn_ppo reward=environment_turns trainer.max_steps=4", None),
+    "turn_ppo_guess": (
+        f"{same_bits.GAME} algo=turn_ppo reward=environment_turns trainer.max_steps=4"
+        " algo.ptx.path={work}/texts.jsonl algo.ptx.batch_size=1 algo.ptx_coef=0.2",
+        None,
+    ),
     "clip_cov": _grpo("algo=clip_cov trainer.max_steps=4", None),
     "grpo_reward_model": (
         SCORED.format("reward=reward_model reward.functions.reward_model.name={work}/scorer algo.beta=0.1"),
@@ -78,6 +84,26 @@ FURTHER = {
         f"{same_bits.IMAGES['grpo_images']} algo=ppo algo.group_size=4 algo.reward_beta=0.05 trainer.max_steps=4",
         None,
     ),
+    "raft": _grpo(f"algo=raft {ONCE}", None),
+    "grpo_lora_averaged": _grpo(f"callbacks=ema model.lora.r=4 {ONCE}", None),
+    "grpo_turns_guess": (
+        f"{same_bits.GAME} algo/advantage=centered_turns reward=environment_turns algo.beta=0.1 reference=ema"
+        f" reference.device=cpu {ONCE}",
+        None,
+    ),
+    "grpo_process_guess": (f"{same_bits.GAME} algo/advantage=process_supervised reward=environment_turns {ONCE}", None),
+    "orpo": (f"{same_bits.COMMON} {same_bits.ROWS} algo=orpo {ONCE}", None),
+    "bco_reference_on_the_host": (
+        f"{same_bits.COMMON} {same_bits.ROWS} algo=bco algo/prompt_weights=density_ratio reference=frozen_copy"
+        f" reference.device=cpu {ONCE}",
+        None,
+    ),
+    "bco_precomputed": (
+        f"{same_bits.COMMON} {same_bits.ROWS} algo=bco algo/prompt_weights=density_ratio"
+        f" algo.precompute_reference=true {ONCE}",
+        None,
+    ),
+    "kto_precomputed": (f"{same_bits.COMMON} {same_bits.ROWS} algo=kto algo.precompute_reference=true {ONCE}", None),
 }
 RESUMED_ALREADY = {
     "gspo", "grpo_scheduled", "grpo_one_step", "grpo_masked", "grpo_bf16_lora", "reinforce_pp", "rloo", "ppo_guess",

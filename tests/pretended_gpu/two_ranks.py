@@ -9,12 +9,14 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1] / "runs"))
 
 import dist_equal
+import dist_scorers
 import torch
-from dist_mesh import CLIP, GRPO, SGD, SHAPES
+from dist_mesh import CLIP, SGD, SHAPES
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
 from lit_rl.algorithms.optim.strategies import FSDP2Strategy, FSDPTPStrategy
+from lit_rl.callbacks import GracefulStop
 
 STEPS, STOP = 4, 3
 """GRPO takes two steps a rollout: it stops in the middle of one."""
@@ -24,15 +26,23 @@ STRATEGIES: dict[str, Any] = {
     "fsdp": FSDP2Strategy,
     "tp": lambda: FSDPTPStrategy(tp_size=2),
 }
+GAME = [
+    "data=repeated", "data.task.prompt='0..9='", "data.task.train_rows=32", "data.task.val_rows=4",
+    "data.prompts_per_rollout=4", "env=environment", "env.path=lit_rl.environments.games:GuessNumber",
+    "env.max_turns=3", "env.max_tokens=24", "env.max_observation_tokens=8", "sampling.max_new_tokens=4",
+    "reward=environment", "algo=ppo", "algo.group_size=4", "algo.minibatches=2", "algo.critic_lr=0.3",
+    "algo.reward_beta=0.05", "algo/selection=top_entropy",
+]  # fmt: skip
 METHODS = {name: SHAPES[name] for name in ("grpo", "dpo", "sft")} | {
-    "ppo": [*GRPO[:-2], *SGD, "algo=ppo", "algo.critic_lr=0.3", "algo.reward_beta=0.05"],
+    "grpo_ema": ["reference=ema" if word.startswith("reference=") else word for word in SHAPES["grpo"]],
+    "ppo": [*GAME, *SGD],
     "reward_model": ["algo=reward_model", "data.task.max_operand=9", "data.task.val_rows=4", "data.batch_size=8", *SGD],
 }
 RUNS = [
     ("ddp", "grpo"),
     ("ddp", "dpo"),
     ("ddp", "reward_model"),
-    ("fsdp", "grpo"),
+    ("fsdp", "grpo_ema"),
     ("fsdp", "ppo"),
     ("fsdp", "sft"),
     ("tp", "grpo"),
@@ -55,7 +65,12 @@ def run(name: str, method: str, folder: Path, *, resume: bool = False, **setting
         folder / name, "{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False
     )
     trainer = dist_equal.trainer(
-        folder, max_steps=STEPS, gradient_clip_val=CLIP, enable_checkpointing=True, callbacks=[keeps], **settings
+        folder,
+        max_steps=STEPS,
+        gradient_clip_val=CLIP,
+        enable_checkpointing=True,
+        callbacks=[keeps, GracefulStop()],
+        **settings,
     )
     begin = folder / name / f"step={STOP}.ckpt" if resume else None
     trainer.fit(module, datamodule=data, ckpt_path=begin, weights_only=True)
@@ -70,9 +85,10 @@ def run(name: str, method: str, folder: Path, *, resume: bool = False, **setting
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for strategy, method in RUNS:
-        for resume in (False, True) if method == "grpo" else (False,):
+        for resume in (False, True) if method.startswith("grpo") else (False,):
             made = STRATEGIES[strategy]()
             run(
                 f"{strategy}-{method}", method, Path(sys.argv[1]), resume=resume, devices=2, accelerator="cuda",
                 strategy=made,
             )  # fmt: skip
+    dist_scorers.run("scorer", Path(sys.argv[1]), devices=2, accelerator="cuda", strategy=FSDP2Strategy())
