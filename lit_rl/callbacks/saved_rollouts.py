@@ -58,8 +58,7 @@ class SavedRollout:
         scored, rollout, plan = module.scored, module.rollout, module.plan
         # With a replay buffer the log-probs may be of other rows than those that were scored.
         known = rollout if rollout.completions.response_ids is scored.completions.response_ids else None
-        data = getattr(module.trainer, "datamodule", None)
-        seen = data if isinstance(data, RolloutDataModule) and scored.completions.vision is not None else None
+        data = None if scored.completions.vision is None else getattr(module.trainer, "datamodule", None)
         return cls(
             step=scored.completions.version,
             number=scored.batch.rollout,
@@ -72,7 +71,7 @@ class SavedRollout:
             old_logprobs=known and known.old_logprobs,
             ref_logprobs=known and known.ref_logprobs,
             greedy_rewards=scored.greedy_rewards,
-            data=None if seen is None else seen.fingerprint,
+            data=data.fingerprint if isinstance(data, RolloutDataModule) else None,
         )
 
     @classmethod
