@@ -222,7 +222,8 @@ CHANGES: dict[str, Any] = {
     "reward_clip": (-1, 1),
 }
 SHAPINGS = (shaping.missing_eos, shaping.relative_length_penalty, shaping.relative_length_reward)
-DEAF: dict[str, set[str]] = {"normalize_then_sum": set(CHANGES), "process_supervised": {"reward_beta"}}
+DEAF: dict[str, set[str]] = {name: set(CHANGES) for name in ("normalize_then_sum", "constant")}
+DEAF["process_supervised"] = {"reward_beta"}
 DEAF |= {name: {"shaping"} for name in ("remax", "remax_return_to_go")}
 
 
