@@ -23,6 +23,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zer
 from lit_rl.callbacks.output_files import ALARMS
 from lit_rl.core.errors import ConfigError, StorageError, in_range, nearest
 
+# ---------------------------------------------------------------------- roll-backs
+
+
 BEFORE_ALARM_FOLDER = "before_alarm"
 """The folder of kept checkpoints, in the folder of checkpoints."""
 
@@ -103,6 +106,9 @@ class GoodCheckpoint:
         return int(checkpoint["global_step"])
 
 
+# ---------------------------------------------------------------------- metrics that are not logged
+
+
 _LINES = 3
 """Lines of the training's log after which no new metrics are expected."""
 
@@ -140,17 +146,15 @@ def describe_missing(key: str, missing: Sequence[str], named_by: Mapping[str, st
     """Describe an alarm's missing metrics, with similar names that are logged, and the key that names the metric."""
     said = []
     for name in missing:
-        near, setting = _nearest_name(name, logged), named_by.get(name)
-        hint = "" if near is None else f", did you mean {near}?"
+        prefix, setting = name[: name.find("/") + 1], named_by.get(name)
+        alike = (each.removeprefix(prefix) for each in logged if each.startswith(prefix))
+        near = nearest(name.removeprefix(prefix), alike)  # a common prefix makes no two names alike
+        hint = "" if near is None else f", did you mean {prefix}{near}?"
         said.append(f"{name}{hint}" + (f" Set callbacks.{key}.{setting}" if hint and setting else ""))
     return f"{key} ({'; '.join(said)})"
 
 
-def _nearest_name(name: str, logged: Collection[str]) -> str | None:
-    """Return the nearest metric name, compared without the common prefix."""
-    prefix = name[: name.find("/") + 1]
-    near = nearest(name.removeprefix(prefix), (each.removeprefix(prefix) for each in logged if each.startswith(prefix)))
-    return None if near is None else f"{prefix}{near}"
+# ---------------------------------------------------------------------- the base
 
 
 Then = Literal["warn", "stop", "roll_back"]
@@ -273,8 +277,7 @@ class Alarm(L.Callback, ABC):
             )
 
     def missing(self, logged: Collection[str]) -> list[str]:
-        """Return the metrics whose absence keeps it from ringing, for a run that logs these; empty where it may
-        ring."""
+        """Return the missing metrics that keep it from ringing, in a run that logs these; none where it may ring."""
         if found := [name for name in self.essential if name not in logged]:
             return found
         return [] if any(name in logged for name in self.watched) else list(self.watched)
@@ -282,10 +285,8 @@ class Alarm(L.Callback, ABC):
     def _look(self, trainer: L.Trainer, pl_module: Any, metrics: Mapping[str, float]) -> None:
         found = self.problem(metrics)
         self.in_a_row = 0 if found is None else self.in_a_row + 1
-        if found is not None and self.in_a_row == self.patience:
-            self._ring(trainer, pl_module, found)
-
-    def _ring(self, trainer: L.Trainer, pl_module: Any, found: str) -> None:
+        if found is None or self.in_a_row != self.patience:
+            return
         often = "" if self.patience == 1 else f", {self.patience} times in a row"
         done = self._act(trainer, pl_module)
         said = f"Alarm {self.key} at optimizer step {trainer.global_step}: {found}{often}. {done}{self.advice}"
@@ -327,6 +328,9 @@ class Alarm(L.Callback, ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.in_a_row, self.rolled_back = state_dict["in_a_row"], state_dict["rolled_back"]
         self.remember(state_dict["memory"])
+
+
+# ---------------------------------------------------------------------- the alarms
 
 
 class _DriftAlarm(Alarm):

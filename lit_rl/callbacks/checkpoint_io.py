@@ -107,7 +107,7 @@ def fault_of_contents(error: BaseException) -> str:
 def newest_whole(paths: list[Path]) -> tuple[Path | None, list[Path]]:
     """Return the newest whole checkpoint, None where there is none, and the damaged ones that are newer."""
     damaged: list[Path] = []
-    for path in sorted(paths, key=_age, reverse=True):
+    for path in sorted(paths, key=lambda path: (step_of(path), path.stat().st_mtime), reverse=True):
         if is_whole(path):
             return path, damaged
         damaged.append(path)
@@ -118,10 +118,6 @@ def step_of(path: Path) -> int:
     """Return the optimizer step in the name of a checkpoint, or else the last number in it; -1 where none is."""
     numbers = re.findall(r"step[_=](\d+)", path.stem) or re.findall(r"\d+", path.stem)
     return int(numbers[-1]) if numbers else -1
-
-
-def _age(path: Path) -> tuple[int, float]:
-    return step_of(path), path.stat().st_mtime
 
 
 def _file_version(path: Path) -> tuple[str, int, int, int]:
@@ -187,6 +183,9 @@ def _has_an_index(path: Path) -> bool:
         return True
 
 
+# ---------------------------------------------------------------------- writing and reading
+
+
 class AtomicCheckpointIO(TorchCheckpointIO):
     """A checkpoint plugin that writes beside the target, flushes, then renames: a rename within a folder is atomic."""
 
@@ -200,9 +199,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         try:
             retry_on_full_disk(lambda: _write_atomically(checkpoint, target), f"The checkpoint {target}")
         except OSError as error:
-            raise StorageError(
-                f"The checkpoint {target} could not be written: {error}. {_resume_hint(target)}"
-            ) from error
+            saved, _ = newest_whole(list(Path(target).parent.glob("*.ckpt")))
+            hint = (
+                "No checkpoint of this run was saved before: mend this, and start it anew."
+                if saved is None
+                else "What was saved before is as it was: mend this, and go on from there with ckpt_path=last."
+            )
+            raise StorageError(f"The checkpoint {target} could not be written: {error}. {hint}") from error
 
     def load_checkpoint(self, path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read a checkpoint as Lightning does, once it is verified.
@@ -222,13 +225,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if not isinstance(loaded, dict) or "state_dict" not in loaded:
             raise unusable_checkpoint(Path(path), "it holds no state_dict")
         return loaded
-
-
-def _resume_hint(target: str) -> str:
-    """Return the hint how to go on after a checkpoint that could not be written."""
-    if newest_whole(list(Path(target).parent.glob("*.ckpt")))[0] is None:
-        return "No checkpoint of this run was saved before: mend this, and start it anew."
-    return "What was saved before is as it was: mend this, and go on from there with ckpt_path=last."
 
 
 def _write_atomically(checkpoint: dict[str, Any], target: str) -> None:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+# ---------------------------------------------------------------------- episodes
+
+
 MOST_MESSAGES = 12
 """Most messages of an episode that are shown, the first and the last half of them."""
 
@@ -79,6 +82,9 @@ def conversation_of(table: Mapping[str, Sequence[Any]], row: int) -> ShownConver
     )
 
 
+# ---------------------------------------------------------------------- images
+
+
 @dataclass(frozen=True)
 class Pictures:
     """The images of a row, then its videos as their first frames. Files are opened at first use."""
@@ -114,12 +120,14 @@ class Pictures:
 _GAP = THUMBNAIL // 24
 
 
+# ---------------------------------------------------------------------- text
+
+
 LONGEST = 200
 
 
 def printable(value: Any, longest: int = LONGEST) -> str:
-    """Return the text of a prompt, a completion or a number, control characters escaped, cut in the middle if too
-    long."""
+    """Return a prompt, a completion or a number as text, control characters escaped, cut in the middle if long."""
     if isinstance(value, float):
         return f"{value:.3f}"
     if isinstance(value, list):
@@ -160,6 +168,9 @@ def file_name_part(name: str) -> str:
     return one_line(name).replace("/", "_")
 
 
+# ---------------------------------------------------------------------- tables
+
+
 def _mean_reward(rows: Sequence[dict[str, Any]]) -> float:
     """Return the mean reward of the scored rows; NaN marks the others."""
     scored = [row["reward"] for row in rows if not math.isnan(row["reward"])]
@@ -180,15 +191,11 @@ def console_table(title: str, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _cell(value: Any, style: str) -> Text:
-    if isinstance(value, ShownConversation):
-        lines = (Text(f"{author}: {_indented(words)}", style=by) for author, words, by in value.lines())
-        return Text("\n").join(lines)
-    return Text(printable(value), style=style)
-
-
-def _indented(words: str) -> str:
-    """Indent the lines of a message, so that none looks like the next author's."""
-    return printable(words).replace("\n", "\n  ")
+    if not isinstance(value, ShownConversation):
+        return Text(printable(value), style=style)
+    messages = ((f"{author}: {printable(words)}", by) for author, words, by in value.lines())
+    # Indented, so that no line of a message looks like the next author's.
+    return Text("\n").join(Text(message.replace("\n", "\n  "), style=by) for message, by in messages)
 
 
 def plan_table(rows: Sequence[tuple[str, str]]) -> None:

@@ -102,8 +102,7 @@ class AveragedWeights(L.Callback, ABC):
     choice: ClassVar[str]
     """The option of the config group `callbacks`, for messages."""
     kinds: ClassVar[tuple[str, ...]]
-    """Kinds of tensors kept for each weight, initially equal to it; the first is exported unless `exported` is
-    overridden."""
+    """Kinds of tensors kept for each weight, which begin as the weight; `exported` returns the first by default."""
 
     def __init__(self, folder: str | None = None) -> None:
         self.folder = folder
@@ -123,7 +122,7 @@ class AveragedWeights(L.Callback, ABC):
 
     @property
     @abstractmethod
-    def told(self) -> str:
+    def description(self) -> str:
         """A description of the average, for the card of the export."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -168,8 +167,12 @@ class AveragedWeights(L.Callback, ABC):
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         stops = [callback for callback in trainer.callbacks if isinstance(callback, GracefulStop)]  # pyright: ignore
         stopped = any(callback.signum is not None for callback in stops)
-        if self.folder is not None and not stopped and not trainer.fast_dev_run:  # pyright: ignore
-            self._export(trainer, pl_module, Path(self.folder))
+        if self.folder is None or stopped or trainer.fast_dev_run:  # pyright: ignore
+            return
+        state = self.averaged(pl_module)
+        if trainer.is_global_zero:
+            pl_module.export(state, Path(self.folder), unfinished_card(trainer, pl_module, f": {self.description}"))
+        trainer.strategy.barrier()
 
     def averaged(self, pl_module: Any) -> dict[str, Tensor]:
         """Return the policy's state dict with the average in place of trained weights, on rank 0. A collective."""
@@ -207,12 +210,6 @@ class AveragedWeights(L.Callback, ABC):
         whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
         return {name: tensor.detach().cpu().clone() for name, tensor in whole.items()}
 
-    def _export(self, trainer: L.Trainer, pl_module: Any, folder: Path) -> None:
-        state = self.averaged(pl_module)
-        if trainer.is_global_zero:
-            pl_module.export(state, folder, unfinished_card(trainer, pl_module, f": {self.told}"))
-        trainer.strategy.barrier()
-
 
 class EMAWeights(AveragedWeights):
     """An exponential moving average of the trained weights, exported at the end of the training.
@@ -236,7 +233,7 @@ class EMAWeights(AveragedWeights):
         self.decay = decay
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         return f"moving average of the weights, decay {self.decay:g}"
 
     def move(self, kept: Mapping[str, Tensor], weight: Tensor, step: int) -> None:
@@ -294,7 +291,7 @@ class BEMAWeights(AveragedWeights):
         self.min_beta, self.every, self.burn_in = min_beta, every, burn_in
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         return f"bias-corrected moving average of the weights, every {self.every} steps after {self.burn_in}"
 
     def move(self, kept: Mapping[str, Tensor], weight: Tensor, step: int) -> None:
@@ -330,7 +327,7 @@ class MergedWeights(AveragedWeights):
         self.share = share
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         return f"{self.share:g} of the way from the initial weights to the trained ones"
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:

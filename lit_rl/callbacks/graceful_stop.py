@@ -31,6 +31,8 @@ from lit_rl.callbacks.process_signals import detach_from_terminal, requeue, requ
 from lit_rl.callbacks.timed_checkpoint import save_step
 from lit_rl.core import interrupts
 
+# ---------------------------------------------------------------------- signals between ranks
+
 
 def callback_store(name: str, rank: int) -> Any | None:
     """Return a store that is the same on all ranks, by the count of calls; None without a process group.
@@ -119,44 +121,34 @@ class SignalWatch:
                 time.sleep(POLL_SECONDS)
                 number = self._came()
                 if number is None:
-                    asked_at, number = time.monotonic(), self._heard()
+                    asked_at, number = time.monotonic(), self._received(_SIGNAL_KEY)
+                    self._told = self._told or number is not None
                     self._send(number)
                     continue
                 if not known:  # the handler has run, for the signal sent here or for the user's own at the same moment
                     known, self._sent = True, 0
-                self._tell(number)
-                if (last := self._asked(_SECOND_SIGNAL_KEY)) is not None:
+                if self._store is not None and not self._told:
+                    self._told = True
+                    self._store.set(_SIGNAL_KEY, str(number))
+                if (last := self._received(_SECOND_SIGNAL_KEY)) is not None:
                     if self._rank == 0:  # it holds the store: the others poll first
                         time.sleep(1.5 * POLL_SECONDS)
                     return self._send(last, mine=False)
                 if interrupts.is_interruptible() and time.monotonic() - asked_at > RESEND_SECONDS:
                     asked_at = time.monotonic()
                     self._send(number)
-            self._tell_that_it_leaves()
+            if self._store is not None and self._leaves is not None:
+                self._store.set(_SECOND_SIGNAL_KEY, str(self._leaves))
+                time.sleep(1.5 * POLL_SECONDS)  # until the others have polled: the store may be in this process
         except Exception:  # the rank that holds the store is gone: that ends the others
             pass
         finally:
             self._ended = True
 
-    def _heard(self) -> int | None:
-        number = self._asked(_SIGNAL_KEY)
-        self._told = self._told or number is not None
-        return number
-
-    def _asked(self, word: str) -> int | None:
-        if self._store is None or not self._store.check([word]):
+    def _received(self, key: str) -> int | None:
+        if self._store is None or not self._store.check([key]):
             return None
-        return int(self._store.get(word))
-
-    def _tell(self, number: int) -> None:
-        if self._store is not None and not self._told:
-            self._told = True
-            self._store.set(_SIGNAL_KEY, str(number))
-
-    def _tell_that_it_leaves(self) -> None:
-        if self._store is not None and self._leaves is not None:
-            self._store.set(_SECOND_SIGNAL_KEY, str(self._leaves))
-            time.sleep(1.5 * POLL_SECONDS)  # until the others have polled: the store may be in this process
+        return int(self._store.get(key))
 
     def _send(self, number: int | None, *, mine: bool = True) -> None:
         """Send a signal to the main thread; with `mine` false its handler takes it for one from outside."""
@@ -165,6 +157,9 @@ class SignalWatch:
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, number)
+
+
+# ---------------------------------------------------------------------- the stop
 
 
 def _announce(text: str) -> None:
@@ -195,8 +190,7 @@ class GracefulStop(SaveOnError):
         """The checkpoint of the step that the run stopped at; None while there is none."""
         self._watch: SignalWatch | None = None
         self._twice: tuple[int | None, ...] = (signal.SIGHUP,)
-        """Signals that one cause may send twice: an ending shell and the kernel; Slurm and torchrun, which forwards
-        it."""
+        """Signals that may come twice from one cause: an ending shell and the kernel; Slurm, and torchrun for it."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)

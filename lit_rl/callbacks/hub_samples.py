@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -180,7 +180,8 @@ class HubSamples(L.Callback):
         self._last = time.monotonic()
         with self.unwritten.spared(self._pushes.what):
             run_dir = Path(trainer.default_root_dir).resolve()
-            there = _sample_files(run_dir)
+            files = [path for pattern in SAMPLE_FILES for path in (run_dir / "samples").glob(pattern)]
+            there = {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
             if not there or there == self._sent:
                 return
             copy = tempfile.TemporaryDirectory(prefix="lit_rl_samples_", ignore_cleanup_errors=True)
@@ -208,19 +209,15 @@ class HubSamples(L.Callback):
             if sent is None:
                 api.create_repo(self.repo, repo_type="dataset", private=self.private, exist_ok=True)
                 held = api.list_repo_files(self.repo, repo_type="dataset")
-                sent = dict.fromkeys(_files_in_run_folder(held, folder), (-1, -1))
+                names = [path.removeprefix(f"{folder}/") for path in held if path.startswith(f"{folder}/")]
+                names = [name for name in names if any(fnmatch(name, pattern) for pattern in SAMPLE_FILES)]
+                sent = dict.fromkeys(names, (-1, -1))
                 if "README.md" not in held:
                     operations.append(CommitOperationAdd("README.md", CARD.encode()))
             new, gone = _changed_files(there, sent), sorted(sent.keys() - there.keys())
             operations += [CommitOperationAdd(f"{folder}/{name}", Path(copy.name) / name) for name in new]
             operations += [CommitOperationDelete(f"{folder}/{name}") for name in gone]
             api.create_commit(self.repo, operations, repo_type="dataset", commit_message=message)
-
-
-def _sample_files(run_dir: Path) -> Files:
-    """Return the sample files that a run has written up to now."""
-    files = [path for pattern in SAMPLE_FILES for path in (run_dir / "samples").glob(pattern)]
-    return {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 
 
 def _changed_files(there: Files, sent: Files) -> list[str]:
@@ -239,9 +236,3 @@ def _check_name(repo: str) -> None:
         raise ConfigError(
             f"callbacks.hub_samples.repo={repo!r} is no name of the hub: {error} Write user/name."
         ) from error
-
-
-def _files_in_run_folder(held: Sequence[str], run: str) -> list[str]:
-    """Return the names of the sample files in the folder of a run."""
-    names = [path.removeprefix(f"{run}/") for path in held if path.startswith(f"{run}/")]
-    return [name for name in names if any(fnmatch(name, pattern) for pattern in SAMPLE_FILES)]

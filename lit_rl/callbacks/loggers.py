@@ -33,6 +33,9 @@ from lit_rl.core.episode import TOKENS
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.visuals import visuals_in
 
+# ---------------------------------------------------------------------- failures to write
+
+
 PATIENCE = 30.0
 """Seconds of training that the failed calls of one logger may cost before it is left out."""
 
@@ -70,8 +73,8 @@ class WriteFailures:
         self.error = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         if self.failures == 1:
             warnings.warn(
-                f"{self.name} failed in {what}: {self.error}. Training goes on, and so do further calls; how many fail "
-                "is said at the end.",
+                f"{self.name} failed in {what}: {self.error}. Training goes on, and further calls are tried; failures "
+                "are counted at the end.",
                 stacklevel=2,
             )
 
@@ -162,6 +165,9 @@ class _NoOpLogger:
         return lambda *args, **keywords: None
 
 
+# ---------------------------------------------------------------------- JSON Lines
+
+
 class JsonlLogger(Logger):
     """A logger of metrics as JSON lines `{"step": ..., name: value, ...}`.
 
@@ -226,6 +232,9 @@ def _json_number(value: Any) -> float | int | None:
     return int(number) if isinstance(value, int) else number
 
 
+# ---------------------------------------------------------------------- Trackio
+
+
 class TrackioLogger(Logger):
     """A logger of metrics and samples to Trackio's database, `trackio/` in the Hugging Face cache or `TRACKIO_DIR`.
 
@@ -287,13 +296,15 @@ class TrackioLogger(Logger):
         """Do nothing: Lightning calls it several times in a run, with each validation."""
 
     def end(self) -> None:
-        """Write pending logs, and end Trackio's run; a later call resumes it. Else Trackio does so at the process's
-        end."""
+        """Write pending logs, and end Trackio's run, which a later call resumes; else it ends with the process."""
         if self._experiment is not None:
             import trackio  # pyright: ignore[reportMissingImports]
 
             self._experiment = None
             trackio.finish()
+
+
+# ---------------------------------------------------------------------- tables of samples
 
 
 Row = dict[str, Any]
@@ -330,9 +341,14 @@ def log_tables(
 
 def _log_table(logger: Any, key: str, made: Callable[..., list[Row]], step: int, pictured: Sequence[Row]) -> None:
     takes_tables = isinstance(logger, MLFlowLogger | WandbLogger | CSVLogger) or hasattr(logger, "log_table")
-    if not takes_tables:
-        if hasattr(experiment := getattr(logger, "experiment", None), "add_text"):
-            _to_tensorboard(experiment, key, made(TENSORBOARD_CELL), step, pictured)
+    if not takes_tables:  # text with some images beside it, `samples/image_1` and so on
+        experiment: Any = getattr(logger, "experiment", None)
+        if hasattr(experiment, "add_text"):
+            experiment.add_text(key, markdown_table(made(TENSORBOARD_CELL), sys.maxsize), global_step=step)
+            strips = (row["image"].strip() if "image" in row else None for row in pictured)
+            for number, strip in enumerate(strips, 1):
+                if strip is not None:
+                    experiment.add_image(f"{key}/image_{number}", np.array(strip), global_step=step, dataformats="HWC")
         return
     rows = made()
     columns = list(rows[0])
@@ -348,7 +364,7 @@ def _log_table(logger: Any, key: str, made: Callable[..., list[Row]], step: int,
         logger.log_table(key=key, columns=columns, data=data, step=step)
 
 
-# ---------------------------------------------------------------------- rows
+# ---------------------------------------------------------------------- rows of tables
 
 
 def table_rows(table: Mapping[str, Sequence[Any]], longest: int = sys.maxsize) -> list[Row]:
@@ -360,16 +376,13 @@ def table_rows(table: Mapping[str, Sequence[Any]], longest: int = sys.maxsize) -
     pictures = [Pictures.of(table, i) for i in range(len(table["prompt"]))]
     columns: dict[str, list[Any]] = {}
     for name, values in table.items():
-        if name.startswith(TOKENS) or (name in ("image", "images", "video", "videos") and _shows(values)):
+        shows = name in ("image", "images", "video", "videos") and any(visuals_in(value) for value in values)
+        if name.startswith(TOKENS) or shows:
             continue
         columns[name] = _column(values, longest)
         if name == "prompt" and any(each.refs for each in pictures):
             columns["image"] = list(pictures)
     return [{name: values[i] for name, values in columns.items()} for i in range(len(pictures))]
-
-
-def _shows(values: Sequence[Any]) -> bool:
-    return any(visuals_in(value) for value in values)
 
 
 def _column(values: Sequence[Any], longest: int) -> list[Any]:
@@ -390,7 +403,7 @@ def _plain_cell(value: Any) -> Any:
     return str(value) if isinstance(value, Pictures) else value
 
 
-# ---------------------------------------------------------------------- loggers
+# ---------------------------------------------------------------------- tables in each logger
 
 
 def _for_wandb(rows: Sequence[Row]) -> Iterator[list[Any]]:
@@ -405,15 +418,6 @@ def _for_wandb(rows: Sequence[Row]) -> Iterator[list[Any]]:
                 strip = value.strip()
                 drawn[value] = None if strip is None else wandb.Image(strip, caption=printable(str(value)))
         yield [drawn[value] if isinstance(value, Pictures) else value for value in row.values()]
-
-
-def _to_tensorboard(experiment: Any, key: str, rows: Sequence[Row], step: int, pictured: Sequence[Row]) -> None:
-    """Log the table as text, and the images of some rows beside it as `samples/image_1`, and so on."""
-    experiment.add_text(key, markdown_table(rows, sys.maxsize), global_step=step)
-    for number, row in enumerate(pictured, 1):
-        strip = row["image"].strip() if "image" in row else None
-        if strip is not None:
-            experiment.add_image(f"{key}/image_{number}", np.array(strip), global_step=step, dataformats="HWC")
 
 
 def _to_csv(folder: Path, key: str, rows: Sequence[Sequence[Any]], columns: Sequence[str]) -> None:

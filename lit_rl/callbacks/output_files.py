@@ -35,7 +35,7 @@ IMAGE_FOLDER = "images"
 """The folder beside a file of JSON Lines for images that its rows held as bytes."""
 
 
-# ---------------------------------------------------------------------- parquet
+# ---------------------------------------------------------------------- images in parquet
 
 
 def arrow_images(values: Sequence[Any]) -> pyarrow.Array | None:
@@ -83,7 +83,7 @@ def image_features(table: pyarrow.Table, names: Sequence[str]) -> pyarrow.Table:
     return table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
 
 
-# ---------------------------------------------------------------------- JSON Lines
+# ---------------------------------------------------------------------- images in JSON Lines
 
 
 class ImageWriter:
@@ -130,6 +130,9 @@ def _write_image(path: Path, data: bytes) -> None:
             partial.write_bytes(data)
     except OSError as error:
         raise StorageError(f"The image {path} could not be written: {error}.") from error
+
+
+# ---------------------------------------------------------------------- tables of samples
 
 
 JOINED = 100
@@ -320,7 +323,10 @@ def _join(paths: Sequence[Path]) -> None:
     noted = [[path.stem, [name for name in names if name not in schema.names]] for path, schema in zip(paths, schemas)]
     whole = whole.with_metadata({**(whole.metadata or {}), _TABLES: json.dumps(noted).encode()})
 
-    target = _joined_name(paths[0], paths[-1])
+    first, last = _FileName.of(paths[0].stem), _FileName.of(paths[-1].stem)
+    assert first is not None and last is not None
+    name, suffix = first.series
+    target = paths[0].with_name(f"{name}_{first.first:08d}-{last.last:08d}{suffix}.parquet")
     with replacing(target, f"{target.stem}.partial") as partial:
         with pyarrow.parquet.ParquetWriter(partial, whole, **_write_options(images)) as writer:
             for path in paths:
@@ -331,13 +337,6 @@ def _join(paths: Sequence[Path]) -> None:
         flush(partial)
     for path in paths:
         path.unlink()
-
-
-def _joined_name(first: Path, last: Path) -> Path:
-    kind, end = _FileName.of(first.stem), _FileName.of(last.stem)
-    assert kind is not None and end is not None
-    name, suffix = kind.series
-    return first.with_name(f"{name}_{kind.first:08d}-{end.last:08d}{suffix}.parquet")
 
 
 def _image_columns(schema: pyarrow.Schema) -> list[str]:

@@ -19,6 +19,8 @@ from typing import Any
 
 from lit_rl.core.errors import SIGNALLED
 
+# ---------------------------------------------------------------------- lost outputs
+
 
 class LossyStream:
     """A stream that drops text it cannot write.
@@ -53,6 +55,9 @@ def detach_from_terminal() -> None:
         if stat.S_ISCHR(mode) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
             os.dup2(nowhere, descriptor)
     os.close(nowhere)
+
+
+# ---------------------------------------------------------------------- Slurm
 
 
 def requeue_signal(trainer: Any) -> int | None:

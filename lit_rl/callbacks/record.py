@@ -60,18 +60,14 @@ class Record(L.Callback):
             self._to_cut = noted["sizes"], set(record_files(self.run_dir))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._begin(trainer)
-
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._begin(trainer)  # where nothing was left to train
-
-    def _begin(self, trainer: L.Trainer) -> None:
         """Truncate the record, once the whole checkpoint is loaded: changed data are refused last."""
         self.began = True
         if self._to_cut is not None:
             self._cut(*self._to_cut)
             self._to_cut = None
             trainer.strategy.barrier("record")  # no rank adds to it before
+
+    on_fit_end = on_train_start  # where nothing was left to train
 
     @rank_zero_only
     def _cut(self, sizes: dict[str, int], there: set[Path]) -> None:

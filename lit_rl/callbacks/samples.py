@@ -31,6 +31,8 @@ from lit_rl.core.rollout import Rollout, select, trim_rollout
 from lit_rl.generation.collect import texts_of
 from lit_rl.ops.reductions import masked_mean
 
+# ---------------------------------------------------------------------- schedules, and the rows of all ranks
+
 
 class EveryNSteps:
     """A trigger, due at step 0, then at the first rollout that begins at or after each multiple of `every` steps.
@@ -50,11 +52,22 @@ class EveryNSteps:
         """The step at which the last rollout began; None before the first, where one step a rollout is assumed."""
 
     def at(self, step: int) -> bool:
-        """Tell whether it is due at the rollout that begins after ``step`` optimizer steps. To be called once a
-        rollout."""
+        """Tell whether the rollout that begins after ``step`` optimizer steps is due. To be called once a rollout."""
         before = step - 1 if self.last is None else self.last
         self.last = step
         return step // self.every > before // self.every
+
+
+class _Periodic(L.Callback):
+    """The base of callbacks with an every-N-steps trigger, whose state is in checkpoints."""
+
+    _due: EveryNSteps
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last": self._due.last}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._due.last = state_dict["last"]
 
 
 Table = dict[str, list[Any]]
@@ -72,13 +85,12 @@ def gather_on_rank_zero(trainer: L.Trainer, mine: Any, unwritten: WriteFailures)
         sent = pickle.dumps(mine)
     parts = [b""] * trainer.world_size if trainer.is_global_zero else None
     torch.distributed.gather_object(sent, parts, dst=0)
-    return [_unpickled(part, unwritten) for part in (parts or [])[:: tensor_parallel_size(trainer)]]
-
-
-def _unpickled(part: bytes, unwritten: WriteFailures) -> Any:
-    with unwritten.spared("taking rows of another rank"):
-        return pickle.loads(part)
-    return None
+    received: list[Any] = []
+    for part in (parts or [])[:: tensor_parallel_size(trainer)]:
+        received.append(None)
+        with unwritten.spared("taking rows of another rank"):
+            received[-1] = pickle.loads(part)
+    return received
 
 
 def stack_tables(tables: Sequence[Mapping[str, list[Any]] | None]) -> Table:
@@ -114,11 +126,14 @@ def merge_validation(parts: Sequence[tuple[Table, Sequence[int | None]] | None])
     return {name: [values[i] for i in places] for name, values in whole.items()}
 
 
+# ---------------------------------------------------------------------- completions
+
+
 _LOGGER_INTERVAL = 50
 """Optimizer steps between two tables in loggers, by default."""
 
 
-class Samples(L.Callback):
+class Samples(_Periodic):
     """Samples of rollouts and validations: files in `samples/`, tables in loggers, and a few rows on the console.
 
     The files go to `samples/` in the Trainer's `default_root_dir`, with the rows of all ranks. A file is one rollout,
@@ -149,12 +164,6 @@ class Samples(L.Callback):
         self._rows: dict[int, list[int | None]] = {}
         """The data set's row for each row of these tables."""
         self.unwritten = WriteFailures("Samples")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"last": self._due.last}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._due.last = state_dict["last"]
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch.slot != 0 or not pl_module.samples or trainer.fast_dev_run:  # pyright: ignore
@@ -222,11 +231,6 @@ class Samples(L.Callback):
     on_test_batch_end = on_validation_batch_end
     on_test_epoch_end = on_validation_epoch_end
 
-    def _folder(self, trainer: L.Trainer) -> Path:
-        folder = Path(trainer.default_root_dir) / "samples"
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-
     def _track(self, trainer: L.Trainer, key: str, table: Table, step: int) -> None:
         if not trainer.loggers:
             return
@@ -235,7 +239,9 @@ class Samples(L.Callback):
 
     def _write(self, trainer: L.Trainer, table: Table, name: str) -> None:
         with self.unwritten.spared(f"samples/{name}.parquet"):
-            write_table(table, self._folder(trainer) / f"{name}.parquet")
+            folder = Path(trainer.default_root_dir) / "samples"
+            folder.mkdir(parents=True, exist_ok=True)
+            write_table(table, folder / f"{name}.parquet")
 
     def _pick(self, table: Table) -> list[dict[str, Any]]:
         shown, seen = [], set()
@@ -255,7 +261,10 @@ class Samples(L.Callback):
         return shown if self.print else []
 
 
-class TokenSamples(L.Callback):
+# ---------------------------------------------------------------------- tokens
+
+
+class TokenSamples(_Periodic):
     """Files with the loss's inputs for each token of a few completions, `samples/tokens_<step>.parquet`.
 
     They are written in the Trainer's `default_root_dir` for some rollouts, once each was learned from. Some completions
@@ -282,12 +291,6 @@ class TokenSamples(L.Callback):
         self.completions = completions
         self._due = EveryNSteps("callbacks.token_samples.every", every)
         self.unwritten = WriteFailures("TokenSamples")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"last": self._due.last}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._due.last = state_dict["last"]
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         plan, seen = getattr(pl_module, "plan", None), getattr(pl_module, "seen", None)
@@ -332,7 +335,8 @@ def token_table(
     """
     group_id = rollout.completions.group_id
     learned = seen.rows.to(group_id.device)
-    rows = _rows_of_prompts(group_id, learned)[:most]
+    # All completions of the prompts of the last micro-batch.
+    rows = torch.isin(group_id, group_id[learned]).nonzero().flatten()[:most]
     blind = replace(rollout, completions=replace(rollout.completions, vision=None))  # pixels are not needed
     chosen = trim_rollout(select(blind, rows))
     if chosen.advantages is None:
@@ -360,11 +364,6 @@ def token_table(
     return table | {name: values for name, values in kept.items() if name not in table}
 
 
-def _rows_of_prompts(group_id: Tensor, rows: Tensor) -> Tensor:
-    """Return the rows of all completions of the prompts that these rows answer."""
-    return torch.isin(group_id, group_id[rows]).nonzero().flatten()
-
-
 def _values_of_rows(values: Tensor, seen: Tensor, rows: Tensor, width: int) -> Tensor:
     """Return `(rows, width)` float32: the values of the `seen` rows, 0 for the others."""
     found = values.new_zeros((len(rows), width), dtype=torch.float32)
@@ -376,7 +375,10 @@ def _values_of_rows(values: Tensor, seen: Tensor, rows: Tensor, width: int) -> T
     return found
 
 
-class Histograms(L.Callback):
+# ---------------------------------------------------------------------- histograms
+
+
+class Histograms(_Periodic):
     """Histograms `histograms/reward`, `histograms/advantage` and `histograms/length` of this rank's rollouts.
 
     Args:
@@ -389,12 +391,6 @@ class Histograms(L.Callback):
 
     def __init__(self, every: int = 10) -> None:
         self._due = EveryNSteps("callbacks.histograms.every", every)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"last": self._due.last}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._due.last = state_dict["last"]
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = pl_module.samples.get("step", [None])[0]

@@ -58,6 +58,7 @@ class SavedRollout:
         scored, rollout, plan = module.scored, module.rollout, module.plan
         # With a replay buffer the log-probs may be of other rows than those that were scored.
         known = rollout if rollout.completions.response_ids is scored.completions.response_ids else None
+        data = None if scored.completions.vision is None else getattr(module.trainer, "datamodule", None)
         return cls(
             step=scored.completions.version,
             number=scored.batch.rollout,
@@ -70,7 +71,7 @@ class SavedRollout:
             old_logprobs=known and known.old_logprobs,
             ref_logprobs=known and known.ref_logprobs,
             greedy_rewards=scored.greedy_rewards,
-            data=None if scored.completions.vision is None else _fingerprint_of(module.trainer),
+            data=data.fingerprint if isinstance(data, RolloutDataModule) else None,
         )
 
     @classmethod
@@ -132,11 +133,6 @@ class Rollouts(L.Callback):
             for path in there:
                 if path not in up_to_now[-self.keep :]:  # those of a later step are of another run
                     path.unlink(missing_ok=True)
-
-
-def _fingerprint_of(trainer: L.Trainer) -> str | None:
-    data = getattr(trainer, "datamodule", None)
-    return data.fingerprint if isinstance(data, RolloutDataModule) else None
 
 
 def saved_rollouts(folder: Path) -> list[Path]:

@@ -88,7 +88,8 @@ class TimedCheckpoint(ModelCheckpoint):
     ) -> None:
         stepped, self._steps = trainer.global_step > self._steps, trainer.global_step
         # Lightning forgets its last save, and would save again after the first micro-batch of a resumed run.
-        if not stepped or (self.by_clock and not self._is_due(trainer)):
+        # Rank 0's clock decides for all.
+        if not stepped or (self.by_clock and not trainer.strategy.broadcast(time.monotonic() >= self._due)):
             return
         began = time.monotonic()
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
@@ -119,15 +120,10 @@ class TimedCheckpoint(ModelCheckpoint):
             self.kth_best_model_path, self.kth_value = newest[-1], steps[newest[-1]]
 
     def _should_remove_checkpoint(self, trainer: L.Trainer, previous: str, current: str) -> bool:
-        """Tell whether to remove a checkpoint: any of this folder, also the resumed one, which Lightning would
-        leave."""
+        """Tell whether to remove a checkpoint: any in this folder, also the resumed one, which Lightning keeps."""
         if not self.dirpath or previous == current:
             return False
         return os.path.realpath(Path(previous).parent) == os.path.realpath(self.dirpath)
-
-    def _is_due(self, trainer: L.Trainer) -> bool:
-        """Tell whether a checkpoint is due by rank 0's clock. A collective."""
-        return bool(trainer.strategy.broadcast(time.monotonic() >= self._due))
 
 
 def save_step(trainer: L.Trainer, path: str | Path) -> None:

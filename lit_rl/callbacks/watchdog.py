@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -81,8 +81,12 @@ class Watchdog(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._end()
         store = callback_store("watchdog", trainer.global_rank) if trainer.world_size > 1 else None
-        if store is not None:
-            self._watch = _Watch(trainer, store, self.limit or _SHARE * _group_timeout(trainer), self.all_wait)
+        if store is None:
+            return
+        from torch.distributed.constants import default_pg_timeout
+
+        timeout: Any = getattr(trainer.strategy, "_timeout", None) or default_pg_timeout
+        self._watch = _Watch(trainer, store, self.limit or _SHARE * timeout.total_seconds(), self.all_wait)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._end()
@@ -94,20 +98,10 @@ class Watchdog(L.Callback):
             raise BackendError(said) from exception
 
     def on_train_batch_start(self, *args: Any, **keywords: Any) -> None:
-        self._moved()
-
-    def on_train_batch_end(self, *args: Any, **keywords: Any) -> None:
-        self._moved()
-
-    def on_validation_batch_start(self, *args: Any, **keywords: Any) -> None:
-        self._moved()
-
-    def on_validation_batch_end(self, *args: Any, **keywords: Any) -> None:
-        self._moved()
-
-    def _moved(self) -> None:
         if self._watch is not None:
             self._watch.moves += 1
+
+    on_train_batch_end = on_validation_batch_start = on_validation_batch_end = on_train_batch_start
 
     def _end(self) -> None:
         if self._watch is not None:
@@ -181,7 +175,8 @@ class _Watch:
 
     def _stack(self) -> list[FrameType]:
         """Return the frames of the watched thread, the innermost first."""
-        return list(_with_callers(sys._current_frames().get(self._thread)))
+        frame = sys._current_frames().get(self._thread)
+        return [] if frame is None else [each for each, _ in traceback.walk_stack(frame)]
 
     def _standing(self, waited: float) -> dict[str, Any]:
         frame = sys._current_frames().get(self._thread)
@@ -292,19 +287,6 @@ def may_wait_for_others_than_ranks(frames: list[FrameType]) -> bool:
         frame.f_code.co_filename.startswith((*_BESIDE, _FILES)) or frame.f_code.co_name == "_engine_run_backward"
         for frame in frames
     )
-
-
-def _with_callers(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _group_timeout(trainer: L.Trainer) -> float:
-    from torch.distributed.constants import default_pg_timeout
-
-    given: Any = getattr(trainer.strategy, "_timeout", None)
-    return (given or default_pg_timeout).total_seconds()
 
 
 def _describe_rank(rank: int, found: dict[str, Any] | None) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lit_rl.algorithms import AdamW
 from lit_rl.algorithms.optim import master_weights
-from lit_rl.algorithms.optim.master_weights import MASTER, REMAINDER, MasterWeights, with_masters
+from lit_rl.algorithms.optim.master_weights import REMAINDER, MasterWeights, with_masters
 from lit_rl.algorithms.optim.optimizers import ByPath
 from lit_rl.algorithms.optim.schedules import Linear, scheduler_by_group
 from lit_rl.algorithms.optim.split_adamw import join
@@ -127,32 +127,6 @@ def test_a_resumed_run_goes_on_to_the_bit(make: Callable[..., Any], at: int):
     same([w.detach() for w in resumed], [w.detach() for w in whole])
     for ours, theirs in zip(again.state.values(), uncut.state.values(), strict=True):
         same([v for v in ours.values() if isinstance(v, Tensor)], [v for v in theirs.values() if isinstance(v, Tensor)])
-
-
-@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES.keys())
-def test_a_checkpoint_of_whole_masters_goes_on_to_the_bit(make: Callable[..., Any]):
-    """Earlier versions kept them, and rounded halves to even: the weights, too, are those of the masters."""
-    whole = weights(torch.bfloat16)
-    uncut = with_masters(make, groups(whole))
-    take(uncut, whole, range(5))
-    between = torch.full((6,), 1 + 2**-8)  # two bfloat16 numbers, of which 1 is even
-    with torch.no_grad():
-        whole[1].fill_(1 + 2**-7)
-        uncut.state[whole[1]][REMAINDER].fill_(-(2**15))
-    assert torch.equal(masters(uncut)[1], between) and (between.bfloat16() == 1).all()
-
-    saved = copy.deepcopy(uncut.state_dict())
-    for kept, moved in zip(saved["state"].values(), masters(uncut)):
-        if kept.pop(REMAINDER, None) is not None:
-            kept[MASTER] = moved
-    resumed = [nn.Parameter(m.to(w.dtype)) for m, w in zip(masters(uncut), whole)]
-    again = with_masters(make, groups(resumed))
-    again.load_state_dict(through_a_file(saved))
-    same(masters(again), masters(uncut))
-    take(uncut, whole, range(5, 9))
-    take(again, resumed, range(5, 9))
-    same(masters(again), masters(uncut))
-    same([w.detach() for w in resumed], [w.detach() for w in whole])
 
 
 class OneStepSize(torch.optim.SGD):

@@ -34,7 +34,7 @@ for phase, size in (("generate", {SIZE}), ("reward", 1), ("update", {2 * SIZE}),
     memory.begin()
     torch.ones(size, dtype=torch.uint8)
     memory.end(phase)
-now = held_now()
+now = current_memory()
 memory.end("gone on with")
 print(*((memory.held[phase] - now) / {SIZE} for phase in ("generate", "reward", "update", "gone on with")))
 """

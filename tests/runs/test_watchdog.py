@@ -47,7 +47,7 @@ def stack(*files: Path) -> list[FrameType]:
     ("files", "waits", "for_more"),
     [
         ((OURS / "algorithms" / "loop" / "module.py", LIGHTNING, COLLECTIVE), True, False),
-        ((OURS / "algorithms" / "ranks.py",), True, False),
+        ((OURS / "algorithms" / "data_parallel.py",), True, False),
         ((OURS / "generation" / "vllm" / "transports.py", COLLECTIVE), True, True),
         ((OURS / "rewards" / "scorers" / "spread.py", COLLECTIVE), True, True),
         ((OURS / "environments" / "worker.py", LIGHTNING, COLLECTIVE), True, True),

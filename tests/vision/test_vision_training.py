@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from vision_toys import picture
 
 from lit_rl.algorithms import DPO, GRPO, PPO, RLOO, SFT, Constant
 from lit_rl.algorithms.optim.optimizers import ByPath
-from lit_rl.algorithms.rollouts import checkpoints
 from lit_rl.core.errors import ConfigError, DataError
 from lit_rl.core.rollout import Sampling
 from lit_rl.data.example_module import PreferenceDataModule, SupervisedDataModule
@@ -126,15 +124,6 @@ def test_checkpoints_hold_no_pixels(toy_folder: Any, tmp_path: Path) -> None:
 
     look({name: part for name, part in saved.items() if name not in ("state_dict", "optimizer_states")})
     assert shapes and not [shape for shape in shapes if shape[-2:] == (32, 32)]
-
-
-def test_checkpoints_of_before_there_were_images_are_read(toy_of: Any) -> None:
-    toy = toy_of("idefics3")
-    drawn = toy.drawn(toy.asked([toy.prompt("No picture", [])]))
-    plain = checkpoints.to_plain(replace(drawn, vision=None))
-    del plain["vision"]
-    again = checkpoints.completions_from_plain(plain | {"model_inputs": {}}, torch.device("cpu"))
-    assert again.vision is None and torch.equal(again.response_ids, drawn.response_ids)
 
 
 def test_another_image_before_a_resume_is_noticed(toy_folder: Any, tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.references import Auto, Reference
 from lit_rl.rewards.weighted_rewards import Rewards
 
+# ---------------------------------------------------------------------- runs with rollouts
+
 
 def rollout_data(trainer: Any) -> Any:
     """Return the Trainer's data module of prompts.
@@ -340,6 +342,9 @@ def warn_partial_rollouts(trainer: Any, slots: int) -> None:
             f"trainer.limit_train_batches={limit} ends every epoch in the middle of a rollout of {slots} "
             f"micro-batches: take a multiple of {slots}."
         )
+
+
+# ---------------------------------------------------------------------- runs on a data set
 
 
 MODULES = {

@@ -95,8 +95,7 @@ def open_journal(env: Interactive, folder: str, rank: int) -> Journal | None:
 
 
 def _claim_journal(journal: Path, run: Path) -> None:
-    """Claim a journal's folder for a run. Replies are keyed by their place in the run, so two runs would mix them
-    up."""
+    """Claim a journal's folder for a run: replies are keyed by their place in it, so two runs would mix them up."""
     owner = journal / "run.txt"
     if not owner.exists():
         journal.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ s tokens; and bytes of a number w (weights), x (the residual stream), y (what ma
 
     weights         w N                       N parameters; a frozen base, the reference and the critic likewise
     gradients       4 N', optimizer 8 N'      N' that are trained; AdamW's two moments (1711.05101) in float32. Beside
-                    narrow weights 2 N' more, the remainders of their float32 masters (optim.split_master)
+                    narrow weights 2 N' more, the remainders of their float32 masters (optim.split_adamw)
     buckets         w N'                      DDP's, which hold what is sent between ranks, also where nothing is sent.
                     With `gradient_as_bucket_view` the gradients of a step with one micro-batch lie in them
     activations     what the backward pass of a layer reads, a token:
@@ -330,7 +330,7 @@ class Memory:
         critic = replace(self.critic, checkpointing=True, offloaded=offload) if self.critic else None
         return replace(self, policy=policy, critic=critic, may_recompute=False, may_offload=False)
 
-    def fallbacks(self) -> Iterator[Memory]:
+    def cheaper_variants(self) -> Iterator[Memory]:
         """Yield itself, then the variants that need less memory, the fastest first."""
         yield self
         if self.may_recompute:

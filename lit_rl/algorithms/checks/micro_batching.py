@@ -13,6 +13,8 @@ import torch
 from lit_rl.algorithms.checks.memory import GIB, Memory, MemoryPlan
 from lit_rl.core.errors import ConfigError, format_bytes, in_range
 
+# ---------------------------------------------------------------------- memory budgets
+
 KEPT_FREE = 0.1
 """Share of the memory that plans leave free: for kernels' workspaces, fragmentation, and other processes."""
 
@@ -92,6 +94,8 @@ def available_memory(root: Path = Path("/")) -> int | None:
                 found.append(max(0, int(most) - int(used)))
     return min(found, default=None)
 
+
+# ---------------------------------------------------------------------- plans
 
 MOST_DECODED = 2**20
 """Most sequences of a decode batch, and rows scored at once, where memory sets no bound."""
@@ -180,7 +184,7 @@ def fewest_micro_batches(step: StepRows, memory: Memory, room: int) -> MicroBatc
     """
     decoded, cuts = largest_decode_batch(memory, room), step.cuts()
     needs, sizes = {}, memory
-    for sizes in memory.fallbacks():
+    for sizes in memory.cheaper_variants():
         needs = {}
         for count, rows in cuts.items():
             needs[count] = sizes.plan(rows, max(1, min(decoded, step.sequences)), steps_in_parts=count > 1)
@@ -211,8 +215,7 @@ def largest_decode_batch(memory: Memory, room: int) -> int:
 
 
 def rows_scored_at_once(memory: Memory, room: int) -> int:
-    """Return rows of a forward pass without gradient that surely fit, a power of two: those of a micro-batch that
-    fits."""
+    """Return rows of a forward pass without gradient that surely fit: those of a micro-batch, a power of two."""
     rows = MOST_DECODED
     while rows > 1 and sum(memory.plan(rows, 1, steps_in_parts=False).learning.values()) > room:
         rows //= 2
@@ -347,8 +350,7 @@ def plan_micro_batches(
 
 
 def warn_too_large(step: StepRows, memory: Memory, room: int, count: int, most: int) -> str:
-    """Return the warning that `count` micro-batches need more than `most`, with a setting that fits; empty if they
-    fit."""
+    """Warn that `count` micro-batches need more than `most`, with a setting that fits; empty if they fit."""
     rows = step.units * step.rows // count
     plan = memory.plan(rows, step.sequences, steps_in_parts=count > 1)
     if _plan_fits(plan, plan.total, most, memory):

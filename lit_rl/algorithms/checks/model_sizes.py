@@ -44,6 +44,8 @@ from lit_rl.models.model_costs import LinearLayers, ModelShape
 from lit_rl.models.references import AdapterBase, Auto, Moving, OtherModel, Reference
 from lit_rl.models.vision_parts import PARTS, part_of
 
+# ---------------------------------------------------------------------- vision parts
+
 
 class VisionShape(NamedTuple):
     """The sizes of the vision parts of a model, and the layers outside of its language model."""
@@ -196,6 +198,9 @@ def vision_memory(
         between = sum(outputs for _, outputs in shape.projections[:-1])
         kept += y * shown.tokens * (sum(inputs for inputs, _ in shape.projections) + between)
     return VisionMemory(size, kept, size + patches * (2 * x * d + y * max(5 * d, d + 2 * m)))
+
+
+# ---------------------------------------------------------------------- networks
 
 
 _STORED_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "auto": 4.0, "nf4": 0.56, "int8": 1.06}

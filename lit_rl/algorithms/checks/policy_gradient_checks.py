@@ -44,6 +44,9 @@ from lit_rl.ops.ranges import Above, Pair, Range
 from lit_rl.ops.reductions import Highest, Lowest, Metrics, StepTotals, Summed
 from lit_rl.rewards.contract import is_taken
 
+# ---------------------------------------------------------------------- estimators of advantages
+
+
 Estimator = Callable[..., Any]
 
 _BY_POSITION = ("rewards", "group_id")
@@ -169,8 +172,12 @@ def _check_changes_are_read(estimator: Estimator, credit: CreditAssignment, rewa
         "algo/reward_norm": credit.norm is not None,
         f"algo.reward_clip={list(credit.clip or ())}": credit.clip is not None,
     }
-    unread = [key for key, is_set in changes.items() if is_set and not _reads_changes(estimator)]
-    if reward_beta and not _reads_kl(estimator):
+    before = _probe_advantages(estimator)
+    unread = [key for key, is_set in changes.items() if is_set]
+    if unread and not torch.equal(before, _probe_advantages(estimator, change=_CHANGE)):
+        unread = []  # advantages change with the processed rewards while the functions' own values stay
+    # A KL is a penalty at a token without reward.
+    if reward_beta and torch.equal(before, _probe_advantages(estimator, kl=_CHANGE)):
         unread.append(f"algo.reward_beta={reward_beta}")
     if unread:
         raise ConfigError(
@@ -178,16 +185,6 @@ def _check_changes_are_read(estimator: Estimator, credit: CreditAssignment, rewa
             "every token. Leave it out, or take another algo/advantage (group_normalized reads everything). A KL "
             "in the loss is algo.beta."
         )
-
-
-def _reads_changes(estimator: Estimator) -> bool:
-    """Tell whether advantages change with the processed rewards while the functions' own values stay."""
-    return not torch.equal(_probe_advantages(estimator), _probe_advantages(estimator, change=_CHANGE))
-
-
-def _reads_kl(estimator: Estimator) -> bool:
-    """Tell whether advantages change with a KL penalty at a token without reward."""
-    return not torch.equal(_probe_advantages(estimator), _probe_advantages(estimator, kl=_CHANGE))
 
 
 def _probe_advantages(estimator: Estimator, **differences: Sequence[float]) -> Tensor:
@@ -207,6 +204,9 @@ def _signature(function: Callable) -> str:
     given = inspect.signature(function).parameters.values()
     needed = ", ".join(parameter.name for parameter in given if parameter.default is parameter.empty)
     return f"{name_of(function)}({needed})"
+
+
+# ---------------------------------------------------------------------- losses
 
 
 def check_loss_settings(loss: Callable[..., Any], key: str = "algo.loss") -> None:
@@ -320,6 +320,9 @@ def _check_loss_metrics(metrics: Any) -> None:
             )
 
 
+# ---------------------------------------------------------------------- rows without an advantage
+
+
 _ROWS, _TOKENS, _EMPTY = 4, 3, 2
 """Sizes of the trial; the last `_EMPTY` rows have no advantage."""
 
@@ -349,6 +352,9 @@ def _probe_objective(loss: Callable[..., Any], reduction: Callable[..., Any], ro
     value = reduction(per_token, mask[rows], StepTotals.of(mask))
     (gradient,) = torch.autograd.grad(value, logprobs, materialize_grads=True)
     return value.detach(), gradient
+
+
+# ---------------------------------------------------------------------- combinations of terms
 
 
 def require_rewards(algorithm: str, names: tuple[str, ...]) -> None:
@@ -446,6 +452,9 @@ def check_engine_weights(engine: EngineCorrection, *, multiplied_by_loss: bool) 
             "algo/correction: this loss takes the product of the weights of a row's tokens, and a sequence's weight is "
             "such a product already. Take algo/correction=token_truncate or token_mask."
         )
+
+
+# ---------------------------------------------------------------------- sampling and lag
 
 
 _CUTTING = ("top_p", "top_k", "min_p")

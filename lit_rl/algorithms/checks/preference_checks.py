@@ -20,6 +20,8 @@ from lit_rl.models.references import Reference, ReferenceFree
 from lit_rl.ops.preference_losses import OfStep, Pairs, PolicyPairs, RatioPairs, reverse_kl
 from lit_rl.rewards.judges import Judge, RewardJudge
 
+# ---------------------------------------------------------------------- preference losses
+
 
 def losses_by_name(functions: Any) -> dict[str, Callable[..., Tensor]]:
     """Return the losses by name, each called once on a pair, so that it may refuse its own settings.
@@ -30,8 +32,9 @@ def losses_by_name(functions: Any) -> dict[str, Callable[..., Tensor]]:
     named = dict(functions) if isinstance(functions, Mapping) else {name_of(functions): functions}
     if not named:
         raise ConfigError("algo.preference is empty: there is nothing to learn without a loss, such as sigmoid.")
+    half, one = torch.full((1,), -0.5), torch.ones(1)
     for name, function in named.items():
-        try_settings(f"preference.{name}", partial(function, _probe_pair(), 0.1))
+        try_settings(f"preference.{name}", partial(function, Pairs(half, 2 * half, half, half, one, one), 0.1))
     return named
 
 
@@ -131,9 +134,7 @@ def _first_annotation(function: Callable[..., Any]) -> Any:
     return next(iter(annotations_of(function).values()), Any)
 
 
-def _probe_pair() -> Pairs:
-    half, one = torch.full((1,), -0.5), torch.ones(1)
-    return Pairs(half, 2 * half, half, half, one, one)
+# ---------------------------------------------------------------------- methods with a judge
 
 
 def check_no_lag(name: str, generator: Generator) -> None:
@@ -273,6 +274,9 @@ def check_no_step_losses(functions: Mapping[str, Callable[..., Any]]) -> None:
             f"algo.preference.{name} sorts completions over all pairs of a step, and pairs that a policy has just "
             "written are looked at one micro-batch at a time. Take another loss, such as sigmoid or ipo."
         )
+
+
+# ---------------------------------------------------------------------- comparison with another model
 
 
 def check_win_rate(against: str, judge: Judge, rewards: Sequence[str], data: Any) -> None:

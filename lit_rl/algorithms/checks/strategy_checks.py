@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelP
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lit_rl.algorithms.optim.master_weights import moves_numbers_alone, optimizer_path
+from lit_rl.algorithms.optim.master_weights import FLOAT32, moves_numbers_alone, optimizer_path
 from lit_rl.algorithms.optim.optimizers import OptimizerFactory
 from lit_rl.algorithms.optim.strategies import ZeROStrategy, shards_weights
 from lit_rl.core.errors import ConfigError
@@ -31,8 +31,10 @@ from lit_rl.models.references import Auto, FrozenCopy, Reference
 from lit_rl.models.sharding import check_sharding_plan
 from lit_rl.rewards.classifiers import Classifier
 
-ZERO_PRECISION = "32-true"
 _OR_FSDP = "or take strategy=fsdp"
+
+
+# ---------------------------------------------------------------------- DeepSpeed
 
 
 def check_zero_settings(model: LanguageModel, precision: str, strategy: DeepSpeedStrategy) -> None:
@@ -49,10 +51,10 @@ def check_zero_settings(model: LanguageModel, precision: str, strategy: DeepSpee
             "deepspeed_3."
         )
     strategy.check_device()
-    if precision != ZERO_PRECISION:
+    if precision != FLOAT32:
         raise ConfigError(
             f"trainer.precision={precision}: {_stage_key(strategy)} is proven in float32 only. Take "
-            f"trainer.precision={ZERO_PRECISION}, {_OR_FSDP}."
+            f"trainer.precision={FLOAT32}, {_OR_FSDP}."
         )
     if model.dtype != "float32":
         raise ConfigError(
@@ -154,8 +156,10 @@ def _stage_key(strategy: ZeROStrategy) -> str:
     return f"strategy=deepspeed_{strategy.stage}"
 
 
-_OR_PLAIN_FSDP = "or take strategy=fsdp"
 _NOT_COMPARED = "was never compared with one process under strategy=fsdp_tp"
+
+
+# ---------------------------------------------------------------------- tensor parallelism
 
 
 def check_tensor_parallel(name: str, *, proven: bool, stage: str, tp_size: int, precision: str, model: Any) -> None:
@@ -174,10 +178,10 @@ def check_tensor_parallel(name: str, *, proven: bool, stage: str, tp_size: int, 
     """
     if stage == "predict":
         raise ConfigError(
-            f"lit-rl predict {_NOT_COMPARED}: its ranks write a file each. Take strategy=auto, {_OR_PLAIN_FSDP}."
+            f"lit-rl predict {_NOT_COMPARED}: its ranks write a file each. Take strategy=auto, {_OR_FSDP}."
         )
     if not proven:
-        raise ConfigError(f"algo={name} {_NOT_COMPARED}: GRPO, DPO and SFT were. Take one of these, {_OR_PLAIN_FSDP}.")
+        raise ConfigError(f"algo={name} {_NOT_COMPARED}: GRPO, DPO and SFT were. Take one of these, {_OR_FSDP}.")
     _check_tensor_parallel_model(model, precision, tp_size)
 
 
@@ -194,11 +198,11 @@ def _check_tensor_parallel_model(model: Any, precision: str, tp_size: int) -> No
     for key, (came, allowed) in settings.items():
         if came != allowed:
             word = {None: "null", False: "false"}.get(allowed, allowed)
-            raise ConfigError(f"{key}={came} {_NOT_COMPARED}. Take {key}={word}, {_OR_PLAIN_FSDP}.")
+            raise ConfigError(f"{key}={came} {_NOT_COMPARED}. Take {key}={word}, {_OR_FSDP}.")
     if isinstance(model, LoadedModel) or model.sees:
         what = "a model over images" if model.sees else "an object"
         raise ConfigError(
-            f"model.name={model.name!r} is {what}, which {_NOT_COMPARED}. Take a text model by name, {_OR_PLAIN_FSDP}."
+            f"model.name={model.name!r} is {what}, which {_NOT_COMPARED}. Take a text model by name, {_OR_FSDP}."
         )
     check_sharding_plan(model.config, tp_size)
 
@@ -235,32 +239,30 @@ def check_tensor_parallel_method(
     """
     if reference is not None and not isinstance(reference, Auto | FrozenCopy):
         raise ConfigError(
-            f"reference={type(reference).__name__} {_NOT_COMPARED}. Take reference=frozen_copy, {_OR_PLAIN_FSDP}."
+            f"reference={type(reference).__name__} {_NOT_COMPARED}. Take reference=frozen_copy, {_OR_FSDP}."
         )
     if precomputed is not None:
-        raise ConfigError(f"algo.precompute_reference=true {_NOT_COMPARED}. Set it to false, {_OR_PLAIN_FSDP}.")
+        raise ConfigError(f"algo.precompute_reference=true {_NOT_COMPARED}. Set it to false, {_OR_FSDP}.")
     if env is not None:
-        raise ConfigError(f"env={type(env).__name__} {_NOT_COMPARED}. Leave it out, {_OR_PLAIN_FSDP}.")
+        raise ConfigError(f"env={type(env).__name__} {_NOT_COMPARED}. Leave it out, {_OR_FSDP}.")
     if replay is not None:
-        raise ConfigError(f"algo/replay {_NOT_COMPARED}. Set algo/replay=none, {_OR_PLAIN_FSDP}.")
+        raise ConfigError(f"algo/replay {_NOT_COMPARED}. Set algo/replay=none, {_OR_FSDP}.")
     if groups is not None:  # each rank of a group would draw, or score, by itself
-        raise ConfigError(
-            f"algo/groups={type(groups).__name__} {_NOT_COMPARED}. Set algo/groups=none, {_OR_PLAIN_FSDP}."
-        )
+        raise ConfigError(f"algo/groups={type(groups).__name__} {_NOT_COMPARED}. Set algo/groups=none, {_OR_FSDP}.")
     if win_rate_against is not None:
-        raise ConfigError(f"eval.win_rate_against {_NOT_COMPARED}. Set it to null, {_OR_PLAIN_FSDP}.")
+        raise ConfigError(f"eval.win_rate_against {_NOT_COMPARED}. Set it to null, {_OR_FSDP}.")
     if rewards is not None and any(isinstance(each, Classifier) for each in rewards.functions.values()):
         raise ConfigError(
-            f"A reward model in this process {_NOT_COMPARED}. Take reward functions without weights, {_OR_PLAIN_FSDP}."
+            f"A reward model in this process {_NOT_COMPARED}. Take reward functions without weights, {_OR_FSDP}."
         )
     if generator is not None and (generator.lag or not isinstance(generator, NativeGenerator | HFGenerator)):
         lag = f" with generator.lag={generator.lag}" if generator.lag else ""
         raise ConfigError(
             f"generator={type(generator).__name__}{lag} {_NOT_COMPARED}. Take generator=native or hf with lag 0, "
-            f"{_OR_PLAIN_FSDP}."
+            f"{_OR_FSDP}."
         )
     if clips_by_value:
-        raise ConfigError(f"trainer.gradient_clip_algorithm=value {_NOT_COMPARED}. Take norm, {_OR_PLAIN_FSDP}.")
+        raise ConfigError(f"trainer.gradient_clip_algorithm=value {_NOT_COMPARED}. Take norm, {_OR_FSDP}.")
     if optimizer is not None:
         _check_optimizer_path(optimizer)
 
@@ -269,7 +271,7 @@ def _check_optimizer_path(path: str) -> None:
     if not moves_numbers_alone(path):
         raise ConfigError(
             f"optimizer={path} is not known to move each number of a weight by itself, and strategy=fsdp_tp cuts "
-            f"weights into parts. Take optimizer=adamw, {_OR_PLAIN_FSDP}."
+            f"weights into parts. Take optimizer=adamw, {_OR_FSDP}."
         )
 
 
@@ -280,6 +282,9 @@ def check_tensor_parallel_optimizer(optimizer: Optimizer) -> None:
         ConfigError: names its class.
     """
     _check_optimizer_path(optimizer_path(optimizer))
+
+
+# ---------------------------------------------------------------------- precision
 
 
 _MIXED = "trainer.precision=bf16-mixed, which computes in bfloat16 and keeps the weights in float32"
@@ -379,7 +384,7 @@ def check_trainable_weights(trained: Mapping[str, Tensor], strategy: Strategy) -
     dtype = next(iter(lost.values()))
     names = ", ".join(list(lost)[:3]) + (", ..." if len(lost) > 3 else "")
     why = _explain_lost_updates(dtype, strategy)
-    raise ConfigError(f"Weights to be trained are {_dtype_name(dtype)} ({names}): {why}")
+    raise ConfigError(f"Weights to be trained are {str(dtype).removeprefix('torch.')} ({names}): {why}")
 
 
 def check_optimizer_shards(optimizer: OptimizerFactory, strategy: Strategy) -> None:
@@ -413,9 +418,5 @@ def _explain_lost_updates(dtype: torch.dtype, strategy: Strategy) -> str:
         why = f"{type(strategy).__name__} has no float32 masters of bfloat16 weights"
     take = f"Take model.dtype=float32 with {_MIXED}"
     if isinstance(strategy, FSDPStrategy):
-        return f"{why}, so nearly every update would be rounded away without a word. {take}; or strategy=fsdp (FSDP2)."
-    return f"{why}, so nearly every update would be rounded away without a word. {take}; or with {_TRUE}."
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        return f"{why}, so nearly every update would be rounded away silently. {take}; or strategy=fsdp (FSDP2)."
+    return f"{why}, so nearly every update would be rounded away silently. {take}; or with {_TRUE}."

@@ -40,17 +40,14 @@ def token_columns(
     if rollout is not None:
         columns["learned"] = rollout.loss_mask
         if rollout.advantages is not None:
-            columns["advantages"] = _token_advantages(rollout.advantages, written)
+            of_rows = rollout.advantages.ndim < written.ndim
+            per_token = rollout.advantages[:, None].expand(written.shape) if of_rows else rollout.advantages
+            columns["advantages"] = per_token.masked_fill(~written, 0.0)
         if rollout.old_logprobs is not None:
             columns["old_logprobs"] = rollout.old_logprobs.masked_fill(~written, 0.0)
     columns |= {name: values.masked_fill(~written, 0.0) for name, values in (more or {}).items()}
     found: dict[str, list[Any]] = {TOKENS + name: _token_lists(values, there) for name, values in columns.items()}
     return found | {f"{TOKENS}text": pieces_of(found[f"{TOKENS}ids"], tokenizer)}
-
-
-def _token_advantages(advantages: Tensor, written: Tensor) -> Tensor:
-    per_token = advantages if advantages.ndim == written.ndim else advantages[:, None].expand(written.shape)
-    return per_token.masked_fill(~written, 0.0)
 
 
 def _token_lists(values: Tensor, there: Tensor) -> list[Any]:

@@ -27,8 +27,7 @@ class Averages:
     def __init__(self) -> None:
         self._means: dict[str, Tensor] = {}
         self._extremes: dict[str, Tensor] = {}
-        """Highest values by name; a lowest value is kept as its negative, under a name that begins with a minus
-        sign."""
+        """Highest values by name; a lowest value is kept as its negative, with a minus sign before its name."""
         self._sums: dict[str, Tensor] = {}
         """Sums by `<summary>:<name>`."""
 
@@ -63,7 +62,10 @@ class Averages:
         averages = {name: (num / den if den else math.nan) for name, (num, den) in means.items()}
         finite = {name: value if math.isfinite(value) else math.nan for name, value in extremes.items()}
         found = averages | {name.lstrip("-"): -value if name[0] == "-" else value for name, value in finite.items()}
-        return found | {name.partition(":")[2]: _summarize(name, total) for name, total in sums.items()}
+        for key, total in sums.items():
+            summary, _, name = key.partition(":")
+            found[name] = float(SUMMARIES[summary](torch.tensor(total, dtype=torch.float64)))
+        return found
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Return the state for a checkpoint."""
@@ -92,10 +94,6 @@ def _in_float64(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]
 
 def _add_to(sums: dict[str, Tensor], name: str, part: Tensor) -> None:
     sums[name] = sums[name] + part if name in sums else part
-
-
-def _summarize(name: str, total: Sequence[float]) -> float:
-    return float(SUMMARIES[name.partition(":")[0]](torch.tensor(total, dtype=torch.float64)))
 
 
 def _reduce_over_ranks(values: Mapping[str, Tensor], ranks: Ranks, operation: str) -> tuple[list[str], Tensor]:
@@ -184,8 +182,7 @@ def mean_with_interval(x: Tensor) -> tuple[float, float, float]:
 
 
 def pass_at_k(right: int, samples: int, k: int) -> float:
-    """Return the probability that one of k samples is right, drawn from `samples` with `right` right ones
-    (2107.03374)."""
+    """Return the probability that at least one of k of the `samples`, `right` of them right, is right (2107.03374)."""
     if not 1 <= k <= samples:
         raise ValueError(f"k={k} is outside 1..{samples}")
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)

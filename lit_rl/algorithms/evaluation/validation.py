@@ -114,7 +114,10 @@ class EvaluationRows:
                 "ended": ended[part].tolist(),
                 "wins": None if wins is None else wins[part].tolist(),
                 "sums": {name: each[part].tolist() for name, each in sums.items()},
-                "episodes": [_without_texts(each) for each in (completions.episodes or ())[part]],
+                # Without their texts.
+                "episodes": [
+                    replace(each, prompt="", messages=[], extra={}) for each in (completions.episodes or ())[part]
+                ],
             }
 
     def gather(self, ranks: Ranks) -> None:
@@ -172,11 +175,6 @@ class EvaluationRows:
         return metrics
 
 
-def _without_texts(episode: Episode) -> Episode:
-    """Return an episode without its texts."""
-    return replace(episode, prompt="", messages=[], extra={})
-
-
 def _win_rate(rows: list[list[float]]) -> dict[str, float]:
     """Return the mean over prompts of the mean win rate, a tie being half a win, with its 95 % interval."""
     wins = torch.tensor(rows, dtype=torch.float64)
@@ -196,6 +194,9 @@ def prefixed(metrics: Mapping[str, float], *parts: str) -> dict[str, float]:
     """Return metrics with a prefix: `prefixed({"reward": 1}, "val", "math")` is `{"val/math/reward": 1}`."""
     head = "/".join(part for part in parts if part)
     return {f"{head}/{name}": value for name, value in metrics.items()}
+
+
+# ---------------------------------------------------------------------- scores of the policy
 
 
 MOST_ROWS = 16

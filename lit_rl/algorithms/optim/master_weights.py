@@ -35,9 +35,6 @@ from lit_rl.core.errors import ConfigError, StorageError
 REMAINDER = "remainder"
 """Key of the remainder of a weight's master, in the optimizer's state."""
 
-MASTER = "master"
-"""Key of a whole float32 master, in checkpoints of earlier versions."""
-
 BUCKET = 1 << 23
 """Approximate numbers of gradients in one message, and of masters that exist at a time."""
 
@@ -69,10 +66,10 @@ def check_masters(
         make: Factory of this run's optimizer.
 
     Raises:
-        StorageError: no trained weight is bfloat16, and an optimizer has masters or remainders; or one of the two is
+        StorageError: no trained weight is bfloat16, and an optimizer has remainders; or one of the two is
             `SplitAdamW`, whose state no other optimizer can read, and the other is not.
     """
-    kept = _state_names(optimizer_states)
+    kept = {key for state in optimizer_states for one in state["state"].values() for key in one}
     was_split, is_split = SplitAdamW.BOUND in kept, isinstance(make, AdamWSplit)
     if kept and was_split != is_split:
         names = {True: "optimizer=adamw_split", False: "another optimizer"}
@@ -81,23 +78,13 @@ def check_masters(
             "the other's state. Resume with the optimizer of the run's config.yaml, or start a new run from the "
             "exported model: model.name=<run_dir>/hf."
         )
-    if kept.isdisjoint((MASTER, REMAINDER)) or any(is_narrow(weight) for weight in weights):
+    if REMAINDER not in kept or any(is_narrow(weight) for weight in weights):
         return
     raise StorageError(
         "The checkpoint's optimizer keeps float32 masters of bfloat16 weights, and this run trains float32 weights: "
         "the masters would be lost. Resume with the trainer.precision and model.dtype of the run's config.yaml, or "
         "start a new run from the exported model: model.name=<run_dir>/hf."
     )
-
-
-def holds_masters(optimizer_states: Iterable[Mapping[str, Any]]) -> bool:
-    """Tell whether the optimizers of a checkpoint keep masters or remainders."""
-    return not _state_names(optimizer_states).isdisjoint((MASTER, REMAINDER))
-
-
-def _state_names(optimizer_states: Iterable[Mapping[str, Any]]) -> set[str]:
-    """Return the names of the state that optimizers keep for weights."""
-    return {key for state in optimizer_states for one in state["state"].values() for key in one}
 
 
 def is_narrow(weight: Tensor) -> bool:
@@ -126,8 +113,7 @@ def average_over_ranks(weights: Iterable[Tensor], world_size: int) -> None:
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield neighbours of about `BUCKET` numbers in sum, and at least one, so that little memory is needed at a
-    time."""
+    """Yield neighbours of about `BUCKET` numbers in sum, at least one: few at a time need little memory."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         bucket.append(tensor)
@@ -155,7 +141,9 @@ class MasterWeights(Optimizer):
 
     def __init__(self, make: OptimizerFactory, groups: list[dict[str, Any]]) -> None:
         weights = [weight for group in groups for weight in group["params"]]
-        self._stands_for: dict[Tensor, Tensor] = {weight: _empty_master(weight) for weight in weights}
+        self._stands_for: dict[Tensor, Tensor] = {
+            weight: nn.Parameter(_no_memory_like(weight)) if is_narrow(weight) else weight for weight in weights
+        }
         """Masters by weight, in the order of the groups; a weight that is not bfloat16 is its own."""
         self._remainders: dict[Tensor, Tensor] = {}
         """Remainders by weight, of the bfloat16 weights that were moved."""
@@ -183,19 +171,19 @@ class MasterWeights(Optimizer):
         for weight in gradients:  # the inner optimizer moves what has a gradient
             weight.grad = None
         self._copy_settings(self.param_groups, self.inner.param_groups)
-        sliced = {weight for weight in gradients if self._moves_in_slices(weight)}
+        path = optimizer_path(self.inner)
+        large = (w for w in gradients if is_narrow(w) and w.numel() > BUCKET and w.is_contiguous())
+        sliced = set(large) if moves_numbers_alone(path) else set()
         for weight in sliced:
             self._move_in_slices(weight, gradients[weight])
-        for weights in self._moved_together([weight for weight in gradients if weight not in sliced]):
+        unsliced = [weight for weight in gradients if weight not in sliced]
+        for weights in _buckets(unsliced) if moves_each_alone(path) else [unsliced]:
             self._move({weight: gradients[weight] for weight in weights})
         self._copy_settings(self.inner.param_groups, self.param_groups)
         for weight, gradient in gradients.items():
             weight.grad = gradient
         self._show_state()
         return result
-
-    def _moved_together(self, weights: list[Tensor]) -> Iterable[list[Tensor]]:
-        return _buckets(weights) if moves_each_alone(optimizer_path(self.inner)) else [weights]
 
     def _move(self, gradients: dict[Tensor, Tensor]) -> None:
         """Move these weights, whose masters exist meanwhile."""
@@ -212,10 +200,6 @@ class MasterWeights(Optimizer):
             split(master.data, weight, self._remainders[weight])
             master.data = _no_memory_like(weight)
 
-    def _moves_in_slices(self, weight: Tensor) -> bool:
-        large = is_narrow(weight) and weight.numel() > BUCKET and weight.is_contiguous()
-        return large and moves_numbers_alone(optimizer_path(self.inner))
-
     def _move_in_slices(self, weight: Tensor, gradient: Tensor) -> None:
         """Move a large weight slice by slice, with the slice's master and optimizer state."""
         master = self._stands_for[weight]
@@ -228,13 +212,18 @@ class MasterWeights(Optimizer):
             master.grad = None
             master.data = join(of_weight, of_remainder)
             master.grad = of_gradient
-            self.inner.state[master] = {name: _in_slice(value, weight, some) for name, value in before.items()}
+            self.inner.state[master] = {  # a count of steps is copied: each slice takes the same step
+                name: value.view(-1)[some] if _is_per_number(value, weight) else copy.deepcopy(value)
+                for name, value in before.items()
+            }
             self.inner.step()
             split(master.data, of_weight, of_remainder)
             after = self.inner.state.pop(master, {})
             for name, value in after.items():
                 if _is_per_number(value, of_weight):
-                    _full_size(of_numbers, name, value, weight).view(-1)[some] = value
+                    if name not in of_numbers:
+                        of_numbers[name] = value.new_empty(weight.shape)
+                    of_numbers[name].view(-1)[some] = value
         self.inner.state[master] = {name: of_numbers.get(name, value) for name, value in after.items()}
         master.grad = None
         master.data = _no_memory_like(weight)
@@ -249,30 +238,20 @@ class MasterWeights(Optimizer):
         """Restore what `state_dict` gave, each tensor in the type that it was kept in.
 
         The inner optimizer reads it, whose parameters are the masters: `Optimizer.load_state_dict` casts state to the
-        type of the parameter, which would round moments. A state of whole masters, from earlier versions, gives the
-        weights too. One without either (of a run with float32 weights) makes masters of the weights as they are.
+        type of the parameter, which would round moments. A state without remainders (of a run with float32 weights)
+        makes masters of the weights as they are.
         """
-        ours = (MASTER, REMAINDER)
         states = state_dict["state"].items()
-        theirs = {number: {name: value for name, value in kept.items() if name not in ours} for number, kept in states}
+        theirs = {number: {name: value for name, value in kept.items() if name != REMAINDER} for number, kept in states}
         self.inner.load_state_dict({**state_dict, "state": theirs})
         self._copy_settings(self.inner.param_groups, self.param_groups)
         self._remainders.clear()
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, weight in zip(numbers, self._stands_for, strict=True):
-            if is_narrow(weight):
-                self._load_master(weight, state_dict["state"].get(number, {}))
+            kept = state_dict["state"].get(number, {})
+            if is_narrow(weight) and REMAINDER in kept:
+                self._remainder_of(weight).copy_(kept[REMAINDER])
         self._show_state()
-
-    def _load_master(self, weight: Tensor, kept: Mapping[str, Any]) -> None:
-        remainder = torch.zeros_like(weight, dtype=torch.int16)
-        if MASTER in kept:
-            split(torch.empty_like(weight, dtype=torch.float32).copy_(kept[MASTER]), weight, remainder)
-        elif REMAINDER in kept:
-            remainder.copy_(kept[REMAINDER])
-        else:
-            return
-        self._remainders[weight] = remainder
 
     def _show_state(self) -> None:
         """Expose the inner optimizer's state by weight, not copied."""
@@ -321,24 +300,12 @@ def _is_per_number(value: Any, weight: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == weight.shape
 
 
-def _in_slice(value: Any, weight: Tensor, some: slice) -> Any:
-    """Return the slice of a state value. A count of steps is copied: each slice takes the same step."""
-    return value.view(-1)[some] if _is_per_number(value, weight) else copy.deepcopy(value)
-
-
-def _full_size(of_numbers: dict[str, Tensor], name: str, value: Tensor, weight: Tensor) -> Tensor:
-    if name not in of_numbers:
-        of_numbers[name] = value.new_empty(weight.shape)
-    return of_numbers[name]
-
-
-def _empty_master(weight: Tensor) -> Tensor:
-    return nn.Parameter(_no_memory_like(weight)) if is_narrow(weight) else weight
-
-
 def _no_memory_like(weight: Tensor) -> Tensor:
     """Return a float32 tensor of the weight's shape that takes no memory: one number stands for all."""
     return torch.zeros((), dtype=torch.float32, device=weight.device).expand(weight.shape)
+
+
+# ---------------------------------------------------------------------- bf16-true
 
 
 BF16 = "bf16-true"
@@ -365,10 +332,9 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 def checkpoint_precision(checkpoint: Mapping[str, Any]) -> str:
     """Return the `trainer.precision` of the run that wrote a checkpoint.
 
-    One that does not name it is from an earlier version, whose default was float32; bfloat16 weights have masters.
+    One that does not name it, such as a file of weights alone, counts as float32.
     """
-    named = checkpoint.get("precision")
-    return str(named) if named else BF16 if holds_masters(checkpoint.get("optimizer_states", ())) else FLOAT32
+    return str(checkpoint.get("precision", FLOAT32))
 
 
 def replace_half_precision(strategy: Any) -> bool:

@@ -37,14 +37,9 @@ def import_class(path: str, key: str, kind: type[T], known: Iterable[str]) -> ty
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{key}={path!r} cannot be imported ({error}).{did_you_mean(name, known)}") from error
     if not (isinstance(found, type) and issubclass(found, kind)):
-        raise ConfigError(f"{key}={path!r} is {found!r}; allowed is a {_public_name(kind)} class.")
+        public = kind.__module__.removesuffix(".optimizer")  # the package, as users write it
+        raise ConfigError(f"{key}={path!r} is {found!r}; allowed is a {public}.{kind.__name__} class.")
     return found
-
-
-def _public_name(kind: type) -> str:
-    """Return a class's path in its package, as users write it, without the inner module."""
-    package = kind.__module__.removesuffix(".optimizer")
-    return f"{package}.{kind.__name__}"
 
 
 ParamGroups = Iterable[dict[str, Any]]

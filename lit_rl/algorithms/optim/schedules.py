@@ -268,6 +268,9 @@ LENGTH_ARGUMENTS = ("T_max", "total_steps")
 """Arguments of torch's schedulers that default to the length of the run."""
 
 
+# ---------------------------------------------------------------------- schedulers by path
+
+
 @dataclass(frozen=True)
 class ScheduleByPath:
     """A `torch.optim.lr_scheduler.LRScheduler` by its dotted path, stepped once an optimizer step.

@@ -34,6 +34,9 @@ from lit_rl.core.durable_files import PARTIAL, check_free_space, flush_tree, ret
 from lit_rl.core.errors import BackendError, ConfigError, RewardError, StorageError
 from lit_rl.models.sharding import move_all_but_shards, restore_whole_parameters, unsharded
 
+# ---------------------------------------------------------------------- one folder for all nodes
+
+
 SEEN_WITHIN = 30.0
 """Seconds in which a network disk shows new files to other nodes."""
 
@@ -97,6 +100,9 @@ def _appears(path: Path) -> bool:
         with contextlib.suppress(OSError):
             os.listdir(path.parent)  # so that a network disk refreshes its entries
     return True
+
+
+# ---------------------------------------------------------------------- DeepSpeed
 
 
 FACTS = "lit_rl.json"
@@ -216,8 +222,7 @@ class ZeROStrategy(DeepSpeedStrategy):
             self._is_whole = False
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Validate with whole weights, outside DeepSpeed's engine: in its forward pass none can be gathered to
-        decode."""
+        """Validate with whole weights, outside DeepSpeed's engine, whose forward pass allows no gathering to decode."""
         module = self.lightning_module
         assert module is not None
         with self.precision_plugin.val_step_context(), self.whole():
@@ -383,19 +388,13 @@ def check_facts(path: Path, here: Mapping[str, Any]) -> None:
                 "config.yaml, or start a new run from the exported model: model.name=<run_dir>/hf."
             )
     other = sorted(
-        name
-        for name in {*kept["trained"], *here["trained"]}
-        if _shape_in_facts(kept, name) != _shape_in_facts(here, name)
+        name for name in {*kept["trained"], *here["trained"]} if kept["trained"].get(name) != here["trained"].get(name)
     )
     if other:
         raise StorageError(
             f"The checkpoint is not of this model: missing, unexpected or of another shape are {other[:5]}. Resume "
             "with the algorithm, model and adapter settings of the run's config.yaml."
         )
-
-
-def _shape_in_facts(facts: Mapping[str, Any], name: str) -> list[int] | None:
-    return facts["trained"].get(name)
 
 
 def _load_plain(path: str, map_location: Any | None = None) -> Any:
@@ -406,6 +405,9 @@ def _load_plain(path: str, map_location: Any | None = None) -> Any:
 
     with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
         return torch.load(path, map_location=map_location, weights_only=True)
+
+
+# ---------------------------------------------------------------------- FSDP2
 
 
 class FSDP2Strategy(ModelParallelStrategy):
@@ -444,8 +446,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     @property
     def reward_mesh(self) -> Any:
-        """The ranks over which reward models are sharded; None before the processes are started, and where ranks share
-        rows."""
+        """The ranks that shard reward models; None before the processes are started, and where ranks share rows."""
         if self._device_mesh is None or self.tp_size > 1:
             return None
         return self._device_mesh["data_parallel"]
@@ -655,6 +656,9 @@ def check_mesh(strategy: Any) -> None:
             f"layers are cut. Take strategy=fsdp_tp with trainer.strategy.tp_size={size}; or strategy=fsdp, which has "
             "every device in the data-parallel part. In Python these are FSDPTPStrategy and FSDP2Strategy."
         )
+
+
+# ---------------------------------------------------------------------- properties of strategies
 
 
 def offload_policy(strategy: Any) -> OffloadPolicy:

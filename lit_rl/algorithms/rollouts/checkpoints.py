@@ -23,6 +23,9 @@ from lit_rl.core.visuals import ImageRef, VideoRef, Visual
 from lit_rl.data.loaders import whole_steps
 from lit_rl.data.visual_prompts import Processor, PromptVisuals
 
+# ---------------------------------------------------------------------- half-used rollouts
+
+
 _VISUAL = "lit_rl visual"
 """The only key of a mapping that stands for an image in the messages of an episode."""
 
@@ -79,12 +82,9 @@ def _source(seen: PromptVision) -> dict[str, Any]:
 def _plain_visual(visual: Visual) -> dict[str, Any]:
     if isinstance(visual, VideoRef):
         return {"frames": [_plain_visual(frame) for frame in visual.frames], "fps": visual.fps}
-    return {"name": visual.name, "width": visual.width, "height": visual.height, "data": _as_tensor(visual.read())}
-
-
-def _as_tensor(data: bytes) -> Tensor:
-    """Return bytes as a uint8 tensor: a checkpoint that is loaded with `weights_only` holds no bytes."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    # As uint8: a checkpoint that is loaded with `weights_only` holds no bytes.
+    data = torch.frombuffer(bytearray(visual.read()), dtype=torch.uint8)
+    return {"name": visual.name, "width": visual.width, "height": visual.height, "data": data}
 
 
 def _shown(plain: Mapping[str, Any]) -> PromptVisuals:
@@ -132,10 +132,8 @@ def to_device_dataclass(item: Any, device: torch.device) -> Any:
 def completions_from_plain(plain: dict[str, Any], device: torch.device) -> Completions:
     """Return the completions for the plain values of `to_plain`."""
     episodes, vision = plain.get("episodes"), plain.get("vision")
-    # Older checkpoints have a field for other inputs, which was always empty.
-    parts = to_device({name: part for name, part in plain.items() if name != "model_inputs"}, device)
     return Completions(
-        **parts
+        **to_device(plain, device)
         | {"episodes": None if episodes is None else tuple(Episode(**_with_visuals(each)) for each in episodes)}
         | {"vision": None if vision is None else _vision_without_pixels(vision)}
     )
@@ -144,22 +142,19 @@ def completions_from_plain(plain: dict[str, Any], device: torch.device) -> Compl
 def _vision_without_pixels(plain: Mapping[str, Any]) -> Vision:
     """Return the vision without pixels, with the rows of the data, from which `restore_pixels` makes them."""
     rows = plain["rows"]
-    per_token = [
-        {name: values.cpu() for name, values in of.items()} for of in plain.get("per_token") or [{}] * len(rows)
-    ]
+    per_token = [{name: values.cpu() for name, values in of.items()} for of in plain["per_token"]]
     given = plain.get("given") or [None] * len(rows)
     prompts = []
     for row, of, source in zip(rows, per_token, given, strict=True):
         known = row >= 0 or source is not None
         shown = {} if source is None else {"source": _shown(source), "from_environment": True}
         prompts.append(PromptVision({}, of, row=row, **shown) if known else None)
-    later = [tuple(map(_later_without_pixels, of)) for of in plain.get("later") or ()]
+    later = []
+    for of in plain.get("later") or ():
+        values = [{name: value.cpu() for name, value in each["per_token"].items()} for each in of]
+        seen = [PromptVision({}, kept, source=_shown(each["shown"])) for kept, each in zip(values, of, strict=True)]
+        later.append(tuple(Later(each["column"], one, each["tokens"]) for one, each in zip(seen, of, strict=True)))
     return Vision(prompts, plain["index"].cpu(), later)
-
-
-def _later_without_pixels(plain: Mapping[str, Any]) -> Later:
-    values = {name: each.cpu() for name, each in plain["per_token"].items()}
-    return Later(plain["column"], PromptVision({}, values, source=_shown(plain["shown"])), plain["tokens"])
 
 
 def restore_pixels(
@@ -180,7 +175,8 @@ def restore_pixels(
     def again(kept: PromptVision) -> PromptVision | None:
         source = kept.source
         if source is None:
-            return _with_kept_tokens(kept, see(kept.row))
+            found = see(kept.row)
+            return found and dataclasses.replace(found, per_token=kept.per_token)
         maker = processor()
         assert isinstance(source, PromptVisuals) and maker is not None
         found = source.vision(maker, kept.row)
@@ -195,11 +191,6 @@ def restore_pixels(
     prompts = [None if prompt is None else again(prompt) for prompt in item.vision.prompts]
     later = [tuple(map(later_again, of)) for of in item.vision.later]
     return dataclasses.replace(item, vision=Vision(prompts, item.vision.index, later))
-
-
-def _with_kept_tokens(kept: PromptVision, found: PromptVision | None) -> PromptVision | None:
-    """Return the images of a row with the kept values of tokens. Earlier checkpoints have none of these."""
-    return dataclasses.replace(found, per_token=kept.per_token) if found and kept.per_token else found
 
 
 def rollout_from_plain(plain: dict[str, Any], device: torch.device) -> Rollout:
@@ -224,6 +215,9 @@ def check_format(saved: Mapping[str, Any]) -> None:
             f"{FORMAT}. Its weights are sound: export them with the version that wrote them and start a new run from "
             "model.name=<run_dir>/hf, or go on with that version."
         )
+
+
+# ---------------------------------------------------------------------- checks at a resume
 
 
 _EXPORT_HINT = (
@@ -289,7 +283,7 @@ def algorithm_kind(algorithm: type) -> str:
 def check_algorithm_kind(checkpoint: Mapping[str, Any], algorithm: type) -> None:
     """Refuse to resume a checkpoint of another algorithm. Other settings of the same class pass.
 
-    So do checkpoints of earlier versions, which name none.
+    So do folders of DeepSpeed, whose algorithm is not known before they are loaded.
 
     Raises:
         StorageError: names both.
@@ -300,6 +294,9 @@ def check_algorithm_kind(checkpoint: Mapping[str, Any], algorithm: type) -> None
             f"The checkpoint is of another algorithm: {wrote} wrote it, and this run is of {wanted}. Resume with the "
             f"algo of the run's config.yaml. {_EXPORT_HINT}"
         )
+
+
+# ---------------------------------------------------------------------- random generators
 
 
 def rng_state(device: torch.device | str) -> dict[str, Tensor]:
@@ -341,6 +338,9 @@ def check_trained_tensors(saved: dict[str, Tensor], expected: dict[str, Tensor])
         )
 
 
+# ---------------------------------------------------------------------- another world size
+
+
 _PROGRESS = "epoch_loop.batch_progress"
 
 
@@ -364,8 +364,7 @@ def slots_when_written(loops: Mapping[str, Any], wrote: int, world_size: int) ->
     if "slots" not in loaders[0]:
         raise StorageError(
             f"The checkpoint was written by {count_processes(wrote)} and this run has {world_size}; the version of "
-            "lit_rl "
-            "that wrote it did not note what another number needs. Go on with as many processes "
+            "lit_rl that wrote it did not note what another number needs. Go on with as many processes "
             f"(trainer.devices={wrote}, times trainer.num_nodes), or start a new run from the exported model: "
             "model.name=<run_dir>/hf."
         )

@@ -14,7 +14,7 @@ from lit_rl.core.episode import Episode
 from lit_rl.core.errors import GenerationError, RewardError
 from lit_rl.core.transfers import to_device
 from lit_rl.ops.reductions import Highest, Metrics
-from lit_rl.rewards.contract import Part, is_turn_reward
+from lit_rl.rewards.contract import is_turn_reward
 from lit_rl.rewards.weighted_rewards import Scores
 
 
@@ -77,21 +77,14 @@ def check_spans(scores: Scores, episodes: Sequence[Episode]) -> None:
     Raises:
         RewardError: a function returned such spans.
     """
-    spans = scores.span_rewards
-    if spans is not None and any(_has_character_spans(of) for of, each in zip(spans, episodes) if _has_messages(each)):
+    for parts, episode in zip(scores.span_rewards or (), episodes):
+        one_text = episode.turns <= 1 or isinstance(episode.prompt, str)  # else no message is the text of all tokens
+        if one_text or all(map(is_turn_reward, parts)):
+            continue
         raise RewardError(
             "A reward function returned spans of characters for an episode of several messages, and a span is of one "
             "text. Return a number for the episode, or (turn, value) for its turns."
         )
-
-
-def _has_character_spans(parts: Sequence[Part]) -> bool:
-    return not all(map(is_turn_reward, parts))
-
-
-def _has_messages(episode: Episode) -> bool:
-    """Tell whether rewards see several messages, none of which is the text of all tokens."""
-    return episode.turns > 1 and not isinstance(episode.prompt, str)
 
 
 def episode_metrics(episodes: Sequence[Episode], ranks: Ranks) -> Metrics:

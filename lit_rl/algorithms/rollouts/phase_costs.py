@@ -21,6 +21,8 @@ from torch.profiler import record_function
 
 from lit_rl.algorithms.data_parallel import Ranks
 
+# ---------------------------------------------------------------------- memory
+
 
 class PhaseMemory:
     """The peak memory of each phase, in bytes: of tensors on a GPU, else of the process.
@@ -76,6 +78,9 @@ def on_gpu() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.max_memory_allocated() > 0
 
 
+# ---------------------------------------------------------------------- seconds
+
+
 class Stopwatch:
     """A stopwatch of seconds by phase, summed until `reset`.
 
@@ -123,6 +128,9 @@ class Stopwatch:
         """Return the seconds of a phase, and set it back to 0."""
         seconds, self.seconds[phase] = self.seconds[phase], 0.0
         return seconds
+
+
+# ---------------------------------------------------------------------- speed
 
 
 PHASES = ("generate", "reward", "score", "update")

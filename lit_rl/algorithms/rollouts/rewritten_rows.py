@@ -61,7 +61,10 @@ def with_completions(
     """
     ids, attended, learned = as_tokens(completions, ranks.device)
     rows = [len(micro) for micro in micro_batches]
-    parts = [_trimmed(*part) for part in zip(*(field.split(rows) for field in (ids, attended, learned)))]
+    parts = []
+    for part in zip(*(field.split(rows) for field in (ids, attended, learned))):
+        width = max(2, int(part[1].any(0).sum()))  # without columns that are padding in every row
+        parts.append(TokenBatch(*(field[:, :width] for field in part)))
     of_all = ranks.gather(torch.stack([learned.sum(1), attended.sum(1)], 1)).tolist()
     old, tokens, texts = micro_batches[0].totals, sum(row[0] for row in of_all), tuple(row[1] for row in of_all)
     totals = Totals(old.rows, tokens, sum(texts), old.shares, texts=texts, learned=tokens)
@@ -77,9 +80,3 @@ def as_tokens(completions: Completions, device: torch.device | str) -> tuple[Ten
     learned = F.pad(completions.response_mask, (completions.prompt_ids.shape[1], 0))
     order = (~attended).int().argsort(dim=1, stable=True)
     return tuple(field.gather(1, order).to(device) for field in (ids, attended, learned))  # pyright: ignore
-
-
-def _trimmed(ids: Tensor, attended: Tensor, learned: Tensor) -> TokenBatch:
-    """Drop the columns that are padding in every row."""
-    width = max(2, int(attended.any(0).sum()))
-    return TokenBatch(ids[:, :width], attended[:, :width], learned[:, :width])

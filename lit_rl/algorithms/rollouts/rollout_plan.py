@@ -26,6 +26,8 @@ from lit_rl.models.modes import evaluation_mode
 from lit_rl.ops.engine_mismatch import WeightTotals
 from lit_rl.ops.reductions import StepTotals, masked_mean, masked_sum
 
+# ---------------------------------------------------------------------- plans
+
 
 @dataclass(frozen=True)
 class BatchPlan:
@@ -183,6 +185,9 @@ class OfflinePlan:
         ]
 
 
+# ---------------------------------------------------------------------- micro-batches
+
+
 def minibatch_rows(group_id: Tensor, plan: BatchPlan, seed: int, rollout: int, iteration: int) -> list[Tensor]:
     """Return the rows of each mini-batch of a pass: whole groups, permuted by (seed, rollout, iteration).
 
@@ -265,18 +270,18 @@ def deal_rows(
         for rows in minibatch_rows(group_id, plan, seed, index, iteration)
         for part in micro_rows(rows, group_id, computed, plan)
     ]
-    return slots if teaching is None else [_teaching_rows(rows, teaching, lengths) for rows in slots]
-
-
-def _teaching_rows(rows: Tensor, teaching: Tensor, lengths: Tensor) -> Tensor:
-    """Return the rows that teach; the shortest row if none does."""
-    chosen = rows[teaching[rows]]
-    return chosen if len(chosen) else rows[lengths[rows].argmin()][None]
+    if teaching is None:
+        return slots
+    # The rows that teach; the shortest row if none does.
+    return [rows[teaching[rows]] if teaching[rows].any() else rows[lengths[rows].argmin()][None] for rows in slots]
 
 
 def micro_batch(rollout: Rollout, rows: Tensor, used: Mapping[Width, slice] | None = None) -> Rollout:
     """Return these rows of a rollout, trimmed to the longest, or to the `used` columns where these are known."""
     return trim_rollout(select(rollout, rows), used)
+
+
+# ---------------------------------------------------------------------- counts of a step
 
 
 COUNTS = ("sequences", "tokens", "unmasked_sequences", "token_weights", "sequence_weights", "better_tokens")
@@ -322,6 +327,9 @@ def step_totals(counts: Tensor, plan: BatchPlan) -> StepTotals:
         weights=WeightTotals(tokens, unmasked, token_weights, sequence_weights),
         better_tokens=better_tokens,
     )
+
+
+# ---------------------------------------------------------------------- scores
 
 
 @dataclass(frozen=True)

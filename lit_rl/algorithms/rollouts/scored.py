@@ -117,6 +117,9 @@ def _join_scores(one: Scores, two: Scores) -> Scores:
     )
 
 
+# ---------------------------------------------------------------------- spare prompts
+
+
 @dataclass(frozen=True)
 class Spare:
     """Prompts beyond those of the epochs, completed and scored like those of the rollout."""
@@ -147,6 +150,9 @@ class Spare:
         if not self.exact:
             one = self.datamodule.spare.batch(range(position, position + 1), rollout=rollout, first=first)
             self.generate(one, group_size=1)
+
+
+# ---------------------------------------------------------------------- opponents
 
 
 def generate_opponent_pairs(
