@@ -26,7 +26,14 @@ from lit_rl.core.errors import ConfigError, check_betas, check_draws, check_stri
 from lit_rl.core.machine import require_vllm
 from lit_rl.core.model_paths import check_function, check_model_is_readable, resolve_model_path, weights_by_name
 from lit_rl.data.sources import local_path
-from lit_rl.reports import run_files
+from lit_rl.reports.run_files import (
+    RunPaths,
+    check_has_checkpoint,
+    check_has_config,
+    check_is_folder,
+    check_not_a_file,
+    folder_taken_error,
+)
 
 BUILT = ("algo", "data", "callbacks", "trainer")
 """Parts that every task with a Trainer builds. They refer to all other parts of a config that are read."""
@@ -402,9 +409,9 @@ def _check_first_stage(config: DictConfig) -> None:
 def _check_run(config: DictConfig, folder: Path) -> None:
     """Refuse a folder without a run, where one is read. An exported model can be talked to without more."""
     if config.task in _OF_A_RUN:
-        run_files.check_is_folder(folder)
+        check_is_folder(folder)
     if config.task in _OF_ITS_CONFIG and not (config.task == "chat" and (folder / "hf").is_dir()):
-        run_files.check_has_config(folder)
+        check_has_config(folder)
 
 
 def _check_weights(reward: Any) -> None:
@@ -428,7 +435,7 @@ def _check_start(config: DictConfig) -> None:
     if is_sweep():
         return
     if config.task in _OF_A_TRAINER and config.task != "fit" and config.ckpt_path == "last":
-        run_files.check_has_checkpoint(folder_of(config))
+        check_has_checkpoint(folder_of(config))
     check_evaluated(config)
     if config.task == "fit" and config.run_dir:
         _check_folder(config)
@@ -441,7 +448,7 @@ def check_evaluated(config: DictConfig) -> None:
         ConfigError: names it, and the nearest run that stands beside it.
     """
     if config.task in _OVER_A_RUN and config.run_dir and not is_sweep() and not _says_what_to_evaluate():
-        run_files.check_has_config(folder_of(config))
+        check_has_config(folder_of(config))
 
 
 def _says_what_to_evaluate() -> bool:
@@ -509,9 +516,9 @@ def _check_folder(config: DictConfig) -> None:
     folder = folder_of(config)
     if writes_nothing(config):
         return
-    run_files.check_not_a_file(folder)
-    if config.ckpt_path is None and "SLURM_JOB_ID" not in os.environ and run_files.is_finished(folder):
-        raise run_files.folder_taken_error(folder, "a finished run")
+    check_not_a_file(folder)
+    if config.ckpt_path is None and "SLURM_JOB_ID" not in os.environ and RunPaths(folder).finished:
+        raise folder_taken_error(folder, "a finished run")
 
 
 def _value_at(config: DictConfig, key: str) -> Any:

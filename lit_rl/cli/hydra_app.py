@@ -146,7 +146,7 @@ def _run_as_told(config: DictConfig, run_dir: RunDir, ckpt_path: str | None, mee
     """Run in a process that is not rank 0, and gets the start of the run from it."""
     config.ckpt_path = ckpt_path
     os.environ[TOLD_FOLDER], os.environ[TOLD_CHECKPOINT] = str(run_dir.path), ckpt_path or ""
-    return _run(config, run_dir, "resumed", None, run_dir.missing(), meeting)
+    return _run(config, run_dir, "resumed", None, run_dir.missing_folders(), meeting)
 
 
 def _run_as_main(config: DictConfig, meeting: Rendezvous | None) -> int:
@@ -171,7 +171,7 @@ def _run_as_main(config: DictConfig, meeting: Rendezvous | None) -> int:
         start = _start(config, run_dir)
         if config.task != "fit" and config.run_dir:
             run_dir = RunDir(run_dir.path / f"{config.task}_{datetime.now():%Y-%m-%d_%H%M%S}")
-        missing = run_dir.missing()
+        missing = run_dir.missing_folders()
         if writes and not config.run_dir and not is_sweep():
             run_dir, missing = _reserved(run_dir.path)
         # Processes that Lightning starts for other ranks are told, so that all agree.
@@ -205,7 +205,7 @@ def _run(
     fits = config.task == "fit"
     kept_for = "train/" if fits else ""
     resumes = fits and start == "resumed"
-    stood = run_dir.stands() if resumes and is_main() and not writes_nothing(config) else None
+    stood = run_dir.snapshot() if resumes and is_main() and not writes_nothing(config) else None
     job = None
     try:
         with contextlib.ExitStack() as around:
@@ -229,7 +229,7 @@ def _run(
                     heard = record_error(error, run_dir, job.trainer, job.command)
                     if fits and not refused:
                         train.note_failure(job, exit_code_of(heard or error))
-                    begun = run_dir.keeps(missing, kept_for) and run_dir.metrics.is_file()
+                    begun = run_dir.would_keep(missing, kept_for) and run_dir.metrics.is_file()
                     if fits and job.trainer.is_global_zero and begun and not refused:
                         run_page.write_run_page_at_end(run_dir.path)
                     if heard is not None:
@@ -239,7 +239,7 @@ def _run(
         if is_main() and (not fits or not isinstance(error, SystemExit)):
             run_dir.withdraw(missing, kept_for)
         if stood is not None and isinstance(error, Exception) and job is None:
-            run_dir.put_back(stood)
+            run_dir.restore(stood)
         raise
 
 

@@ -453,7 +453,7 @@ class SaveConfig(SaveConfigCallback):
             ConfigError: it holds another run's config.
         """
         folder = _folder(trainer)
-        missing = RunDir(folder).missing()
+        missing = RunDir(folder).missing_folders()
         if trainer.is_global_zero:
             self.lock = _locked(folder)
             if folder in missing:  # the lock is in it, so the CSVLogger takes it for one with earlier logs
@@ -488,7 +488,7 @@ class SaveConfig(SaveConfigCallback):
         folder, kept_for = RunDir(self.folder), "train/"
         if self.wrote_first and trainer.global_step == 0:  # else the next start would find another run's config
             (folder.path / CONFIG_NAME).unlink(missing_ok=True)
-        if trainer.global_step > 0 or folder.keeps(self.missing, kept_for):
+        if trainer.global_step > 0 or folder.would_keep(self.missing, kept_for):
             if self.run_dir.metrics.is_file():
                 run_page.write_run_page_at_end(self.run_dir.path)
             return

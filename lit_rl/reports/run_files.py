@@ -29,7 +29,7 @@ REPORT_FILE = "report.html"
 
 @dataclass(frozen=True)
 class RunPaths:
-    """A run's folder and the paths in it."""
+    """A run's folder, the paths in it, and what its small files say of the run."""
 
     path: Path
 
@@ -60,6 +60,42 @@ class RunPaths:
     @property
     def config(self) -> Path:
         return self.path / "config.yaml"
+
+    def read_config(self) -> dict[str, Any]:
+        """Return config.yaml as a mapping; empty where it cannot be read."""
+        try:
+            config = yaml.safe_load(self.config.read_text())
+        except (OSError, ValueError, yaml.YAMLError):
+            return {}
+        return config if isinstance(config, dict) else {}
+
+    def read_summary(self) -> dict[str, Any]:
+        """Return the summary; empty where there is none. Nothing depends on a damaged one: it is written anew, with a
+        warning."""
+        if not self.summary.is_file():
+            return {}
+        try:
+            summary = json.loads(self.summary.read_text())
+            if isinstance(summary, dict):
+                return summary
+            what = f"a {type(summary).__name__}"
+        except ValueError as error:
+            what = f"not JSON: {error}"
+        warnings.warn(
+            f"{self.summary} is damaged ({what}). What it said is lost, and it is written anew.", stacklevel=2
+        )
+        return {}
+
+    @property
+    def holds_a_run(self) -> bool:
+        """True if a run wrote config.yaml, which is there before anything else of the run is."""
+        return is_run_config(self.read_config())
+
+    @property
+    def finished(self) -> bool:
+        """True if a run here has finished. (A summary without a run is the user's, and is not read.)"""
+        ours = self.holds_a_run or any(self.checkpoints.glob("*.ckpt"))
+        return ours and self.read_summary().get("status") == "finished"
 
 
 _VERSION_LINE = "# lit_rl=="
@@ -135,46 +171,9 @@ def folder_taken_error(folder: Path, state: str) -> ConfigError:
     return ConfigError(f"run_dir={folder} holds {state}. Continue it with ckpt_path=last, or take another run_dir.")
 
 
-def is_finished(folder: Path) -> bool:
-    """Tell whether a run in this folder has finished. (A summary without a run is the user's, and is not read.)"""
-    ours = holds_a_run(folder) or any((folder / "checkpoints").glob("*.ckpt"))
-    return ours and read_summary(folder).get("status") == "finished"
-
-
-def holds_a_run(folder: Path) -> bool:
-    """Tell whether a run wrote config.yaml, which is there before anything else of the run is."""
-    return is_run_config(read_config(folder))
-
-
 def is_run_config(config: Mapping[str, Any]) -> bool:
     """Tell whether a run wrote this config; another program's config.yaml has other keys."""
     return config.keys() >= _CONFIG_KEYS
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.yaml as a mapping; empty where it cannot be read."""
-    try:
-        config = yaml.safe_load((folder / "config.yaml").read_text())
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return config if isinstance(config, dict) else {}
-
-
-def read_summary(folder: Path) -> dict[str, Any]:
-    """Return the summary; empty where there is none. Nothing depends on a damaged one: it is written anew, with a
-    warning."""
-    file = folder / "summary.json"
-    if not file.is_file():
-        return {}
-    try:
-        summary = json.loads(file.read_text())
-        if isinstance(summary, dict):
-            return summary
-        what = f"a {type(summary).__name__}"
-    except ValueError as error:
-        what = f"not JSON: {error}"
-    warnings.warn(f"{file} is damaged ({what}). What it said is lost, and it is written anew.", stacklevel=3)
-    return {}
 
 
 def installed_version(package: str = "lit-rl") -> str:
