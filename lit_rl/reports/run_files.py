@@ -26,6 +26,8 @@ from lit_rl.core.errors import ConfigError, StorageError, nearest
 REPORT_FILE = "report.html"
 """File name of the page that `lit-rl report` writes, and a run at each of its ends."""
 
+_CONFIG_KEYS = {"algo", "data", "run_dir", "task", "trainer"}
+
 
 @dataclass(frozen=True)
 class RunPaths:
@@ -98,9 +100,12 @@ class RunPaths:
         return ours and self.read_summary().get("status") == "finished"
 
 
-_VERSION_LINE = "# lit_rl=="
-"""First characters of config.yaml, as Lightning's begins with its own."""
-_CONFIG_KEYS = {"algo", "data", "run_dir", "task", "trainer"}
+def is_run_config(config: Mapping[str, Any]) -> bool:
+    """Tell whether a run wrote this config; another program's config.yaml has other keys."""
+    return config.keys() >= _CONFIG_KEYS
+
+
+# ---------------------------------------------------------------------- refusals of folders
 
 
 def check_not_a_file(folder: Path) -> None:
@@ -171,9 +176,11 @@ def folder_taken_error(folder: Path, state: str) -> ConfigError:
     return ConfigError(f"run_dir={folder} holds {state}. Continue it with ckpt_path=last, or take another run_dir.")
 
 
-def is_run_config(config: Mapping[str, Any]) -> bool:
-    """Tell whether a run wrote this config; another program's config.yaml has other keys."""
-    return config.keys() >= _CONFIG_KEYS
+# ---------------------------------------------------------------------- the version that made a run
+
+
+_VERSION_LINE = "# lit_rl=="
+"""First characters of config.yaml, as Lightning's begins with its own."""
 
 
 def installed_version(package: str = "lit-rl") -> str:
@@ -209,6 +216,9 @@ def note_other_version(folder: Path) -> Iterator[None]:
                 f"other may not. lit_rl {theirs} reads it."
             )
         raise
+
+
+# ---------------------------------------------------------------------- everything that a run logged
 
 
 @dataclass(frozen=True)
