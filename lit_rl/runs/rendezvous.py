@@ -36,6 +36,8 @@ from lit_rl.core.errors import BackendError, ConfigError, StorageError
 from lit_rl.core.machine import is_loopback
 from lit_rl.runs.run_dir import RunDir
 
+# ---------------------------------------------------------------------- the placement of this process
+
 
 @dataclass(frozen=True)
 class ProcessPlacement:
@@ -155,15 +157,21 @@ def _manual_placement(num_nodes: int) -> ProcessPlacement | None:
     )
 
 
+# ---------------------------------------------------------------------- the rendezvous
+
+
 TIMEOUT = default_pg_timeout.total_seconds()
 """Seconds until a missing process is given up: torch's own timeout."""
 
 _REPORT_AFTER = (1.0, 30.0, 300.0)
 """Seconds of waiting after which a line is printed."""
+
 _POLL_INTERVAL = 0.2
 """Seconds."""
+
 _END = b"end"
 """Mark after the last piece."""
+
 _distributed: Any = torch.distributed
 
 
@@ -388,6 +396,9 @@ def _first_line(error: BaseException) -> str:
 def _list(names: Iterable[str]) -> str:
     *most, last = names
     return f"{', '.join(most)} and {last}" if most else last
+
+
+# ---------------------------------------------------------------------- start and checkpoint, from rank 0
 
 
 _CHUNK_BYTES = 4 * 2**20
