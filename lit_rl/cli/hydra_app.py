@@ -34,7 +34,7 @@ from lit_rl.cli import (
     run_info,
     run_settings,
 )
-from lit_rl.cli.build import build, check_answered, check_judged, plain
+from lit_rl.cli.build import build, check_answered, check_judged, escape_for_hydra, plain
 from lit_rl.cli.messages import exit_code_of
 from lit_rl.cli.run_failures import record_error, record_lost_rank
 from lit_rl.cli.run_info import (
@@ -124,7 +124,7 @@ def _run_task(config: DictConfig) -> int:
         return 0 if (start := receive_start(meeting)) is None else _run_as_told(config, *start, meeting)
     except Exception as error:
         if meeting is not None:
-            meeting.failed(error)
+            meeting.abort_others(error)
         raise
 
 
@@ -211,7 +211,7 @@ def _run(
         with contextlib.ExitStack() as around:
             job = around.enter_context(contextlib.closing(assemble(config, run_dir, start, lock)))
             if meeting is not None:
-                meeting.ready()
+                meeting.wait_until_ready()
             try:
                 leaves = contextlib.nullcontext() if fits else exit_signals.exit_on_signal(job.trainer, _say_it_ended)
                 gave_up = functools.partial(_give_up, job, config.task, start)
@@ -223,7 +223,7 @@ def _run(
                 disarm_lightning_observer()
                 refused = resumes and not job.began
                 if stood is not None and refused:
-                    around.callback(run_dir.put_back, stood)  # behind the end of other ranks, while we hold the lock
+                    around.callback(run_dir.restore, stood)  # behind the end of other ranks, while we hold the lock
                 around.callback(end_children, job.trainer.strategy.launcher)
                 if not job.dry:
                     heard = record_error(error, run_dir, job.trainer, job.command)
@@ -336,7 +336,7 @@ def assemble(config: DictConfig, run_dir: RunDir, start: StartKind, lock: RunLoc
             run_dir.remove_partial()
         run_dir.write_config(yaml.safe_dump(redact(tree), sort_keys=False))
     options = {name: tree[name] for name in ("reward_test", "plan")}
-    options["env_check"] = {"settings": tree["env"], **tree["env_check"]}
+    options["env_check"] = {"settings": escape_for_hydra(tree["env"]), **tree["env_check"]}
     command = _command(run_dir)
     what = command, data_choice.name_of(tree["data"]), options, run_settings.command_over(tree, run_dir, command)
     return Run(module, data, trainer, run_dir, config.ckpt_path, *what, lock)

@@ -63,7 +63,7 @@ def env_check(run: Run, *, settings: Mapping[str, Any], actions: Sequence[str] |
 
     Args:
         run: Built by the command line.
-        settings: The node of `env=`, for another process to build.
+        settings: The node of `env=`, escaped for another process to instantiate.
         actions: The policy's texts, turn by turn. None: numbers, nonsense, nothing, long texts, tool calls.
 
     Raises:
