@@ -20,14 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 from lit_rl.core.errors import StorageError
 from lit_rl.reports.run_files import RunPaths, is_run_config
 
-TOLD_FOLDER, TOLD_CHECKPOINT = "LIT_RL_RUN_DIR", "LIT_RL_CKPT_PATH"
-"""Variables by which rank 0 sends the folder and the checkpoint of the run to the processes that it starts."""
+# ---------------------------------------------------------------------- the rank of this process
 
-COMPUTE_NOTHING = ("reward_test", "env_check")
-"""Tasks that never use the policy."""
-
-EVALUATE = ("eval", "validate", "test", "predict", "best_of_n")
-"""Tasks that evaluate a policy."""
 
 _RANKS = (
     "RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "JSM_NAMESPACE_RANK"
@@ -47,6 +41,19 @@ def is_launched() -> bool:
 def is_sweep() -> bool:
     """Tell whether this is a job of a sweep."""
     return HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+# ---------------------------------------------------------------------- tasks and folders
+
+
+TOLD_FOLDER, TOLD_CHECKPOINT = "LIT_RL_RUN_DIR", "LIT_RL_CKPT_PATH"
+"""Variables by which rank 0 sends the folder and the checkpoint of the run to the processes that it starts."""
+
+COMPUTE_NOTHING = ("reward_test", "env_check")
+"""Tasks that never use the policy."""
+
+EVALUATE = ("eval", "validate", "test", "predict", "best_of_n")
+"""Tasks that evaluate a policy."""
 
 
 def is_over_a_run(task: str, run_dir: str | None) -> bool:
@@ -120,6 +127,9 @@ def training_command(words: Sequence[str]) -> str:
     """Return the line that starts a training with these overrides, as this one was started."""
     entry = ["python", sys.argv[0]] if sys.argv[0].endswith(".py") else ["lit-rl", "train"]
     return shlex.join([*entry, *words])
+
+
+# ---------------------------------------------------------------------- the length of a run
 
 
 EPOCHS = 3
