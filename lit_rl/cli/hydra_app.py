@@ -54,7 +54,6 @@ from lit_rl.data.example_module import ExampleDataModule
 from lit_rl.reports import run_files, run_page
 from lit_rl.reports.secrets import redact
 from lit_rl.runs import env_check, evaluate, exit_signals, plan, reward_test, train
-from lit_rl.runs import evaluate as best_of_n
 from lit_rl.runs.rank_processes import disarm_lightning_observer, end_children, wait_for_children, watching_children
 from lit_rl.runs.rendezvous import (
     Rendezvous,
@@ -77,7 +76,7 @@ TASKS = {
     "predict": evaluate.predict_completions,
     "reward_test": lambda run: reward_test.reward_test(run, **run.options["reward_test"]),
     "env_check": lambda run: env_check.env_check(run, **run.options["env_check"]),
-    "best_of_n": best_of_n.best_of_n,
+    "best_of_n": evaluate.best_of_n,
     "plan": lambda run: plan.plan(run, **run.options["plan"]),
 }
 _WITHOUT_A_RUN = {

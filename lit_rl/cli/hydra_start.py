@@ -21,8 +21,17 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
-from lit_rl.cli import config_files, data_kinds, fast_checks, key_checks, process, run_info, run_reports, typed_secrets
-from lit_rl.cli import schemas as stored_schemas
+from lit_rl.cli import (
+    config_files,
+    data_kinds,
+    fast_checks,
+    key_checks,
+    process,
+    run_info,
+    run_reports,
+    schemas,
+    typed_secrets,
+)
 from lit_rl.cli.messages import describe, report_errors
 from lit_rl.cli.run_info import TOLD_CHECKPOINT, TOLD_FOLDER, folder_of, is_launched, is_main, is_sweep, writes_nothing
 from lit_rl.cli.targets import ALLOWED, check_target, find_here, targets
@@ -55,9 +64,7 @@ def main() -> int:
 
 
 def _main() -> int:
-    if not stored_schemas.register_stored():
-        from lit_rl.cli import schemas
-
+    if not schemas.register_stored():
         schemas.register_schemas()
     install_checked_loader()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come to cli.messages, not to Hydra's own printer

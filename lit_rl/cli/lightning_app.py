@@ -53,8 +53,6 @@ from lit_rl.core.errors import SIGNALLED, BackendError, ConfigError, StorageErro
 from lit_rl.core.user_functions import is_file_path
 from lit_rl.data.tasks import Task
 from lit_rl.models import references
-from lit_rl.models import references as moving_reference
-from lit_rl.models import references as reference
 from lit_rl.reports import run_files, run_page
 from lit_rl.reports.secrets import redact, redact_command
 from lit_rl.runs import closing_report, evaluate, exit_signals, train
@@ -72,8 +70,8 @@ FACTORIES = {
     "optimizer": (optimizers.AdamW, optimizers.AdamW8bit, optimizers.AdamWSplit, optimizers.ByPath),
     "scheduler": (schedules.Linear, schedules.Cosine, schedules.Constant, ScheduleByPath),
     "reference": (
-        *(reference.Auto, reference.FrozenCopy, reference.AdapterBase, reference.InitialAdapter),
-        *(moving_reference.EMA, moving_reference.BEMA, moving_reference.Mixing, references.OtherModel),
+        *(references.Auto, references.FrozenCopy, references.AdapterBase, references.InitialAdapter),
+        *(references.EMA, references.BEMA, references.Mixing, references.OtherModel),
     ),
 }
 """Slots of a module that are keys of their own, as they are groups of the Hydra command line. Left inside the module,

@@ -253,7 +253,7 @@ class RunFiles:
     summary: dict[str, Any]
     error: dict[str, Any]
     """`error.json`; empty where nothing ended the run."""
-    rung: list[str]
+    alarms: list[str]
     """Messages of alarms during training: `alarms.jsonl`."""
     unread: list[str]
     """A sentence for each file that could not be read."""
@@ -288,7 +288,7 @@ def read_run_files(run_dir: Path) -> RunFiles:
         series=_read_series(names.metrics, unread),
         summary=_read_object(names.summary, unread),
         error=_read_object(names.error, unread),
-        rung=[
+        alarms=[
             str(row["message"])
             for row in _read_rows(run_dir / ALARMS, unread)
             if isinstance(row, dict) and "message" in row

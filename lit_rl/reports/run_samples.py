@@ -18,8 +18,7 @@ from lit_rl.callbacks.output_files import SampleTable, list_tables
 from lit_rl.core.episode import RETURNED_IMAGES, message_text
 from lit_rl.core.episode import TOKENS as PREFIX
 from lit_rl.core.errors import ConfigError, StorageError
-from lit_rl.core.visuals import IMAGE_COLUMNS as IMAGE_COLUMNS
-from lit_rl.core.visuals import VIDEO_COLUMNS as VIDEO_COLUMNS
+from lit_rl.core.visuals import IMAGE_COLUMNS, VIDEO_COLUMNS
 from lit_rl.reports.metric_groups import decoding_label
 from lit_rl.reports.run_files import RunFiles
 

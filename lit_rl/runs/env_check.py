@@ -16,7 +16,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.text import Text
 
-from lit_rl.algorithms.checks import episode_checks as preflight
+from lit_rl.algorithms.checks import episode_checks
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
 from lit_rl.core.episode import message_text
 from lit_rl.core.errors import ConfigError, GenerationError, LitRLError
@@ -121,11 +121,11 @@ class _Checked:
         assert hasattr(data, "peek")
         rows: Any = data
         rows.prepare(module.tokenizer, processor=module.model.processor, stage="predict")
-        preflight.check_episode_rewards(factory, module.reward_functions)
-        preflight.check_episodes(factory, module.generator, module.sampling, module.evaluation)
-        interaction = preflight.make_episode_source(factory, module.model, rows)
+        episode_checks.check_episode_rewards(factory, module.reward_functions)
+        episode_checks.check_episodes(factory, module.generator, module.sampling, module.evaluation)
+        interaction = episode_checks.make_episode_source(factory, module.model, rows)
         assert isinstance(interaction, Interaction)
-        preflight.check_episode_length(module.model, interaction, rows.longest_prompt)
+        episode_checks.check_episode_length(module.model, interaction, rows.longest_prompt)
         module.reward_functions.bind([*rows.columns, *factory.columns])
         batch = rows.peek(_ROWS)
         first: dict[str, int] = {}
