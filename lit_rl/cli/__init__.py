@@ -168,9 +168,9 @@ def _light(command: str | None, rest: list[str], commands: Sequence[str]) -> int
 
         return listing.print_list(rest)
     if command == "completion":
-        from lit_rl.cli import listing as completion
+        from lit_rl.cli import listing
 
-        return completion.print_completion(rest, commands)
+        return listing.print_completion(rest, commands)
     from lit_rl.cli import surroundings
 
     return surroundings.run()

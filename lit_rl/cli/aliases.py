@@ -15,9 +15,17 @@ from pathlib import Path
 
 import yaml
 
-from lit_rl.cli import listing as key_names
 from lit_rl.cli import typed_words
-from lit_rl.cli.listing import conf_folder, default_choices, groups, neighbouring_keys, no_choice_message, top_keys
+from lit_rl.cli.listing import (
+    conf_folder,
+    default_choices,
+    groups,
+    keys_of_choice,
+    keys_of_group,
+    neighbouring_keys,
+    no_choice_message,
+    top_keys,
+)
 from lit_rl.cli.typed_words import quoted, readable, unquoted
 from lit_rl.core.errors import ConfigError, did_you_mean, nearest
 
@@ -339,9 +347,7 @@ def _near(name: str, known: set[str], choices: Mapping[str, str]) -> str:
     at the top, where that is no name of another tool's."""
     inside: dict[str, list[str]] = {}
     for group, choice in choices.items():
-        for key in (
-            key_names.keys_of_choice(group, choice) if (conf_folder() / group / f"{choice}.yaml").is_file() else ()
-        ):
+        for key in keys_of_choice(group, choice) if (conf_folder() / group / f"{choice}.yaml").is_file() else ():
             inside.setdefault(key, []).append(f"{group}.{key}")
     listed = neighbouring_keys("", name, known)
     near = nearest(name, sorted({*known, *MEANS, *AMBIGUOUS, *inside}))
@@ -371,7 +377,7 @@ def of_other_choices(key: str) -> str:
     """
     group, _, name = key.partition(".")
     files = sorted((conf_folder() / group).glob("*.yaml")) if name else []
-    having = [path.stem for path in files if name in key_names.keys_of_choice(group, path.stem)]
+    having = [path.stem for path in files if name in keys_of_choice(group, path.stem)]
     if not 0 < len(having) <= _FEW:
         return ""
     head, last = ", ".join(having[:-1]), having[-1]
@@ -384,8 +390,8 @@ def _may_mean(keys_of_ours: str) -> str:
 
 def _check_in_group(key: str, group: str, name: str, choice: str) -> None:
     """Refuse a key that no choice of the group has, where the chosen one has a similar name."""
-    if name.isidentifier() and name not in key_names.keys_of_group(group):
-        has = sorted(name for name in key_names.keys_of_choice(group, choice) if not name.startswith("_"))
+    if name.isidentifier() and name not in keys_of_group(group):
+        has = sorted(name for name in keys_of_choice(group, choice) if not name.startswith("_"))
         told, near = meaning(key), did_you_mean(name, has)
         if told or near:
             raise unknown_key_error(f"{group}.{name}", told, f"{near}{neighbouring_keys(group, name, has)}")

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import lightning as L
-from hydra.utils import get_object
+from hydra.utils import get_object, instantiate
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
@@ -20,7 +20,6 @@ from lit_rl.cli.listing import neighbouring_keys
 from lit_rl.cli.schemas import TARGETS, parameters
 from lit_rl.cli.targets import ALLOWED, check_target, targets
 from lit_rl.core.errors import BackendError, ConfigError, LitRLError, UnknownKeyword, did_you_mean, in_range
-from lit_rl.runs.instantiate import instantiate_plain
 
 OPTIONAL = {
     "lit_rl.models.adapters.Lora",
@@ -83,6 +82,24 @@ def prune(node: Any) -> Any:
     return {key: prune(value) for key, value in node.items()}
 
 
+_INTERPOLATION = re.compile(r"(\\*)\$\{")
+
+
+def escape_interpolations(node: Any) -> Any:
+    """Escape each `${` of plain values, with the backslashes before it, so that OmegaConf gives them back unchanged."""
+    if isinstance(node, str):
+        return _INTERPOLATION.sub(lambda found: found[1] * 2 + "\\${", node)
+    if isinstance(node, list):
+        return [escape_interpolations(item) for item in node]
+    return {key: escape_interpolations(item) for key, item in node.items()} if isinstance(node, dict) else node
+
+
+def escape_for_hydra(node: Any) -> Any:
+    """Escape plain values for `hydra.utils.instantiate`, which resolves them twice: before it builds, and as it reads
+    each."""
+    return escape_interpolations(escape_interpolations(node))
+
+
 def build(tree: Any) -> Any:
     """Build the objects of a part of the tree, whose values are plain: a text that looks like a reference stays as it
     is.
@@ -93,7 +110,7 @@ def build(tree: Any) -> Any:
     from hydra.errors import InstantiationException
 
     try:
-        return instantiate_plain(tree)
+        return instantiate(escape_for_hydra(tree), _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__ or error.__context__
         if isinstance(cause, LitRLError) and not isinstance(cause, UnknownKeyword):

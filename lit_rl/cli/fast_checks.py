@@ -27,7 +27,261 @@ from lit_rl.core.machine import require_vllm
 from lit_rl.core.model_paths import check_model_is_readable, resolve_model_path
 from lit_rl.core.user_functions import check_function, weights_by_name
 from lit_rl.data.sources import local_path
-from lit_rl.reports import run_files
+from lit_rl.reports.run_files import (
+    RunPaths,
+    check_has_checkpoint,
+    check_has_config,
+    check_is_folder,
+    check_not_a_file,
+    folder_taken_error,
+)
+
+# ---------------------------------------------------------------------- tasks, by what they need
+
+
+TELL_THE_DATA = {"data", "algo", "experiment", "data.prompt_key"}
+"""Keys with which the columns of a file choose nothing, or not before Hydra composes."""
+
+_OF_A_RUN = ("report", "transcripts")
+"""Tasks that need a folder with a run in it, and nothing else."""
+
+_OF_ITS_CONFIG = ("replay", "export", "chat")
+"""Tasks that need a run's settings."""
+
+_OVER_A_RUN = ("eval", "best_of_n")
+"""Tasks that evaluate a run where its folder is all that is typed."""
+
+_OF_THE_EVALUATION = (
+    *("task", "run_dir", "eval", "seed", "trust_run", "trainer", "strategy", "generator", "logger", "callbacks"),
+    *("allow_targets", "hydra"),
+)
+"""Keys that do not choose a model or data to evaluate."""
+
+_SUMS = ("lit_rl.rewards.Rewards", "lit_rl.rewards.from_paths")
+"""Targets that add up reward functions by their weights."""
+
+_OF_ROWS = ("fit", "eval", "validate", "test", "predict", "plan", "reward_test", "data_check", "env_check", "best_of_n")
+"""Tasks that read data."""
+
+_OF_A_TRAINER = tuple(task for task in _OF_ROWS if task != "data_check")
+"""Tasks that build everything in the config."""
+
+DRAW = tuple(f"lit_rl.algorithms.{name}" for name in ("GRPO", "RLOO", "Reinforce", "PPO", "OnlineDPO", "NashMD", "XPO"))
+"""Algorithms that learn from completions of the policy."""
+
+_OF_A_MODEL = ("fit", "eval", "validate", "test", "predict", "plan", "best_of_n", "doctor")
+"""Tasks that load the policy of the config."""
+
+
+# ---------------------------------------------------------------------- models, functions, files and folders
+
+
+def check_config(config: DictConfig) -> None:
+    """Refuse numbers out of range, and files and folders that are missing, in every process alike: none may wait for
+    one that has left.
+
+    What rank 0 alone decides, the folder and the checkpoint of the run, is looked at where it is alone so far.
+
+    Args:
+        config: The composed config.
+
+    Raises:
+        LitRLError: as whoever reads it would raise it.
+    """
+    check_values(config, whole=config.task in _OF_A_TRAINER)
+    if config.run_dir:
+        _check_run(config, Path(str(config.run_dir)).expanduser())
+    elif config.task in (*_OF_A_RUN, *_OF_ITS_CONFIG) and config.task != "chat":
+        raise ConfigError(f"lit-rl {config.task} needs the folder of a run: run_dir=runs/...")
+    if config.task in _OF_ROWS:
+        computed = (
+            _value_at(config, "data.task") is not None and "data" in key_checks.overridden_keys()
+        )  # not the demo's, which is left
+        if str(_value_at(config, "data._target_")).startswith("lit_rl.data.") and not computed:
+            check_data(_texts(_value_at(config, "data.path")))
+        by_path = _value_at(config, "reward._target_") == "lit_rl.rewards.from_paths"
+        _check_functions(config, "data.map_row", *(["reward.fn"] if by_path else []))
+        _check_weights(plain_value(config, "reward"))
+    if config.task in _OF_A_MODEL:
+        _check_engine(config)
+        _check_first_stage(config)
+        for name in _texts(_value_at(config, "model.name")):
+            resolve_model_path("model.name", name)
+    temperature = _value_at(config, "sampling.temperature")
+    if (
+        config.task in ("fit", "plan")
+        and _value_at(config, "algo._target_") in DRAW
+        and isinstance(temperature, int | float)
+    ):
+        check_draws(temperature)
+    if config.task in _OF_A_TRAINER:
+        messages.check_accelerator(_value_at(config, "trainer.accelerator"))
+    if not is_launched():
+        _check_start(config)
+        _check_hub(config)
+
+
+def _check_hub(config: DictConfig) -> None:
+    """Refuse a model of the hub that is not there. Where settings of a run come first, its model is not this one."""
+    ours = _value_at(config, "model._target_") == "lit_rl.models.LanguageModel"
+    ours &= not _value_at(config, "model.init_kwargs") and not _value_at(
+        config, "model.trust_remote_code"
+    )  # said of it first
+    if config.task in (*_OF_A_MODEL, "data_check") and ours and not is_over_a_run(config.task, config.run_dir):
+        for name in _texts(_value_at(config, "model.name")):
+            check_model_is_readable("model.name", name)
+
+
+def _check_functions(config: DictConfig, *keys: str) -> None:
+    """Refuse paths of functions whose files are not there, or have no such name."""
+    for key in keys:
+        for path in _texts(_value_at(config, key)):
+            check_function(path, key)
+
+
+def _check_engine(config: DictConfig) -> None:
+    """Refuse a generator whose package is not there."""
+    name = str(_value_at(config, "generator._target_")).rpartition(".")[2]
+    if name == "VLLMGenerator":
+        require_vllm("generator=vllm")
+    if name == "VLLMServerGenerator" and _value_at(config, "generator.launch") is True:
+        require_vllm("generator.launch=true")
+
+
+def _check_first_stage(config: DictConfig) -> None:
+    """Refuse an experiment that begins with the model of an SFT run, where that run has left none."""
+    folder, model = (str(_value_at(config, key) or "") for key in ("sft_dir", "model.name"))
+    if not folder or model != f"{folder}/hf" or Path(model).expanduser().is_dir():
+        return
+    first = f"{HydraConfig.get().runtime.choices.get('experiment')}_sft"
+    shipped = (listing.conf_folder() / "experiment" / f"{first}.yaml").is_file()
+    line = f" Run it: {training_command([f'experiment={first}', f'run_dir={folder}'])}." if shipped else ""
+    raise ConfigError(
+        f"sft_dir={folder}: there is no {model}. The run begins with the model of a finished SFT run.{line} For one "
+        "that you have, type sft_dir=RUN_DIR."
+    )
+
+
+def _check_run(config: DictConfig, folder: Path) -> None:
+    """Refuse a folder without a run, where one is read. An exported model can be talked to without more."""
+    if config.task in _OF_A_RUN:
+        check_is_folder(folder)
+    if config.task in _OF_ITS_CONFIG and not (config.task == "chat" and (folder / "hf").is_dir()):
+        check_has_config(folder)
+
+
+def _check_weights(reward: Any) -> None:
+    """Refuse weights of reward functions that are no numbers, or another count, where the config alone names these."""
+    if not isinstance(reward, dict) or reward.get("_target_") not in _SUMS or reward.get("weights") is None:
+        return
+    functions = reward.get("functions")
+    if isinstance(functions, dict):
+        names = list(functions)
+    else:
+        names = [path.rpartition(":")[2] for path in _each(reward.get("fn"))]
+    # Files with functions of the same name are told apart as they are loaded.
+    if names and len(set(names)) == len(names):
+        weights_by_name(reward["weights"], names)
+
+
+def _check_start(config: DictConfig) -> None:
+    """Refuse a missing checkpoint, and a folder that a new run cannot have."""
+    if config.task in _OF_ROWS and config.ckpt_path not in (None, "last"):
+        check_checkpoint(str(config.ckpt_path))
+    if is_sweep():
+        return
+    if config.task in _OF_A_TRAINER and config.task != "fit" and config.ckpt_path == "last":
+        check_has_checkpoint(folder_of(config))
+    check_evaluated(config)
+    if config.task == "fit" and config.run_dir:
+        _check_folder(config)
+
+
+def check_checkpoint(path: str) -> None:
+    """Refuse a missing checkpoint.
+
+    Raises:
+        ConfigError: names it.
+    """
+    if not Path(path).exists():
+        raise ConfigError(f"ckpt_path={path} does not exist. Allowed is a checkpoint, or `last`.")
+
+
+def _check_folder(config: DictConfig) -> None:
+    """Refuse a folder that a new run cannot have: a file, or one with a run that has ended. Further checks follow once
+    it is known that no other process writes there."""
+    folder = folder_of(config)
+    if writes_nothing(config):
+        return
+    check_not_a_file(folder)
+    if config.ckpt_path is None and "SLURM_JOB_ID" not in os.environ and RunPaths(folder).finished:
+        raise folder_taken_error(folder, "a finished run")
+
+
+def check_evaluated(config: DictConfig) -> None:
+    """Refuse a new folder where nothing else to evaluate was typed: it is the mistyped name of a run.
+
+    Raises:
+        ConfigError: names it, and the nearest run that stands beside it.
+    """
+    if config.task in _OVER_A_RUN and config.run_dir and not is_sweep() and not _says_what_to_evaluate():
+        check_has_config(folder_of(config))
+
+
+def _says_what_to_evaluate() -> bool:
+    """Tell whether a model, data or anything else was typed beside the folder: then it may be a new one."""
+    return any(key.partition(".")[0] not in _OF_THE_EVALUATION for key in key_checks.overridden_keys())
+
+
+def check_data(paths: Sequence[str]) -> None:
+    """Refuse missing files among texts that are written as paths.
+
+    Raises:
+        DataError: names it, and the nearest that is there.
+    """
+    for path in paths:
+        local_path(path)
+
+
+# ---------------------------------------------------------------------- words before Hydra composes
+
+
+def check_sweep(words: Sequence[str]) -> None:
+    """Refuse a sweep of a command over one run, before Hydra makes the sweep's folder.
+
+    Args:
+        words: As they come to Hydra, with `task=`.
+
+    Raises:
+        ConfigError: says what to do in its place.
+    """
+    task, run_dir = typed_value(words, "task") or "fit", typed_value(words, "run_dir")
+    if {"-m", "--multirun"} & {*words} and run_dir and is_over_a_run(task, run_dir):
+        raise no_sweep_error(task, run_dir)
+
+
+def no_sweep_error(task: str, run_dir: str) -> ConfigError:
+    """Return the error about such a sweep."""
+    return ConfigError(
+        f"lit-rl {task.replace('_', '-')} over the run of {run_dir} takes no sweep (-m): start it once for each "
+        "setting. Each start writes a folder of its own there."
+    )
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Refuse a missing `data.path`, before its columns choose a group. A command without rows reports that itself.
+
+    Args:
+        words: Of the command line; a value that Hydra would read as anything but a plain text is left to it.
+    """
+    for word in words if typed_value(words, "task", "fit") in _OF_ROWS else ():
+        key, _, value = word.partition("=")
+        if key == "data.path" and value and not set(value) & set(",$[]{}'\"\\ "):
+            check_data([value])
+
+
+# ---------------------------------------------------------------------- numbers and words in their ranges
+
 
 BUILT = ("algo", "data", "callbacks", "trainer")
 """Parts that every task with a Trainer builds. They refer to all other parts of a config that are read."""
@@ -42,10 +296,12 @@ _REGISTERED = {
 """Keys whose values any code can add to, each with Lightning's registry of them."""
 
 _OURS = ("lit_rl.", "lightning.", "torch.", "transformers.", "hydra.")
+
 _CODE = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_][\w.]*")
 """Forms in which a config names code: `./file.py:name`, `package.module:name`."""
 
 _DURATION = re.compile(r"\d+:\d\d:\d\d:\d\d")
+
 _ENDLESS = {"max_steps": "infinite steps", "max_epochs": "infinite epochs"}
 """Lengths of a run, each with the meaning of -1."""
 
@@ -60,6 +316,20 @@ LISTS = (
 """Keys of several values, which no schema checks: the beginning of their target's path, and the check of the value."""
 
 _NUMBERS = re.compile(r"\s*-?\d+\s*(,\s*\d+\s*)*,?\s*")
+
+_COMMANDS: dict[str, dict[str, type]] = {
+    "plan": {"memory_gb": float, "probe": bool},
+    "reward_test": {"rows": int},
+    "data_check": {"rows": int},
+    "env_check": {},
+    "chat": {"plain": bool},
+    "serve": {"port": int, "startup_timeout": float},
+    "doctor": {"prompts": int, "completions": int},
+    "transcripts": {"rollouts": int, "episodes": int, "tokens": int},
+    "export": {"private": bool},
+    "replay": {},
+}
+"""The keys of commands that are numbers or switches: they are in no constructor, so no schema checks them."""
 
 
 def check_values(config: DictConfig, *, whole: bool) -> None:
@@ -88,21 +358,6 @@ def check_values(config: DictConfig, *, whole: bool) -> None:
         if whole:
             _check_length(trainer)
             _check_numbers(trainer)
-
-
-_COMMANDS: dict[str, dict[str, type]] = {
-    "plan": {"memory_gb": float, "probe": bool},
-    "reward_test": {"rows": int},
-    "data_check": {"rows": int},
-    "env_check": {},
-    "chat": {"plain": bool},
-    "serve": {"port": int, "startup_timeout": float},
-    "doctor": {"prompts": int, "completions": int},
-    "transcripts": {"rollouts": int, "episodes": int, "tokens": int},
-    "export": {"private": bool},
-    "replay": {},
-}
-"""The keys of commands that are numbers or switches: they are in no constructor, so no schema checks them."""
 
 
 def _check_commands(config: DictConfig) -> None:
@@ -268,6 +523,9 @@ def _check_devices(trainer: Mapping[str, Any]) -> None:
         )
 
 
+# ---------------------------------------------------------------------- values of a config
+
+
 def plain_value(config: DictConfig, key: str | None) -> Any:
     """Return a part of the config, or all of it, with its references followed; None where one leads nowhere, which is
     refused later."""
@@ -287,232 +545,6 @@ def _target_nodes(tree: Any) -> Iterator[Mapping[str, Any]]:
     elif isinstance(tree, list):
         for value in tree:
             yield from _target_nodes(value)
-
-
-TELL_THE_DATA = {"data", "algo", "experiment", "data.prompt_key"}
-"""Keys with which the columns of a file choose nothing, or not before Hydra composes."""
-_OF_A_RUN = ("report", "transcripts")
-"""Tasks that need a folder with a run in it, and nothing else."""
-_OF_ITS_CONFIG = ("replay", "export", "chat")
-"""Tasks that need a run's settings."""
-_OVER_A_RUN = ("eval", "best_of_n")
-"""Tasks that evaluate a run where its folder is all that is typed."""
-_OF_THE_EVALUATION = (
-    *("task", "run_dir", "eval", "seed", "trust_run", "trainer", "strategy", "generator", "logger", "callbacks"),
-    *("allow_targets", "hydra"),
-)
-"""Keys that do not choose a model or data to evaluate."""
-_SUMS = ("lit_rl.rewards.Rewards", "lit_rl.rewards.from_paths")
-"""Targets that add up reward functions by their weights."""
-_OF_ROWS = ("fit", "eval", "validate", "test", "predict", "plan", "reward_test", "data_check", "env_check", "best_of_n")
-"""Tasks that read data."""
-_OF_A_TRAINER = tuple(task for task in _OF_ROWS if task != "data_check")
-"""Tasks that build everything in the config."""
-DRAW = tuple(f"lit_rl.algorithms.{name}" for name in ("GRPO", "RLOO", "Reinforce", "PPO", "OnlineDPO", "NashMD", "XPO"))
-"""Algorithms that learn from completions of the policy."""
-_OF_A_MODEL = ("fit", "eval", "validate", "test", "predict", "plan", "best_of_n", "doctor")
-"""Tasks that load the policy of the config."""
-
-
-def check_config(config: DictConfig) -> None:
-    """Refuse numbers out of range, and files and folders that are missing, in every process alike: none may wait for
-    one that has left.
-
-    What rank 0 alone decides, the folder and the checkpoint of the run, is looked at where it is alone so far.
-
-    Args:
-        config: The composed config.
-
-    Raises:
-        LitRLError: as whoever reads it would raise it.
-    """
-    check_values(config, whole=config.task in _OF_A_TRAINER)
-    if config.run_dir:
-        _check_run(config, Path(str(config.run_dir)).expanduser())
-    elif config.task in (*_OF_A_RUN, *_OF_ITS_CONFIG) and config.task != "chat":
-        raise ConfigError(f"lit-rl {config.task} needs the folder of a run: run_dir=runs/...")
-    if config.task in _OF_ROWS:
-        computed = (
-            _value_at(config, "data.task") is not None and "data" in key_checks.overridden_keys()
-        )  # not the demo's, which is left
-        if str(_value_at(config, "data._target_")).startswith("lit_rl.data.") and not computed:
-            check_data(_texts(_value_at(config, "data.path")))
-        by_path = _value_at(config, "reward._target_") == "lit_rl.rewards.from_paths"
-        _check_functions(config, "data.map_row", *(["reward.fn"] if by_path else []))
-        _check_weights(plain_value(config, "reward"))
-    if config.task in _OF_A_MODEL:
-        _check_engine(config)
-        _check_first_stage(config)
-        for name in _texts(_value_at(config, "model.name")):
-            resolve_model_path("model.name", name)
-    temperature = _value_at(config, "sampling.temperature")
-    if (
-        config.task in ("fit", "plan")
-        and _value_at(config, "algo._target_") in DRAW
-        and isinstance(temperature, int | float)
-    ):
-        check_draws(temperature)
-    if config.task in _OF_A_TRAINER:
-        messages.check_accelerator(_value_at(config, "trainer.accelerator"))
-    if not is_launched():
-        _check_start(config)
-        _check_hub(config)
-
-
-def _check_hub(config: DictConfig) -> None:
-    """Refuse a model of the hub that is not there. Where settings of a run come first, its model is not this one."""
-    ours = _value_at(config, "model._target_") == "lit_rl.models.LanguageModel"
-    ours &= not _value_at(config, "model.init_kwargs") and not _value_at(
-        config, "model.trust_remote_code"
-    )  # said of it first
-    if config.task in (*_OF_A_MODEL, "data_check") and ours and not is_over_a_run(config.task, config.run_dir):
-        for name in _texts(_value_at(config, "model.name")):
-            check_model_is_readable("model.name", name)
-
-
-def _check_functions(config: DictConfig, *keys: str) -> None:
-    """Refuse paths of functions whose files are not there, or have no such name."""
-    for key in keys:
-        for path in _texts(_value_at(config, key)):
-            check_function(path, key)
-
-
-def _check_engine(config: DictConfig) -> None:
-    """Refuse a generator whose package is not there."""
-    name = str(_value_at(config, "generator._target_")).rpartition(".")[2]
-    if name == "VLLMGenerator":
-        require_vllm("generator=vllm")
-    if name == "VLLMServerGenerator" and _value_at(config, "generator.launch") is True:
-        require_vllm("generator.launch=true")
-
-
-def _check_first_stage(config: DictConfig) -> None:
-    """Refuse an experiment that begins with the model of an SFT run, where that run has left none."""
-    folder, model = (str(_value_at(config, key) or "") for key in ("sft_dir", "model.name"))
-    if not folder or model != f"{folder}/hf" or Path(model).expanduser().is_dir():
-        return
-    first = f"{HydraConfig.get().runtime.choices.get('experiment')}_sft"
-    shipped = (listing.conf_folder() / "experiment" / f"{first}.yaml").is_file()
-    line = f" Run it: {training_command([f'experiment={first}', f'run_dir={folder}'])}." if shipped else ""
-    raise ConfigError(
-        f"sft_dir={folder}: there is no {model}. The run begins with the model of a finished SFT run.{line} For one "
-        "that you have, type sft_dir=RUN_DIR."
-    )
-
-
-def _check_run(config: DictConfig, folder: Path) -> None:
-    """Refuse a folder without a run, where one is read. An exported model can be talked to without more."""
-    if config.task in _OF_A_RUN:
-        run_files.check_is_folder(folder)
-    if config.task in _OF_ITS_CONFIG and not (config.task == "chat" and (folder / "hf").is_dir()):
-        run_files.check_has_config(folder)
-
-
-def _check_weights(reward: Any) -> None:
-    """Refuse weights of reward functions that are no numbers, or another count, where the config alone names these."""
-    if not isinstance(reward, dict) or reward.get("_target_") not in _SUMS or reward.get("weights") is None:
-        return
-    functions = reward.get("functions")
-    if isinstance(functions, dict):
-        names = list(functions)
-    else:
-        names = [path.rpartition(":")[2] for path in _each(reward.get("fn"))]
-    # Files with functions of the same name are told apart as they are loaded.
-    if names and len(set(names)) == len(names):
-        weights_by_name(reward["weights"], names)
-
-
-def _check_start(config: DictConfig) -> None:
-    """Refuse a missing checkpoint, and a folder that a new run cannot have."""
-    if config.task in _OF_ROWS and config.ckpt_path not in (None, "last"):
-        check_checkpoint(str(config.ckpt_path))
-    if is_sweep():
-        return
-    if config.task in _OF_A_TRAINER and config.task != "fit" and config.ckpt_path == "last":
-        run_files.check_has_checkpoint(folder_of(config))
-    check_evaluated(config)
-    if config.task == "fit" and config.run_dir:
-        _check_folder(config)
-
-
-def check_evaluated(config: DictConfig) -> None:
-    """Refuse a new folder where nothing else to evaluate was typed: it is the mistyped name of a run.
-
-    Raises:
-        ConfigError: names it, and the nearest run that stands beside it.
-    """
-    if config.task in _OVER_A_RUN and config.run_dir and not is_sweep() and not _says_what_to_evaluate():
-        run_files.check_has_config(folder_of(config))
-
-
-def _says_what_to_evaluate() -> bool:
-    """Tell whether a model, data or anything else was typed beside the folder: then it may be a new one."""
-    return any(key.partition(".")[0] not in _OF_THE_EVALUATION for key in key_checks.overridden_keys())
-
-
-def check_sweep(words: Sequence[str]) -> None:
-    """Refuse a sweep of a command over one run, before Hydra makes the sweep's folder.
-
-    Args:
-        words: As they come to Hydra, with `task=`.
-
-    Raises:
-        ConfigError: says what to do in its place.
-    """
-    task, run_dir = typed_value(words, "task") or "fit", typed_value(words, "run_dir")
-    if {"-m", "--multirun"} & {*words} and run_dir and is_over_a_run(task, run_dir):
-        raise no_sweep_error(task, run_dir)
-
-
-def no_sweep_error(task: str, run_dir: str) -> ConfigError:
-    """Return the error about such a sweep."""
-    return ConfigError(
-        f"lit-rl {task.replace('_', '-')} over the run of {run_dir} takes no sweep (-m): start it once for each "
-        "setting. Each start writes a folder of its own there."
-    )
-
-
-def check_words(words: Sequence[str]) -> None:
-    """Refuse a missing `data.path`, before its columns choose a group. A command without rows reports that itself.
-
-    Args:
-        words: Of the command line; a value that Hydra would read as anything but a plain text is left to it.
-    """
-    for word in words if typed_value(words, "task", "fit") in _OF_ROWS else ():
-        key, _, value = word.partition("=")
-        if key == "data.path" and value and not set(value) & set(",$[]{}'\"\\ "):
-            check_data([value])
-
-
-def check_data(paths: Sequence[str]) -> None:
-    """Refuse missing files among texts that are written as paths.
-
-    Raises:
-        DataError: names it, and the nearest that is there.
-    """
-    for path in paths:
-        local_path(path)
-
-
-def check_checkpoint(path: str) -> None:
-    """Refuse a missing checkpoint.
-
-    Raises:
-        ConfigError: names it.
-    """
-    if not Path(path).exists():
-        raise ConfigError(f"ckpt_path={path} does not exist. Allowed is a checkpoint, or `last`.")
-
-
-def _check_folder(config: DictConfig) -> None:
-    """Refuse a folder that a new run cannot have: a file, or one with a run that has ended. Further checks follow once
-    it is known that no other process writes there."""
-    folder = folder_of(config)
-    if writes_nothing(config):
-        return
-    run_files.check_not_a_file(folder)
-    if config.ckpt_path is None and "SLURM_JOB_ID" not in os.environ and run_files.is_finished(folder):
-        raise run_files.folder_taken_error(folder, "a finished run")
 
 
 def _value_at(config: DictConfig, key: str) -> Any:

@@ -34,7 +34,7 @@ from lit_rl.cli import (
     run_info,
     run_settings,
 )
-from lit_rl.cli.build import build, check_answered, check_judged, plain
+from lit_rl.cli.build import build, check_answered, check_judged, escape_for_hydra, plain
 from lit_rl.cli.messages import exit_code_of
 from lit_rl.cli.run_failures import record_error, record_lost_rank
 from lit_rl.cli.run_info import (
@@ -54,7 +54,6 @@ from lit_rl.data.example_module import ExampleDataModule
 from lit_rl.reports import run_files, run_page
 from lit_rl.reports.secrets import redact
 from lit_rl.runs import env_check, evaluate, exit_signals, plan, reward_test, train
-from lit_rl.runs import evaluate as best_of_n
 from lit_rl.runs.rank_processes import disarm_lightning_observer, end_children, wait_for_children, watching_children
 from lit_rl.runs.rendezvous import (
     Rendezvous,
@@ -77,7 +76,7 @@ TASKS = {
     "predict": evaluate.predict_completions,
     "reward_test": lambda run: reward_test.reward_test(run, **run.options["reward_test"]),
     "env_check": lambda run: env_check.env_check(run, **run.options["env_check"]),
-    "best_of_n": best_of_n.best_of_n,
+    "best_of_n": evaluate.best_of_n,
     "plan": lambda run: plan.plan(run, **run.options["plan"]),
 }
 _WITHOUT_A_RUN = {
@@ -109,26 +108,26 @@ def _run_task(config: DictConfig) -> int:
     if config.task in _WITHOUT_A_RUN:
         return _WITHOUT_A_RUN[config.task](config) if is_main() else 0
     if not is_main() and TOLD_FOLDER in os.environ:
-        config = _with_settings_of_others(config)
-        return _run_as_told(config, RunDir(Path(os.environ[TOLD_FOLDER])), os.environ[TOLD_CHECKPOINT] or None)
+        config = _with_stored_settings(config)
+        return _run_as_other_rank(config, RunDir(Path(os.environ[TOLD_FOLDER])), os.environ[TOLD_CHECKPOINT] or None)
     # What nodes see of a run's folder they read once they have met: one that sees another one must not leave alone.
     meet_first = config.task in EVALUATE and config.run_dir
     meeting = _meeting(config) if meet_first else None
     try:
         if meeting is not None:
             run_settings.check_every_node_sees(meeting, config.task, config.run_dir)
-        config = _with_settings_of_others(config)
+        config = _with_stored_settings(config)
         meeting = meeting if meet_first else _meeting(config)
         if meeting is None or is_main():
-            return _run_as_main(config, meeting)
-        return 0 if (start := receive_start(meeting)) is None else _run_as_told(config, *start, meeting)
+            return _run_as_rank_0(config, meeting)
+        return 0 if (start := receive_start(meeting)) is None else _run_as_other_rank(config, *start, meeting)
     except Exception as error:
         if meeting is not None:
-            meeting.failed(error)
+            meeting.abort_others(error)
         raise
 
 
-def _with_settings_of_others(config: DictConfig) -> DictConfig:
+def _with_stored_settings(config: DictConfig) -> DictConfig:
     """Return the config with the settings of the run that is evaluated, or with the group that the data choose."""
     if is_over_a_run(config.task, config.run_dir):
         if is_sweep():
@@ -142,14 +141,16 @@ def _with_settings_of_others(config: DictConfig) -> DictConfig:
     return config
 
 
-def _run_as_told(config: DictConfig, run_dir: RunDir, ckpt_path: str | None, meeting: Rendezvous | None = None) -> int:
+def _run_as_other_rank(
+    config: DictConfig, run_dir: RunDir, ckpt_path: str | None, meeting: Rendezvous | None = None
+) -> int:
     """Run in a process that is not rank 0, and gets the start of the run from it."""
     config.ckpt_path = ckpt_path
     os.environ[TOLD_FOLDER], os.environ[TOLD_CHECKPOINT] = str(run_dir.path), ckpt_path or ""
-    return _run(config, run_dir, "resumed", None, run_dir.missing(), meeting)
+    return _run(config, run_dir, "resumed", None, run_dir.missing_folders(), meeting)
 
 
-def _run_as_main(config: DictConfig, meeting: Rendezvous | None) -> int:
+def _run_as_rank_0(config: DictConfig, meeting: Rendezvous | None) -> int:
     """Run in rank 0, which decides how the run starts."""
     fast_checks.check_evaluated(config)  # which processes that a launcher has started left to this one
     run_dir = RunDir(folder_of(config))
@@ -158,10 +159,10 @@ def _run_as_main(config: DictConfig, meeting: Rendezvous | None) -> int:
     lock = RunLock(run_dir.path) if writes and config.task == "fit" and run_dir.holds_a_run else None
     with contextlib.closing(lock) if lock is not None else contextlib.nullcontext():
         if config.task == "fit" and is_requeued():
-            _go_on_in_slurm(config, run_dir)
+            _resume_requeued(config, run_dir)
         finished = config.task == "fit" and config.ckpt_path == "last" and run_dir.finished
         if finished and not run_info.is_run_over(config.trainer, run_dir.path):
-            _say_that_it_goes_on(config, run_dir)
+            _print_run_goes_on(config, run_dir)
         elif finished:
             run_info.print_run_over(run_dir.path)
             if meeting is not None:
@@ -171,7 +172,7 @@ def _run_as_main(config: DictConfig, meeting: Rendezvous | None) -> int:
         start = _start(config, run_dir)
         if config.task != "fit" and config.run_dir:
             run_dir = RunDir(run_dir.path / f"{config.task}_{datetime.now():%Y-%m-%d_%H%M%S}")
-        missing = run_dir.missing()
+        missing = run_dir.missing_folders()
         if writes and not config.run_dir and not is_sweep():
             run_dir, missing = _reserved(run_dir.path)
         # Processes that Lightning starts for other ranks are told, so that all agree.
@@ -205,16 +206,16 @@ def _run(
     fits = config.task == "fit"
     kept_for = "train/" if fits else ""
     resumes = fits and start == "resumed"
-    stood = run_dir.stands() if resumes and is_main() and not writes_nothing(config) else None
+    stood = run_dir.snapshot() if resumes and is_main() and not writes_nothing(config) else None
     job = None
     try:
         with contextlib.ExitStack() as around:
             job = around.enter_context(contextlib.closing(assemble(config, run_dir, start, lock)))
             if meeting is not None:
-                meeting.ready()
+                meeting.wait_until_ready()
             try:
-                leaves = contextlib.nullcontext() if fits else exit_signals.exit_on_signal(job.trainer, _say_it_ended)
-                gave_up = functools.partial(_give_up, job, config.task, start)
+                leaves = contextlib.nullcontext() if fits else exit_signals.exit_on_signal(job.trainer, _print_ended_by)
+                gave_up = functools.partial(_record_lost_rank, job, config.task, start)
                 with watching_children(job.trainer, gave_up), leaves:
                     code = TASKS[config.task](job)
                 wait_for_children(job.trainer.strategy.launcher)
@@ -223,13 +224,13 @@ def _run(
                 disarm_lightning_observer()
                 refused = resumes and not job.began
                 if stood is not None and refused:
-                    around.callback(run_dir.put_back, stood)  # behind the end of other ranks, while we hold the lock
+                    around.callback(run_dir.restore, stood)  # behind the end of other ranks, while we hold the lock
                 around.callback(end_children, job.trainer.strategy.launcher)
                 if not job.dry:
                     heard = record_error(error, run_dir, job.trainer, job.command)
                     if fits and not refused:
                         train.note_failure(job, exit_code_of(heard or error))
-                    begun = run_dir.keeps(missing, kept_for) and run_dir.metrics.is_file()
+                    begun = run_dir.would_keep(missing, kept_for) and run_dir.metrics.is_file()
                     if fits and job.trainer.is_global_zero and begun and not refused:
                         run_page.write_run_page_at_end(run_dir.path)
                     if heard is not None:
@@ -239,30 +240,31 @@ def _run(
         if is_main() and (not fits or not isinstance(error, SystemExit)):
             run_dir.withdraw(missing, kept_for)
         if stood is not None and isinstance(error, Exception) and job is None:
-            run_dir.put_back(stood)
+            run_dir.restore(stood)
         raise
 
 
-def _give_up(job: Run, task: str, start: StartKind, error: BackendError) -> int:
+def _record_lost_rank(job: Run, task: str, start: StartKind, error: BackendError) -> int:
     code = record_lost_rank(error, None if job.dry else job.run_dir, job.trainer, job.command)
     if task == "fit" and (start != "resumed" or job.began):
         train.note_failure(job, code)
     return code
 
 
-def _say_it_ended(number: int) -> None:
+def _print_ended_by(number: int) -> None:
     sys.stderr.write(f"{signal.Signals(number).name}: ended before it was done.\n")
 
 
 def _start(config: DictConfig, run_dir: RunDir) -> StartKind:
     """Return how the run starts; `ckpt_path` becomes a file."""
     asked, config.ckpt_path = config.ckpt_path, _checkpoint(config, run_dir)
-    if _is_inside(config.ckpt_path, run_dir.path):
+    path = config.ckpt_path
+    if path is not None and run_dir.path.resolve() in Path(path).resolve().parents:
         return "resumed"
     return "anew" if asked == "last" else "new"
 
 
-def _say_that_it_goes_on(config: DictConfig, run_dir: RunDir) -> None:
+def _print_run_goes_on(config: DictConfig, run_dir: RunDir) -> None:
     if is_main():
         sys.stdout.write(
             f"{run_dir.path} holds a run that finished after {run_dir.steps} steps, and trainer.max_steps or "
@@ -271,7 +273,7 @@ def _say_that_it_goes_on(config: DictConfig, run_dir: RunDir) -> None:
         )
 
 
-def _go_on_in_slurm(config: DictConfig, run_dir: RunDir) -> None:
+def _resume_requeued(config: DictConfig, run_dir: RunDir) -> None:
     """Resume a job that Slurm has started again with the same command."""
     if not config.run_dir:
         raise ConfigError(
@@ -282,10 +284,6 @@ def _go_on_in_slurm(config: DictConfig, run_dir: RunDir) -> None:
         config.ckpt_path = "last"
         if is_main():
             sys.stdout.write(f"Slurm has started this job again: as ckpt_path=last, in {run_dir.path}.\n")
-
-
-def _is_inside(path: str | None, folder: Path) -> bool:
-    return path is not None and folder.resolve() in Path(path).resolve().parents
 
 
 def assemble(config: DictConfig, run_dir: RunDir, start: StartKind, lock: RunLock | None = None) -> Run:
@@ -336,7 +334,7 @@ def assemble(config: DictConfig, run_dir: RunDir, start: StartKind, lock: RunLoc
             run_dir.remove_partial()
         run_dir.write_config(yaml.safe_dump(redact(tree), sort_keys=False))
     options = {name: tree[name] for name in ("reward_test", "plan")}
-    options["env_check"] = {"settings": tree["env"], **tree["env_check"]}
+    options["env_check"] = {"settings": escape_for_hydra(tree["env"]), **tree["env_check"]}
     command = _command(run_dir)
     what = command, data_choice.name_of(tree["data"]), options, run_settings.command_over(tree, run_dir, command)
     return Run(module, data, trainer, run_dir, config.ckpt_path, *what, lock)

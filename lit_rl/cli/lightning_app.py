@@ -53,8 +53,6 @@ from lit_rl.core.errors import SIGNALLED, BackendError, ConfigError, StorageErro
 from lit_rl.core.user_functions import is_file_path
 from lit_rl.data.tasks import Task
 from lit_rl.models import references
-from lit_rl.models import references as moving_reference
-from lit_rl.models import references as reference
 from lit_rl.reports import run_files, run_page
 from lit_rl.reports.secrets import redact, redact_command
 from lit_rl.runs import closing_report, evaluate, exit_signals, train
@@ -72,8 +70,8 @@ FACTORIES = {
     "optimizer": (optimizers.AdamW, optimizers.AdamW8bit, optimizers.AdamWSplit, optimizers.ByPath),
     "scheduler": (schedules.Linear, schedules.Cosine, schedules.Constant, ScheduleByPath),
     "reference": (
-        *(reference.Auto, reference.FrozenCopy, reference.AdapterBase, reference.InitialAdapter),
-        *(moving_reference.EMA, moving_reference.BEMA, moving_reference.Mixing, references.OtherModel),
+        *(references.Auto, references.FrozenCopy, references.AdapterBase, references.InitialAdapter),
+        *(references.EMA, references.BEMA, references.Mixing, references.OtherModel),
     ),
 }
 """Slots of a module that are keys of their own, as they are groups of the Hydra command line. Left inside the module,
@@ -453,7 +451,7 @@ class SaveConfig(SaveConfigCallback):
             ConfigError: it holds another run's config.
         """
         folder = _folder(trainer)
-        missing = RunDir(folder).missing()
+        missing = RunDir(folder).missing_folders()
         if trainer.is_global_zero:
             self.lock = _locked(folder)
             if folder in missing:  # the lock is in it, so the CSVLogger takes it for one with earlier logs
@@ -488,7 +486,7 @@ class SaveConfig(SaveConfigCallback):
         folder, kept_for = RunDir(self.folder), "train/"
         if self.wrote_first and trainer.global_step == 0:  # else the next start would find another run's config
             (folder.path / CONFIG_NAME).unlink(missing_ok=True)
-        if trainer.global_step > 0 or folder.keeps(self.missing, kept_for):
+        if trainer.global_step > 0 or folder.would_keep(self.missing, kept_for):
             if self.run_dir.metrics.is_file():
                 run_page.write_run_page_at_end(self.run_dir.path)
             return

@@ -32,128 +32,6 @@ from lit_rl.core.errors import (
 )
 from lit_rl.data.sources import SEVERAL_PATHS
 
-_GPUS = ("gpu", "cuda")
-_DRIVERS = ("/proc/driver/nvidia", "/dev/dxg")
-"""Paths of NVIDIA's driver: on Linux, and in WSL."""
-
-
-def check_accelerator(accelerator: object) -> None:
-    """Refuse a GPU where there can be none: on Linux, PyTorch built without one, or built for CUDA without its driver;
-    and Apple's. Any other fault is left to Lightning.
-
-    Args:
-        accelerator: `trainer.accelerator`.
-
-    Raises:
-        BackendError: as it is said when Lightning looks for one.
-    """
-    if sys.platform != "linux":
-        return
-    if accelerator == "mps" or (accelerator in _GPUS and _none_can_be_seen(_built())):
-        raise no_gpu_error(str(accelerator))
-
-
-def no_gpu_error(accelerator: str) -> BackendError:
-    """Return the error where there is no GPU."""
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    hidden = "" if seen is None or accelerator not in _GPUS else f" with CUDA_VISIBLE_DEVICES={seen!r}"
-    return BackendError(
-        f"trainer.accelerator={accelerator}, and PyTorch sees no GPU{hidden}: set trainer.accelerator=auto or cpu. "
-        "`lit-rl env` shows what is there."
-    )
-
-
-def _none_can_be_seen(built: dict[str, bool]) -> bool:
-    """Tell from PyTorch's build that it sees no GPU. CUDA's calls go to the driver's library, and without it there is
-    no device; since PyTorch may find one that we do not (NixOS), the driver must be absent too."""
-    if not {"cuda", "hip"} <= built.keys() or built["hip"]:
-        return False
-    there = _can_be_loaded("libcuda.so.1") or any(map(os.path.exists, _DRIVERS))
-    return not built["cuda"] or not there
-
-
-def _built() -> dict[str, bool]:
-    """Return the device that the installed PyTorch was built for, from its `version.py`, which is not run; empty where
-    that is unknown."""
-    try:
-        file = importlib.metadata.distribution("torch").locate_file("torch/version.py")
-        text = Path(str(file)).read_text(encoding="utf-8")
-    except (OSError, importlib.metadata.PackageNotFoundError):
-        return {}
-    lines = re.findall(r"^(cuda|hip)\b[^=\n]*= *(\S.*)$", text, re.MULTILINE)
-    return {name: value.strip() != "None" for name, value in lines}
-
-
-def _can_be_loaded(library: str) -> bool:
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True
-
-
-_GO_ON = (
-    "If it ended by itself, what it said last is the reason; if it said nothing, it was killed, as the kernel does "
-    "when memory is out. Once that is mended, start the same command on every node with ckpt_path=last: the run goes "
-    "on from its newest checkpoint."
-)
-
-_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
-"""Messages of gloo and NCCL, where a process at the other end is gone; they raise a RuntimeError."""
-
-
-def has_lost_another(error: BaseException) -> bool:
-    """Tell whether the error is about the loss of another process, and not about this one."""
-    ours = isinstance(error, LitRLError)
-    return isinstance(error, RuntimeError) and not ours and any(words in str(error) for words in _LOST)
-
-
-def of_other_processes(error: BaseException) -> LitRLError | None:
-    """Return the error as one of ours, or None where it is another one."""
-    from torch.distributed import DistError
-
-    text = str(error)
-    if isinstance(error, ValueError) and text.startswith("You set `devices="):  # Lightning, of what a launcher started
-        return ConfigError(text.replace("`devices=", "`trainer.devices=").replace("`num_nodes=", "`trainer.num_nodes="))
-    of_gloo = isinstance(error, RuntimeError) and not isinstance(error, LitRLError) and "gloo" in text
-    if not (of_gloo or isinstance(error, DistError) or has_lost_another(error)):
-        return None
-    meet = f"{os.environ.get('MASTER_ADDR', 'MASTER_ADDR')}:{os.environ.get('MASTER_PORT', 'MASTER_PORT')}"
-    said = _first_words(text)
-    if "EADDRINUSE" in text:
-        return BackendError(
-            f"The processes of the run would meet at {meet}, and that port is taken. Set another MASTER_PORT."
-        )
-    if "waiting for clients" in text or "failed to connect" in text:
-        return BackendError(
-            f"Not every process of the run came to {meet}, where they meet: {said}. See what the others said, and "
-            "whether all nodes reach that address."
-        )
-    where = re.search(r"\[([0-9a-fA-F.:]+)\]:\d+", text)
-    which = f"Another process of the run, at {where.group(1)}," if where else "Another process of the run"
-    return BackendError(f"{which} is gone, or does not answer: {said}. {_GO_ON}")
-
-
-def one_has_ended(how: str, killed: bool, folder: Path | None, error: BaseException) -> BackendError:
-    """Return the error for a lost connection where the end of the other process is known.
-
-    Args:
-        how: A clause with its rank.
-        killed: True if a signal killed it; else it printed its own reason.
-        folder: Folder of the run, where there is a checkpoint to resume from.
-        error: Error of the connection.
-    """
-    reason = "" if killed else " What it said last is the reason."
-    again = "Start the same command again"
-    if folder is not None:
-        where = shlex.join(["ckpt_path=last", f"run_dir={folder}"])
-        again = f"Start the same command with {where}: the run goes on from its newest checkpoint"
-    return BackendError(f"{how}.{reason} {again}. What torch.distributed said: {_first_words(str(error))}.")
-
-
-def _first_words(text: str) -> str:
-    return " ".join(text.partition("This is typically caused")[0].split("\n")[0].split()).rstrip(".")
-
 
 def usage(words: Sequence[str], commands: Sequence[str]) -> int:
     """Refuse a command line whose first word is neither `key=value` nor one of these commands."""
@@ -227,6 +105,9 @@ def as_lit_rl_error(error: BaseException) -> LitRLError | None:
         if (ours := handler(error)) is not None:
             return ours
     return None
+
+
+# ---------------------------------------------------------------------- Hydra, OmegaConf and YAML
 
 
 def _yaml(error: BaseException) -> LitRLError | None:
@@ -331,7 +212,6 @@ _SAID = {
 }
 """Messages of Hydra and OmegaConf as patterns, each with ours in its place, with the groups of the pattern."""
 
-
 _KINDS = {"Integer": ("whole number", "1"), "Float": ("number", "0.1"), "bool": ("switch", "true")}
 """OmegaConf's name for the type of a key, people's name for it, and one of its values."""
 
@@ -431,36 +311,7 @@ def _elsewhere(link: Any) -> str:
     return f" Did you mean {keys[near]!r}?" if near else ""
 
 
-def _memory(error: BaseException) -> LitRLError | None:
-    """Return the out-of-memory error outside of a training, which explains more (`lit_rl.runs.step_memory`)."""
-    if not is_out_of_memory(error):
-        return None
-    return BackendError(
-        f"Memory ran out: {' '.join(str(error).split())[:200] or type(error).__name__}. Take a smaller model, shorter "
-        "texts (sampling.max_new_tokens, data.max_prompt_tokens), or fewer at once (generator.batch_size, "
-        "data.val_batch_size)."
-    )
-
-
-def _full_disk(error: BaseException) -> LitRLError | None:
-    if not is_full(error):
-        return None
-    return StorageError(f"The disk is full: {error}. Make room, and go on with ckpt_path=last.")
-
-
-def _failing_disk(error: BaseException) -> LitRLError | None:
-    if not is_failing(error):
-        return None
-    return StorageError(
-        f"The disk, or the server whose folder it is, has failed: {error}. What was saved before is as it was: go on "
-        "with ckpt_path=last once it is well again."
-    )
-
-
-def _long_name(error: BaseException) -> LitRLError | None:
-    if not isinstance(error, OSError) or error.errno != errno.ENAMETOOLONG:
-        return None
-    return ConfigError(f"The name of a file or folder is too long for its disk: {str(error.filename)[:100]!r}...")
+# ---------------------------------------------------------------------- Lightning, memory and disks
 
 
 def _lightning(error: BaseException) -> LitRLError | None:
@@ -494,8 +345,170 @@ def _from_lightning(error: BaseException) -> bool:
     return "lightning" in where and ("connectors" in where or isinstance(error, ModuleNotFoundError))
 
 
+def _memory(error: BaseException) -> LitRLError | None:
+    """Return the out-of-memory error outside of a training, which explains more (`lit_rl.runs.step_memory`)."""
+    if not is_out_of_memory(error):
+        return None
+    return BackendError(
+        f"Memory ran out: {' '.join(str(error).split())[:200] or type(error).__name__}. Take a smaller model, shorter "
+        "texts (sampling.max_new_tokens, data.max_prompt_tokens), or fewer at once (generator.batch_size, "
+        "data.val_batch_size)."
+    )
+
+
+def _full_disk(error: BaseException) -> LitRLError | None:
+    if not is_full(error):
+        return None
+    return StorageError(f"The disk is full: {error}. Make room, and go on with ckpt_path=last.")
+
+
+def _failing_disk(error: BaseException) -> LitRLError | None:
+    if not is_failing(error):
+        return None
+    return StorageError(
+        f"The disk, or the server whose folder it is, has failed: {error}. What was saved before is as it was: go on "
+        "with ckpt_path=last once it is well again."
+    )
+
+
+def _long_name(error: BaseException) -> LitRLError | None:
+    if not isinstance(error, OSError) or error.errno != errno.ENAMETOOLONG:
+        return None
+    return ConfigError(f"The name of a file or folder is too long for its disk: {str(error.filename)[:100]!r}...")
+
+
 def _chain(error: BaseException) -> Iterable[BaseException]:
     seen: BaseException | None = error
     while seen is not None:
         yield seen
         seen = seen.__cause__ or seen.__context__
+
+
+# ---------------------------------------------------------------------- other processes of a run
+
+
+_GO_ON = (
+    "If it ended by itself, what it said last is the reason; if it said nothing, it was killed, as the kernel does "
+    "when memory is out. Once that is mended, start the same command on every node with ckpt_path=last: the run goes "
+    "on from its newest checkpoint."
+)
+
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+"""Messages of gloo and NCCL, where a process at the other end is gone; they raise a RuntimeError."""
+
+
+def has_lost_another(error: BaseException) -> bool:
+    """Tell whether the error is about the loss of another process, and not about this one."""
+    ours = isinstance(error, LitRLError)
+    return isinstance(error, RuntimeError) and not ours and any(words in str(error) for words in _LOST)
+
+
+def of_other_processes(error: BaseException) -> LitRLError | None:
+    """Return the error as one of ours, or None where it is another one."""
+    from torch.distributed import DistError
+
+    text = str(error)
+    if isinstance(error, ValueError) and text.startswith("You set `devices="):  # Lightning, of what a launcher started
+        return ConfigError(text.replace("`devices=", "`trainer.devices=").replace("`num_nodes=", "`trainer.num_nodes="))
+    of_gloo = isinstance(error, RuntimeError) and not isinstance(error, LitRLError) and "gloo" in text
+    if not (of_gloo or isinstance(error, DistError) or has_lost_another(error)):
+        return None
+    meet = f"{os.environ.get('MASTER_ADDR', 'MASTER_ADDR')}:{os.environ.get('MASTER_PORT', 'MASTER_PORT')}"
+    said = _first_words(text)
+    if "EADDRINUSE" in text:
+        return BackendError(
+            f"The processes of the run would meet at {meet}, and that port is taken. Set another MASTER_PORT."
+        )
+    if "waiting for clients" in text or "failed to connect" in text:
+        return BackendError(
+            f"Not every process of the run came to {meet}, where they meet: {said}. See what the others said, and "
+            "whether all nodes reach that address."
+        )
+    where = re.search(r"\[([0-9a-fA-F.:]+)\]:\d+", text)
+    which = f"Another process of the run, at {where.group(1)}," if where else "Another process of the run"
+    return BackendError(f"{which} is gone, or does not answer: {said}. {_GO_ON}")
+
+
+def one_has_ended(how: str, killed: bool, folder: Path | None, error: BaseException) -> BackendError:
+    """Return the error for a lost connection where the end of the other process is known.
+
+    Args:
+        how: A clause with its rank.
+        killed: True if a signal killed it; else it printed its own reason.
+        folder: Folder of the run, where there is a checkpoint to resume from.
+        error: Error of the connection.
+    """
+    reason = "" if killed else " What it said last is the reason."
+    again = "Start the same command again"
+    if folder is not None:
+        where = shlex.join(["ckpt_path=last", f"run_dir={folder}"])
+        again = f"Start the same command with {where}: the run goes on from its newest checkpoint"
+    return BackendError(f"{how}.{reason} {again}. What torch.distributed said: {_first_words(str(error))}.")
+
+
+def _first_words(text: str) -> str:
+    return " ".join(text.partition("This is typically caused")[0].split("\n")[0].split()).rstrip(".")
+
+
+# ---------------------------------------------------------------------- a GPU that PyTorch cannot see
+
+
+_GPUS = ("gpu", "cuda")
+
+_DRIVERS = ("/proc/driver/nvidia", "/dev/dxg")
+"""Paths of NVIDIA's driver: on Linux, and in WSL."""
+
+
+def check_accelerator(accelerator: object) -> None:
+    """Refuse a GPU where there can be none: on Linux, PyTorch built without one, or built for CUDA without its driver;
+    and Apple's. Any other fault is left to Lightning.
+
+    Args:
+        accelerator: `trainer.accelerator`.
+
+    Raises:
+        BackendError: as it is said when Lightning looks for one.
+    """
+    if sys.platform != "linux":
+        return
+    if accelerator == "mps" or (accelerator in _GPUS and _none_can_be_seen(_built())):
+        raise no_gpu_error(str(accelerator))
+
+
+def no_gpu_error(accelerator: str) -> BackendError:
+    """Return the error where there is no GPU."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = "" if seen is None or accelerator not in _GPUS else f" with CUDA_VISIBLE_DEVICES={seen!r}"
+    return BackendError(
+        f"trainer.accelerator={accelerator}, and PyTorch sees no GPU{hidden}: set trainer.accelerator=auto or cpu. "
+        "`lit-rl env` shows what is there."
+    )
+
+
+def _none_can_be_seen(built: dict[str, bool]) -> bool:
+    """Tell from PyTorch's build that it sees no GPU. CUDA's calls go to the driver's library, and without it there is
+    no device; since PyTorch may find one that we do not (NixOS), the driver must be absent too."""
+    if not {"cuda", "hip"} <= built.keys() or built["hip"]:
+        return False
+    there = _can_be_loaded("libcuda.so.1") or any(map(os.path.exists, _DRIVERS))
+    return not built["cuda"] or not there
+
+
+def _built() -> dict[str, bool]:
+    """Return the device that the installed PyTorch was built for, from its `version.py`, which is not run; empty where
+    that is unknown."""
+    try:
+        file = importlib.metadata.distribution("torch").locate_file("torch/version.py")
+        text = Path(str(file)).read_text(encoding="utf-8")
+    except (OSError, importlib.metadata.PackageNotFoundError):
+        return {}
+    lines = re.findall(r"^(cuda|hip)\b[^=\n]*= *(\S.*)$", text, re.MULTILINE)
+    return {name: value.strip() != "None" for name, value in lines}
+
+
+def _can_be_loaded(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True

@@ -101,7 +101,7 @@ def _model(config: DictConfig, run_dir: RunDir, tree: dict[str, Any]) -> tuple[L
 
 def _went_on(run_dir: RunDir) -> bool:
     """Tell whether a checkpoint is of a later step than the export: a run that Ctrl-C stopped has one, and may be
-    resumed. For a run of an earlier version that is unknown."""
+    resumed."""
     exported = run_dir.read_summary().get("hf_step")
     files = (path for path in run_dir.checkpoints.glob("*.ckpt") if path.is_file())  # pieces cannot be read here
     return isinstance(exported, int) and any(step_of(path) > exported for path in files)

@@ -18,6 +18,9 @@ from typing import Any
 
 from lit_rl.runs import rank_processes
 
+# ---------------------------------------------------------------------- before libraries load, and at the end
+
+
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 """Of mallopt(3)."""
 
@@ -96,6 +99,9 @@ def _has_gpu() -> bool:
     return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))
 
 
+# ---------------------------------------------------------------------- warnings of other packages
+
+
 _NOT_OURS = (
     r".*LeafSpec.*",
     r".*does not have many workers.*",
@@ -115,8 +121,20 @@ _NOT_OURS = (
     r".*FSDP2-wrapped module .* returned a view tensor.*",  # logits, never changed in place
 )
 
-
 _BANNERS = ("GPU available", "TPU available", "HPU available", "💡 Tip", "`Trainer", "Restor", "Loaded model weights")
+
+
+def filter_warnings() -> None:
+    """Silence these warnings, and the banners that Lightning and transformers write at every start; and escape control
+    characters of the rest."""
+    for pattern in _NOT_OURS:
+        warnings.filterwarnings("ignore", message=pattern)
+    if not isinstance(warnings.formatwarning, _Visible):
+        warnings.formatwarning = _Visible(warnings.formatwarning)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_made_visible)
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
 
 
 def _made_visible(record: logging.LogRecord) -> bool:
@@ -137,19 +155,6 @@ class _Visible:
         from lit_rl.callbacks.display import escape_control
 
         return escape_control(self.form(*told, **more))
-
-
-def filter_warnings() -> None:
-    """Silence these warnings, and the banners that Lightning and transformers write at every start; and escape control
-    characters of the rest."""
-    for pattern in _NOT_OURS:
-        warnings.filterwarnings("ignore", message=pattern)
-    if not isinstance(warnings.formatwarning, _Visible):
-        warnings.formatwarning = _Visible(warnings.formatwarning)
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_made_visible)
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
 
 
 @contextlib.contextmanager

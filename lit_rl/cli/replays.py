@@ -16,18 +16,17 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
 from lit_rl.algorithms.optim.master_weights import BF16, FLOAT32
-from lit_rl.algorithms.rollouts import checkpoints as state
+from lit_rl.algorithms.rollouts import checkpoints
 from lit_rl.algorithms.terms.groups import DynamicSampling
 from lit_rl.callbacks.saved_rollouts import SavedRollout, saved_rollouts
 from lit_rl.cli import run_trust
-from lit_rl.cli.build import build, plain
+from lit_rl.cli.build import build, escape_interpolations, plain
 from lit_rl.cli.trainer_settings import AUTO, automatic_precision_on
 from lit_rl.core.errors import ConfigError, StorageError, did_you_mean
 from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.models import LanguageModel
 from lit_rl.reports import run_files
 from lit_rl.rewards.weighted_rewards import Rewards
-from lit_rl.runs.instantiate import escape_interpolations
 from lit_rl.runs.replay_rollout import Replay, replay
 from lit_rl.runs.run_dir import RunDir
 
@@ -204,7 +203,7 @@ def _seeing(
             f"The data of {path} have changed since it was written, and its completions would see other images. Put "
             "the rows, the images and the processor of the run back, or replay a run of the data as they are now."
         )
-    completions = state.restore_pixels(rollout.completions, data.vision, lambda: model.processor)
+    completions = checkpoints.restore_pixels(rollout.completions, data.vision, lambda: model.processor)
     return replace(rollout, completions=completions)
 
 

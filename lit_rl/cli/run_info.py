@@ -18,16 +18,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from lit_rl.core.errors import StorageError
-from lit_rl.reports import run_files
+from lit_rl.reports.run_files import RunPaths, is_run_config
 
-TOLD_FOLDER, TOLD_CHECKPOINT = "LIT_RL_RUN_DIR", "LIT_RL_CKPT_PATH"
-"""Variables by which rank 0 sends the folder and the checkpoint of the run to the processes that it starts."""
+# ---------------------------------------------------------------------- the rank of this process
 
-COMPUTE_NOTHING = ("reward_test", "env_check")
-"""Tasks that never use the policy."""
-
-EVALUATE = ("eval", "validate", "test", "predict", "best_of_n")
-"""Tasks that evaluate a policy."""
 
 _RANKS = (
     "RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "JSM_NAMESPACE_RANK"
@@ -49,14 +43,27 @@ def is_sweep() -> bool:
     return HydraConfig.get().mode == RunMode.MULTIRUN
 
 
+# ---------------------------------------------------------------------- tasks and folders
+
+
+TOLD_FOLDER, TOLD_CHECKPOINT = "LIT_RL_RUN_DIR", "LIT_RL_CKPT_PATH"
+"""Variables by which rank 0 sends the folder and the checkpoint of the run to the processes that it starts."""
+
+COMPUTE_NOTHING = ("reward_test", "env_check")
+"""Tasks that never use the policy."""
+
+EVALUATE = ("eval", "validate", "test", "predict", "best_of_n")
+"""Tasks that evaluate a policy."""
+
+
 def is_over_a_run(task: str, run_dir: str | None) -> bool:
     """Tell whether this command evaluates, and its `run_dir` is the folder of a run, readable or not."""
     if task not in EVALUATE or not run_dir:
         return False
     try:
         folder = Path(str(run_dir)).expanduser()
-        found = run_files.read_config(folder)
-        return (folder / "config.yaml").is_file() and (not found or run_files.is_run_config(found))
+        found = RunPaths(folder).read_config()
+        return (folder / "config.yaml").is_file() and (not found or is_run_config(found))
     except (OSError, RuntimeError):  # no name of a folder, which is said where it is opened
         return False
 
@@ -122,6 +129,9 @@ def training_command(words: Sequence[str]) -> str:
     return shlex.join([*entry, *words])
 
 
+# ---------------------------------------------------------------------- the length of a run
+
+
 EPOCHS = 3
 """Epochs of a run without any other end, as in TRL."""
 
@@ -158,10 +168,11 @@ def is_later(settings: Mapping[str, Any], before: Mapping[str, Any] | None, step
 
 def is_run_over(settings: Mapping[str, Any], folder: Path) -> bool:
     """Tell whether the run of a folder has finished, and these settings of the Trainer end it no later."""
-    if not run_files.is_finished(folder):
+    run = RunPaths(folder)
+    if not run.finished:
         return False
-    steps = int(run_files.read_summary(folder).get("steps", 0))
-    return not is_later(settings, run_files.read_config(folder).get("trainer"), steps)
+    steps = int(run.read_summary().get("steps", 0))
+    return not is_later(settings, run.read_config().get("trainer"), steps)
 
 
 def print_run_over(folder: Path) -> None:

@@ -9,11 +9,10 @@ from omegaconf import DictConfig
 
 from lit_rl.cli import key_checks
 from lit_rl.core.errors import ConfigError
-from lit_rl.reports import sweep as sweep_report
 from lit_rl.reports.compare import compare
 from lit_rl.reports.run_files import nearest_run_hint
 from lit_rl.reports.run_page import report
-from lit_rl.reports.sweep import JOBS_FILE
+from lit_rl.reports.sweep import JOBS_FILE, write_sweep
 from lit_rl.reports.transcripts import transcripts
 
 
@@ -55,7 +54,7 @@ def run_report(config: DictConfig) -> int:
     """Find the folder, and write its page."""
     key_checks.check_command_keys("lit-rl report", key_checks.overridden_keys(), REPORT_KEYS)
     folder = Path(str(config.run_dir)).expanduser()
-    return sweep_report.write_sweep(folder) if (folder / JOBS_FILE).is_file() else report(folder)
+    return write_sweep(folder) if (folder / JOBS_FILE).is_file() else report(folder)
 
 
 TRANSCRIPT_KEYS = ("run_dir", "transcripts.files", "transcripts.rollouts", "transcripts.episodes", "transcripts.tokens")

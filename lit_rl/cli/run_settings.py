@@ -54,8 +54,8 @@ def check_every_node_sees(meeting: Rendezvous, task: str, run_dir: str) -> None:
     """
     over = is_over_a_run(task, run_dir)
     mine = _fingerprint(Path(run_dir).expanduser()) if over else None
-    where = f"node {meeting.place.node} ({socket.gethostname()})"
-    seen = {found: node for found, node in reversed(meeting.shared("settings", [mine, where]))}
+    where = f"node {meeting.placement.node} ({socket.gethostname()})"
+    seen = {found: node for found, node in reversed(meeting.all_gather("settings", [mine, where]))}
     if len(seen) == 1:
         return
     if (lacks := seen.pop(None, None)) is not None:

@@ -24,81 +24,7 @@ from lit_rl.cli.listing import schema_keys
 from lit_rl.core.errors import constructors_of
 from lit_rl.reports.config_changes import lightning_version
 
-_TYPES: dict[str, Any] = {"any": Any, "int": int, "float": float, "bool": bool, "str": str}
-_OPTIONAL = {f"{name}?": typing.Optional[kind] for name, kind in _TYPES.items() if kind is not Any}  # noqa: UP045
-FOREIGN = "lightning"
-"""The other package with constructors among them."""
-
-
-@functools.cache
-def register_stored() -> bool:
-    """Put every schema into Hydra's store, in the group `schemas`, once a process.
-
-    Returns:
-        Whether they are those of the installed packages; if not, none was put there.
-    """
-    if schema_keys()["_versions_"] != schema_versions():
-        return False
-    store = ConfigStore.instance()
-    for name, fields in schema_keys().items():
-        if not name.startswith("_"):
-            store.store(group="schemas", name=name, node=restore_schema(name, fields))
-    return True
-
-
-def schema_versions() -> dict[str, str]:
-    """Return the first two numbers of the versions of these packages."""
-    return {FOREIGN: lightning_version()}
-
-
-def stored_fields(node: type) -> dict[str, Any]:
-    """Return the file's form of a dataclass: a field's default where it names the target, else its type and default."""
-    return {field.name: _stored_field(field) for field in dataclasses.fields(node)}
-
-
-def restore_schema(name: str, fields: Mapping[str, Any]) -> type:
-    """Return the dataclass of that form."""
-    return dataclasses.make_dataclass(name, [(key, *_restored_field(key, said)) for key, said in fields.items()])
-
-
-def _stored_field(field: dataclasses.Field) -> Any:
-    if field.name in ("_target_", "_partial_"):
-        return field.default
-    kind: Any = field.type
-    if dataclasses.is_dataclass(kind):
-        return [kind.__name__, stored_fields(kind)]  # pyright: ignore
-    if field.default is not dataclasses.MISSING:
-        return [_name(kind), field.default]
-    if kind == dict[Any, Any]:
-        return ["dict"]
-    return [_name(kind), field.default_factory()]  # pyright: ignore
-
-
-def _name(kind: Any) -> str:
-    return next(name for name, each in {**_TYPES, **_OPTIONAL}.items() if each == kind)
-
-
-def _restored_field(key: str, said: Any) -> tuple[Any, Any]:
-    if key in ("_target_", "_partial_"):
-        return type(said), dataclasses.field(default=said)
-    kind, *default = said
-    if kind == "dict":
-        return dict[Any, Any], dataclasses.field(default_factory=open_dict)
-    if (known := {**_TYPES, **_OPTIONAL}.get(kind)) is None:
-        made = restore_schema(kind, default[0])
-        return made, dataclasses.field(default_factory=made)
-    if isinstance(default[0], (list, dict)):
-        return known, dataclasses.field(default_factory=functools.partial(_copy, default[0]))
-    return known, dataclasses.field(default=default[0])
-
-
-def _copy(value: Any) -> Any:
-    return dict(value) if isinstance(value, dict) else list(value)
-
-
-def open_dict() -> Any:
-    """Return a dict whose keys are the user's: `key={name: value}` and `key.name=value` both work."""
-    return OmegaConf.create({}, flags={"struct": False})
+# ---------------------------------------------------------------------- schemas from constructors
 
 
 TARGETS = {
@@ -259,19 +185,11 @@ OPS = (
 )
 """Modules with functions of tensors whose keywords are the setting: built as `functools.partial`."""
 
+WIDER: dict[tuple[str, str], Any] = {("lightning.Trainer", "accumulate_grad_batches"): Any}
+"""Types of keys that allow more than the parameter they end in: `auto`, see `lit_rl.cli.trainer_settings`."""
 
-def public_functions() -> dict[str, str]:
-    """Return every public function of these modules, by its name."""
-    found = {}
-    for module in OPS:
-        loaded = importlib.import_module(module)
-        for name, value in vars(loaded).items():
-            home = getattr(value, "__module__", "")
-            public = name in getattr(loaded, "__all__", [name]) and not name.startswith("_")
-            if inspect.isfunction(value) and public and f"{home}.".startswith(f"{module}."):
-                found[name] = f"{module}.{name}"
-    return found
-
+PYTHON_ONLY = frozenset({"tokenizer"})
+"""Parameters for objects that no config can name."""
 
 _PLAIN = (int, float, bool, str)
 
@@ -292,8 +210,17 @@ def all_schemas() -> dict[str, type]:
     }
 
 
-WIDER: dict[tuple[str, str], Any] = {("lightning.Trainer", "accumulate_grad_batches"): Any}
-"""Types of keys that allow more than the parameter they end in: `auto`, see `lit_rl.cli.trainer_settings`."""
+def public_functions() -> dict[str, str]:
+    """Return every public function of these modules, by its name."""
+    found = {}
+    for module in OPS:
+        loaded = importlib.import_module(module)
+        for name, value in vars(loaded).items():
+            home = getattr(value, "__module__", "")
+            public = name in getattr(loaded, "__all__", [name]) and not name.startswith("_")
+            if inspect.isfunction(value) and public and f"{home}.".startswith(f"{module}."):
+                found[name] = f"{module}.{name}"
+    return found
 
 
 def schema(name: str, path: str, target: Any, *, keywords_only: bool = False) -> type:
@@ -310,10 +237,6 @@ def schema(name: str, path: str, target: Any, *, keywords_only: bool = False) ->
             continue
         fields.append((parameter.name, *_field(parameter, WIDER.get((path, parameter.name), hint))))
     return dataclasses.make_dataclass(name, fields)
-
-
-PYTHON_ONLY = frozenset({"tokenizer"})
-"""Parameters for objects that no config can name."""
 
 
 def parameters(target: Any) -> list[tuple[inspect.Parameter, Any]]:
@@ -394,3 +317,85 @@ def _type(hint: Any) -> Any:
     if typing.get_origin(hint) is typing.Literal:
         return str
     return Any
+
+
+# ---------------------------------------------------------------------- schemas from the file
+
+
+_TYPES: dict[str, Any] = {"any": Any, "int": int, "float": float, "bool": bool, "str": str}
+
+_OPTIONAL = {f"{name}?": typing.Optional[kind] for name, kind in _TYPES.items() if kind is not Any}  # noqa: UP045
+
+FOREIGN = "lightning"
+"""The other package with constructors among them."""
+
+
+@functools.cache
+def register_stored() -> bool:
+    """Put every schema into Hydra's store, in the group `schemas`, once a process.
+
+    Returns:
+        Whether they are those of the installed packages; if not, none was put there.
+    """
+    if schema_keys()["_versions_"] != schema_versions():
+        return False
+    store = ConfigStore.instance()
+    for name, fields in schema_keys().items():
+        if not name.startswith("_"):
+            store.store(group="schemas", name=name, node=restore_schema(name, fields))
+    return True
+
+
+def schema_versions() -> dict[str, str]:
+    """Return the first two numbers of the versions of these packages."""
+    return {FOREIGN: lightning_version()}
+
+
+def stored_fields(node: type) -> dict[str, Any]:
+    """Return the file's form of a dataclass: a field's default where it names the target, else its type and default."""
+    return {field.name: _stored_field(field) for field in dataclasses.fields(node)}
+
+
+def _stored_field(field: dataclasses.Field) -> Any:
+    if field.name in ("_target_", "_partial_"):
+        return field.default
+    kind: Any = field.type
+    if dataclasses.is_dataclass(kind):
+        return [kind.__name__, stored_fields(kind)]  # pyright: ignore
+    if field.default is not dataclasses.MISSING:
+        return [_name(kind), field.default]
+    if kind == dict[Any, Any]:
+        return ["dict"]
+    return [_name(kind), field.default_factory()]  # pyright: ignore
+
+
+def _name(kind: Any) -> str:
+    return next(name for name, each in {**_TYPES, **_OPTIONAL}.items() if each == kind)
+
+
+def restore_schema(name: str, fields: Mapping[str, Any]) -> type:
+    """Return the dataclass of that form."""
+    return dataclasses.make_dataclass(name, [(key, *_restored_field(key, said)) for key, said in fields.items()])
+
+
+def _restored_field(key: str, said: Any) -> tuple[Any, Any]:
+    if key in ("_target_", "_partial_"):
+        return type(said), dataclasses.field(default=said)
+    kind, *default = said
+    if kind == "dict":
+        return dict[Any, Any], dataclasses.field(default_factory=open_dict)
+    if (known := {**_TYPES, **_OPTIONAL}.get(kind)) is None:
+        made = restore_schema(kind, default[0])
+        return made, dataclasses.field(default_factory=made)
+    if isinstance(default[0], (list, dict)):
+        return known, dataclasses.field(default_factory=functools.partial(_copy, default[0]))
+    return known, dataclasses.field(default=default[0])
+
+
+def _copy(value: Any) -> Any:
+    return dict(value) if isinstance(value, dict) else list(value)
+
+
+def open_dict() -> Any:
+    """Return a dict whose keys are the user's: `key={name: value}` and `key.name=value` both work."""
+    return OmegaConf.create({}, flags={"struct": False})

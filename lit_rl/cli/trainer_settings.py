@@ -38,121 +38,7 @@ from lit_rl.core.errors import ConfigError, StorageError, did_you_mean
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.runs.run_dir import RunDir
 
-Accumulation = int | Literal["auto"]
-"""Values of the key."""
-
-
-def cut_by(module: PolicyModule, accumulate: Any) -> int:
-    """Leave `auto` to the module, which knows the memory of a step; return the Trainer's value.
-
-    A module whose `micro_batch_size` is set keeps it.
-
-    Raises:
-        ConfigError: it is neither `auto` nor a number of micro-batches.
-    """
-    check_accumulation(accumulate)
-    if accumulate != "auto":
-        return accumulate
-    if module.micro_batch_size is None:
-        module.micro_batch_size = "auto"
-    return 1
-
-
-AUTO = "auto"
-
-Asked = dict((p.name, hint) for p, hint in parameters(L.Trainer))["precision"] | Literal["auto"]
-"""Values of the key."""
-
-
-@dataclass(frozen=True)
-class PrecisionChoice:
-    """A `trainer.precision`, and the reason for it."""
-
-    precision: str
-    why: str
-
-    def say(self) -> None:
-        """Print one line on stdout."""
-        Console().print(f"precision {self.precision}: {self.why}", soft_wrap=True, markup=False, highlight=False)
-
-
-def automatic_precision(device: str, units: bool, strategy: type, dtype: str | None) -> PrecisionChoice:
-    """Return bfloat16 weights where the device multiplies it in hardware and small updates are kept; float32
-    elsewhere.
-
-    Args:
-        device: Type of the device that computes, such as "cuda".
-        units: True if it multiplies bfloat16 in hardware.
-        strategy: Class of the strategy.
-        dtype: `model.dtype` where it was set, which decides; else None.
-    """
-    if dtype is not None:
-        return PrecisionChoice(FLOAT32, f"model.dtype={dtype} says what the weights are")
-    if issubclass(strategy, DeepSpeedStrategy):
-        return PrecisionChoice(FLOAT32, "with DeepSpeed bf16-true would round rewards and advantages too")
-    if issubclass(strategy, FSDPStrategy):
-        return PrecisionChoice(FLOAT32, f"{strategy.__name__} keeps no float32 masters of bfloat16 weights")
-    if device not in ("cpu", "cuda"):
-        return PrecisionChoice(FLOAT32, f"bf16-true was measured on no device of the type {device}")
-    name = {"cpu": "processor", "cuda": "GPU"}[device]
-    if not units:
-        return PrecisionChoice(FLOAT32, f"this {name} has no units for bfloat16")
-    return PrecisionChoice(BF16, f"this {name} has units for bfloat16; updates go into float32 masters of the weights")
-
-
-def trainer_precision(settings: Mapping[str, Any], checkpoint: str | None) -> Any:
-    """Return the Trainer's value: the key's; for `auto` that of the checkpoint to resume from, or None.
-
-    Args:
-        settings: Settings of the Trainer. One of its plugins may be a precision, and then it takes no name of one.
-        checkpoint: A file; a word of Lightning's for one ("last") is not known yet.
-    """
-    if settings["precision"] != AUTO:
-        return settings["precision"]
-    if settings["plugins"] or checkpoint is None or not Path(checkpoint).exists():
-        return None
-    return precision_of(Path(checkpoint))
-
-
-def settle_precision(asked: Any, given: Any, trainer: L.Trainer, module: PolicyModule) -> PrecisionChoice | None:
-    """Decide `auto`, now that the Trainer knows its device and strategy, and set it in the Trainer and the module.
-
-    Args:
-        asked: The key's value.
-        given: Result of `trainer_precision`.
-        trainer: Was made with `given`.
-        module: Refuses a checkpoint that was made in another precision, where that could not be read before.
-
-    Returns:
-        The choice; None where there was none to make: a precision was named, or a plugin of the user's decides.
-    """
-    if asked != AUTO:
-        return None
-    if given is not None:
-        return PrecisionChoice(str(given), "the checkpoint was made in it")
-    strategy: Any = trainer.strategy
-    plugin = strategy.precision_plugin
-    if plugin.precision != FLOAT32 or not type(plugin).__module__.startswith("lightning."):
-        return None
-    choice = automatic_precision_on(strategy.root_device, type(strategy), module.model)
-    if choice.precision == BF16:
-        strategy.precision_plugin = BFloat16Weights()
-    module.precision_by_device = True
-    return choice
-
-
-def automatic_precision_on(device: torch.device, strategy: type, model: LanguageModel) -> PrecisionChoice:
-    """Return `automatic_precision` for a model on a device of this machine."""
-    return automatic_precision(
-        device.type, multiplies_bfloat16(device), strategy, model.dtype if model.dtype_was_set else None
-    )
-
-
-def precision_of(checkpoint: Path) -> str | None:
-    """Return the `trainer.precision` of the run that wrote a checkpoint; None where it cannot be read, as loading will
-    report."""
-    saved = read_lazily(checkpoint)
-    return checkpoint_precision(saved) if saved else None
+# ---------------------------------------------------------------------- the Trainer
 
 
 def trainer_of(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> L.Trainer:
@@ -238,3 +124,126 @@ def _check_nodes(tree: dict[str, Any]) -> None:
 
 def _as_list(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, list) else [value]
+
+
+# ---------------------------------------------------------------------- accumulate_grad_batches: auto
+
+
+Accumulation = int | Literal["auto"]
+"""Values of the key."""
+
+
+def cut_by(module: PolicyModule, accumulate: Any) -> int:
+    """Leave `auto` to the module, which knows the memory of a step; return the Trainer's value.
+
+    A module whose `micro_batch_size` is set keeps it.
+
+    Raises:
+        ConfigError: it is neither `auto` nor a number of micro-batches.
+    """
+    check_accumulation(accumulate)
+    if accumulate != "auto":
+        return accumulate
+    if module.micro_batch_size is None:
+        module.micro_batch_size = "auto"
+    return 1
+
+
+# ---------------------------------------------------------------------- precision: auto
+
+
+AUTO = "auto"
+
+Asked = dict((p.name, hint) for p, hint in parameters(L.Trainer))["precision"] | Literal["auto"]
+"""Values of the key."""
+
+
+@dataclass(frozen=True)
+class PrecisionChoice:
+    """A `trainer.precision`, and the reason for it."""
+
+    precision: str
+    why: str
+
+    def say(self) -> None:
+        """Print one line on stdout."""
+        Console().print(f"precision {self.precision}: {self.why}", soft_wrap=True, markup=False, highlight=False)
+
+
+def trainer_precision(settings: Mapping[str, Any], checkpoint: str | None) -> Any:
+    """Return the Trainer's value: the key's; for `auto` that of the checkpoint to resume from, or None.
+
+    Args:
+        settings: Settings of the Trainer. One of its plugins may be a precision, and then it takes no name of one.
+        checkpoint: A file; a word of Lightning's for one ("last") is not known yet.
+    """
+    if settings["precision"] != AUTO:
+        return settings["precision"]
+    if settings["plugins"] or checkpoint is None or not Path(checkpoint).exists():
+        return None
+    return precision_of(Path(checkpoint))
+
+
+def precision_of(checkpoint: Path) -> str | None:
+    """Return the `trainer.precision` of the run that wrote a checkpoint; None where it cannot be read, as loading will
+    report."""
+    saved = read_lazily(checkpoint)
+    return checkpoint_precision(saved) if saved else None
+
+
+def settle_precision(asked: Any, given: Any, trainer: L.Trainer, module: PolicyModule) -> PrecisionChoice | None:
+    """Decide `auto`, now that the Trainer knows its device and strategy, and set it in the Trainer and the module.
+
+    Args:
+        asked: The key's value.
+        given: Result of `trainer_precision`.
+        trainer: Was made with `given`.
+        module: Refuses a checkpoint that was made in another precision, where that could not be read before.
+
+    Returns:
+        The choice; None where there was none to make: a precision was named, or a plugin of the user's decides.
+    """
+    if asked != AUTO:
+        return None
+    if given is not None:
+        return PrecisionChoice(str(given), "the checkpoint was made in it")
+    strategy: Any = trainer.strategy
+    plugin = strategy.precision_plugin
+    if plugin.precision != FLOAT32 or not type(plugin).__module__.startswith("lightning."):
+        return None
+    choice = automatic_precision_on(strategy.root_device, type(strategy), module.model)
+    if choice.precision == BF16:
+        strategy.precision_plugin = BFloat16Weights()
+    module.precision_by_device = True
+    return choice
+
+
+def automatic_precision_on(device: torch.device, strategy: type, model: LanguageModel) -> PrecisionChoice:
+    """Return `automatic_precision` for a model on a device of this machine."""
+    return automatic_precision(
+        device.type, multiplies_bfloat16(device), strategy, model.dtype if model.dtype_was_set else None
+    )
+
+
+def automatic_precision(device: str, units: bool, strategy: type, dtype: str | None) -> PrecisionChoice:
+    """Return bfloat16 weights where the device multiplies it in hardware and small updates are kept; float32
+    elsewhere.
+
+    Args:
+        device: Type of the device that computes, such as "cuda".
+        units: True if it multiplies bfloat16 in hardware.
+        strategy: Class of the strategy.
+        dtype: `model.dtype` where it was set, which decides; else None.
+    """
+    if dtype is not None:
+        return PrecisionChoice(FLOAT32, f"model.dtype={dtype} says what the weights are")
+    if issubclass(strategy, DeepSpeedStrategy):
+        return PrecisionChoice(FLOAT32, "with DeepSpeed bf16-true would round rewards and advantages too")
+    if issubclass(strategy, FSDPStrategy):
+        return PrecisionChoice(FLOAT32, f"{strategy.__name__} keeps no float32 masters of bfloat16 weights")
+    if device not in ("cpu", "cuda"):
+        return PrecisionChoice(FLOAT32, f"bf16-true was measured on no device of the type {device}")
+    name = {"cpu": "processor", "cuda": "GPU"}[device]
+    if not units:
+        return PrecisionChoice(FLOAT32, f"this {name} has no units for bfloat16")
+    return PrecisionChoice(BF16, f"this {name} has units for bfloat16; updates go into float32 masters of the weights")

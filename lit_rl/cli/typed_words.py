@@ -9,15 +9,14 @@ from collections.abc import Sequence
 
 from lit_rl.core.errors import ConfigError
 
+# ---------------------------------------------------------------------- values
+
+
 _PLAIN = re.compile(r"[\w./:~@%+?|*-]*", re.ASCII)
 """Text that the grammar reads as it stands."""
+
 _TOLD_BY_HYDRA = ("choice", "range", "interval", "glob", "shuffle", "sort", "tag", "int", "float", "str", "bool")
 """Functions of the grammar."""
-_ESCAPE = re.compile(r"(?<!\\)\\n|(?<!\\)\\t(?![A-Za-z])|\\\\n")
-_ESCAPES = {"\\n": "\n", "\\t": "\t", "\\\\n": "\\n"}
-_IN_QUOTES = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\"""", re.DOTALL)
-_OWN_ESCAPES = ("chat_template", "grammar", "json_schema", "pattern", "regex")
-"""Keys whose text is in a language that reads escapes itself."""
 
 
 def readable(word: str, *, sweeps: bool = False) -> str:
@@ -47,6 +46,37 @@ def readable(word: str, *, sweeps: bool = False) -> str:
     if value[0] in "[{'\"" or value.partition("(")[0] in _TOLD_BY_HYDRA:
         raise _refused(key, value, reason)
     return f"{key}={quoted(value)}"
+
+
+def _unread(word: str) -> str | None:
+    """Return why the grammar cannot read it; None where it can."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        OverridesParser.create().parse_override(word)
+    except HydraException as error:
+        return str(error).partition("\n")[0]
+    return None
+
+
+def _refused(key: str, value: str, reason: str) -> ConfigError:
+    if value[0] in "'\"":
+        inside = value.strip(value[0])
+        return ConfigError(
+            f"{key}={value}: the quotes end before the value does, or not at all. Type {typed(key, inside)} for the "
+            f"text {inside!r}."
+        )
+    if value[0] in "[{":
+        return ConfigError(
+            f"{key}={value} cannot be read ({reason}). Lists are [a,b], mappings {{a: b}}, and a text in one with a "
+            f"comma, a bracket or a quote stands in quotes: {_QUOTED[value[0]]}. Type "
+            f"{shlex.quote(f'{key}={quoted(value)}')} for the text {value!r}."
+        )
+    return ConfigError(f"{key}={value} cannot be read: {reason}. Type {typed(key, value)} for the text.")
+
+
+_QUOTED = {"[": """'sampling.stop=["a,b","c"]'""", "{": """'data.rename={"my column": prompt}'"""}
 
 
 def ambiguous(word: str) -> ConfigError:
@@ -104,6 +134,19 @@ def unquoted(value: str) -> str:
     return str(OverridesParser.create().parse_override(f"key={value}").value())
 
 
+# ---------------------------------------------------------------------- line breaks
+
+
+_ESCAPE = re.compile(r"(?<!\\)\\n|(?<!\\)\\t(?![A-Za-z])|\\\\n")
+
+_ESCAPES = {"\\n": "\n", "\\t": "\t", "\\\\n": "\\n"}
+
+_IN_QUOTES = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\"""", re.DOTALL)
+
+_OWN_ESCAPES = ("chat_template", "grammar", "json_schema", "pattern", "regex")
+"""Keys whose text is in a language that reads escapes itself."""
+
+
 def with_line_breaks(words: Sequence[str]) -> list[str]:
     r"""Return the settings with a line break for each `\n` in quotes, and a tab for each `\t` before no letter.
 
@@ -125,49 +168,27 @@ def _breaks(text: str) -> str:
     return _ESCAPE.sub(lambda found: _ESCAPES[found[0]], text)
 
 
-def _unread(word: str) -> str | None:
-    """Return why the grammar cannot read it; None where it can."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        OverridesParser.create().parse_override(word)
-    except HydraException as error:
-        return str(error).partition("\n")[0]
-    return None
-
-
-def _refused(key: str, value: str, reason: str) -> ConfigError:
-    if value[0] in "'\"":
-        inside = value.strip(value[0])
-        return ConfigError(
-            f"{key}={value}: the quotes end before the value does, or not at all. Type {typed(key, inside)} for the "
-            f"text {inside!r}."
-        )
-    if value[0] in "[{":
-        return ConfigError(
-            f"{key}={value} cannot be read ({reason}). Lists are [a,b], mappings {{a: b}}, and a text in one with a "
-            f"comma, a bracket or a quote stands in quotes: {_QUOTED[value[0]]}. Type "
-            f"{shlex.quote(f'{key}={quoted(value)}')} for the text {value!r}."
-        )
-    return ConfigError(f"{key}={value} cannot be read: {reason}. Type {typed(key, value)} for the text.")
-
-
-_QUOTED = {"[": """'sampling.stop=["a,b","c"]'""", "{": """'data.rename={"my column": prompt}'"""}
+# ---------------------------------------------------------------------- options
 
 
 ELSEWHERE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
 """Options that add groups of the user's; the next word is their value."""
+
 WITH_A_VALUE = (*ELSEWHERE, "--cfg", "-c", "--package", "-p", "--experimental-rerun")
 """Options whose value is the next word."""
+
 _WITH_OR_WITHOUT = ("--info", "-i")
+
 _ALONE = (
     *("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"),
     *("--shell-completion", "-sc", "-s"),
 )
+
 _ASKED = {"--run": "r", "-r": "r", "--multirun": "m", "-m": "m", "--cfg": "c", "-c": "c", "--info": "i", "-i": "i"}
 """Options of which Hydra takes one."""
+
 _OF_CFG = ("job", "hydra", "all")
+
 ALL = (*WITH_A_VALUE, *_WITH_OR_WITHOUT, *_ALONE)
 
 

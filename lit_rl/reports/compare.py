@@ -19,185 +19,12 @@ from lit_rl.callbacks.display import file_name_part, printable
 from lit_rl.callbacks.output_files import SampleTable
 from lit_rl.core.errors import ConfigError, StorageError
 from lit_rl.ops.intervals import wilson
-from lit_rl.reports import html_page, run_files
 from lit_rl.reports.config_changes import changes_between
-from lit_rl.reports.html_page import PAGE_SCRIPT, PAGE_STYLE, document, safe
+from lit_rl.reports.html_page import PAGE_SCRIPT, PAGE_STYLE, document, safe, write_atomically
 from lit_rl.reports.metric_groups import chart_groups, metric_of_set, validation_sets
-from lit_rl.reports.run_files import RunFiles
+from lit_rl.reports.run_files import RunFiles, read_run_files
 from lit_rl.reports.run_page import HIGHER_IS_BETTER, LOWER_IS_BETTER, config_value, curve_section, html_table
 from lit_rl.reports.run_samples import PROMPT_COLUMNS, prompts_shown, validation_key, validation_title
-
-
-@dataclass(frozen=True)
-class PairedTest:
-    """The result of a paired test on two runs."""
-
-    prompts: int
-    first: float
-    """Mean of the first run."""
-    second: float
-    difference: float
-    """The second less the first."""
-    low: float
-    high: float
-    """Ends of its 95 % interval; infinite for a single prompt."""
-    p: float
-    """Probability of a difference as large, or larger, where the runs do not differ; two-sided."""
-    test: str
-    """`McNemar` or `t`."""
-
-    @property
-    def interval(self) -> str:
-        """The interval as text."""
-        return f"[{self.low:+.3f}, {self.high:+.3f}]" if math.isfinite(self.high) else "one prompt"
-
-    @property
-    def p_text(self) -> str:
-        """`p` as text."""
-        return "<0.0001" if self.p < 1e-4 else f"{self.p:.4f}"
-
-
-def paired_test(first: Sequence[float], second: Sequence[float]) -> PairedTest:
-    """Test finite values of the same prompts, one a prompt, in the same order; at least one.
-
-    Where every value is 0 or 1: McNemar's exact test (1947), and the interval that Newcombe (1998) makes of the two
-    Wilson intervals and their correlation, which stays right near 0 and 1. Else the t test of the differences, and its
-    interval.
-    """
-    n = len(first)
-    differences = [b - a for a, b in zip(first, second, strict=True)]
-    means = sum(first) / n, sum(second) / n
-    difference = sum(differences) / n
-    if {*first, *second} <= {0.0, 1.0}:
-        low, high = newcombe(first, second)
-        better, worse = differences.count(1.0), differences.count(-1.0)
-        return PairedTest(n, *means, difference, low, high, mcnemar(better, worse), "McNemar")
-    if n == 1:
-        return PairedTest(n, *means, difference, -math.inf, math.inf, 1.0, "t")
-    spread = math.sqrt(sum((each - difference) ** 2 for each in differences) / (n - 1) / n)
-    half = spread * t_quantile(0.95, n - 1)
-    p = 1 - t_within(abs(difference) / spread, n - 1) if spread else float(difference == 0)
-    return PairedTest(n, *means, difference, difference - half, difference + half, max(0.0, p), "t")
-
-
-def mcnemar(better: int, worse: int) -> float:
-    """Return the two-sided probability that a fair coin splits the prompts that changed as unevenly as this, or
-    more."""
-    changed, fewer = better + worse, min(better, worse)
-    tail = sum(math.comb(changed, k) for k in range(fewer + 1))
-    return min(1.0, 2 * tail / 2**changed)
-
-
-def newcombe(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-    """Return the interval of a difference of paired shares (Newcombe 1998, method 10)."""
-    n = len(first)
-    p, q = sum(first) / n, sum(second) / n
-    (low_p, high_p), (low_q, high_q) = wilson(p, n), wilson(q, n)
-    both = sum(a * b for a, b in zip(first, second))
-    neither = sum((1 - a) * (1 - b) for a, b in zip(first, second))
-    a, b, c, d = both, n * p - both, n * q - both, neither
-    sizes = (a + b) * (c + d) * (a + c) * (b + d)
-    product = a * d - b * c
-    if product > 0:
-        product = max(product - n / 2, 0.0)
-    phi = product / math.sqrt(sizes) if sizes > 0 else 0.0
-
-    def reach(one: float, other: float) -> float:
-        return math.sqrt(max(0.0, one * one - 2 * phi * one * other + other * other))
-
-    return q - p - reach(q - low_q, high_p - p), q - p + reach(high_q - q, p - low_p)
-
-
-def t_within(t: float, freedom: int) -> float:
-    """Return the probability that Student's t with these degrees of freedom lies within -t and t (Abramowitz and
-    Stegun 26.7.3 and 4).
-
-    `t`: at least 0. `freedom`: at least 1.
-    """
-    angle = math.atan(t / math.sqrt(freedom))
-    sine, cosine = math.sin(angle), math.cos(angle)
-    term, total = (cosine, 0.0) if freedom % 2 else (1.0, 0.0)
-    for k in range(3 if freedom % 2 else 2, freedom + 1, 2):
-        total += term
-        term *= cosine * cosine * (k - 1) / k
-    return 2 / math.pi * (angle + sine * total) if freedom % 2 else sine * total
-
-
-def t_quantile(within: float, freedom: int) -> float:
-    """Return the t that this share lies within, `within` in (0, 1)."""
-    low, high = 0.0, 1.0
-    while t_within(high, freedom) < within:
-        high *= 2
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_within(middle, freedom) < within else (low, middle)
-    return high
-
-
-Values = Sequence[tuple[str, float, float]]
-
-
-def comparison_html(
-    names: tuple[str, str],
-    runs: tuple[RunFiles, RunFiles],
-    tests: Sequence[tuple[str, PairedTest]],
-    values: Values,
-    config: Sequence[tuple[str, Any, Any]],
-    notes: Sequence[str],
-) -> str:
-    """Return the whole page.
-
-    Args:
-        names: Names of the runs.
-        runs: Their files, for the curves.
-        tests: A validation and a measure, with what its prompts say.
-        values: Metrics with the last number of each run.
-        config: Keys with the value in each run.
-        notes: Sentences.
-    """
-    said = "".join(f'<li class="note"><b>note</b>{safe(note)}</li>' for note in notes)
-    body = (
-        f"<h1>{safe(names[0])} and {safe(names[1])}</h1>"
-        f'<p><span class="key c0">A: {safe(names[0])}</span> <span class="key c1">B: {safe(names[1])}</span></p>'
-        '<nav aria-label="Contents"><a href="#prompts">Same prompts</a><a href="#curves">Curves</a>'
-        '<a href="#config">Configs</a></nav><main>'
-        '<h2 id="prompts">On the same validation prompts</h2>'
-        f'{_tests_section(tests)}{_values_section(values)}<ul class="alarms">{said}</ul>'
-        f'<h2 id="curves">Curves</h2>{curve_section(chart_groups(list(zip("AB", runs))))}'
-        f'<h2 id="config">What the configs differ in</h2>{_config_section(config)}</main>\n'
-    )
-    return document(f"{names[0]} and {names[1]}: compared", PAGE_STYLE, body, PAGE_SCRIPT)
-
-
-def _tests_section(tests: Sequence[tuple[str, PairedTest]]) -> str:
-    if not tests:
-        return ""
-    rows = [
-        (
-            safe(name),
-            f"{each.first:.3f}",
-            f"{each.second:.3f}",
-            f'<b>{each.difference:+.3f}</b> <span class="interval-of">{each.interval}</span>',
-            safe(each.p_text),
-            each.test,
-            f"{each.prompts}",
-        )
-        for name, each in tests
-    ]
-    return html_table(("", "A", "B", "B - A, 95 % interval", "p", "test", "prompts"), rows)
-
-
-def _values_section(values: Values) -> str:
-    rows = [(safe(name), f"{one:.4g}", f"{two:.4g}", f"{two - one:+.4g}") for name, one, two in values]
-    if not rows:
-        return ""
-    heading = "<h3>Last validations, as they were logged: each over all prompts of its run</h3>"
-    return heading + html_table(("metric", "A", "B", "B - A"), rows)
-
-
-def _config_section(config: Sequence[tuple[str, Any, Any]]) -> str:
-    rows = [tuple(f'<span class="mono">{safe(config_value(each))}</span>' for each in row) for row in config]
-    return html_table(("key", "A", "B"), rows, numbers=()) if rows else '<p class="dim">In nothing.</p>'
 
 
 @dataclass(frozen=True)
@@ -232,12 +59,12 @@ def compare(first: Path, second: Path) -> int:
         ConfigError: a folder holds no run, or both are the same.
         StorageError: a file of samples is damaged, or the page cannot be written.
     """
-    runs = run_files.read_run_files(first), run_files.read_run_files(second)
+    runs = read_run_files(first), read_run_files(second)
     found = comparison(*runs)
     _print_comparison(found)
     target = first / f"compare_{second.resolve().name}.html"
     body = comparison_html(found.names, runs, found.tests, found.values, found.config, found.notes)
-    html_page.write_atomically(target, body)
+    write_atomically(target, body)
     Console().print(f"page  {target}  (one file: open it in a browser)", soft_wrap=True, highlight=False, markup=False)
     return 0
 
@@ -246,7 +73,10 @@ def comparison(first: RunFiles, second: RunFiles) -> Comparison:
     """Compare everything but the curves."""
     names = _run_names(first.path, second.path)
     found = Comparison(names, config=changes_between(first.config, second.config))
-    ours, theirs = (_last_validations(run.samples) for run in (first, second))
+    # The last validation of each set and temperature: tables are in the order of steps.
+    ours, theirs = (
+        {key: table for table in run.samples if (key := validation_key(table)) is not None} for run in (first, second)
+    )
     if ours and theirs and not ours.keys() & theirs.keys():
         sets = [", ".join(validation_title(table) for table in each.values()) for each in (ours, theirs)]
         found.notes.append(
@@ -287,16 +117,7 @@ def _run_names(first: Path, second: Path) -> tuple[str, str]:
     return (one.name, two.name) if one.name != two.name else (str(first), str(second))
 
 
-# ---------------------------------------------------------------------- prompts
-
-
-def _last_validations(tables: Sequence[SampleTable]) -> dict[str, SampleTable]:
-    """Return the last validation of each temperature and set, by the names of the tables."""
-    found: dict[str, SampleTable] = {}
-    for table in tables:  # in the order of steps
-        if (validation := validation_key(table)) is not None:
-            found[validation] = table
-    return found
+# ---------------------------------------------------------------------- validations, prompt by prompt
 
 
 def _read_validation(stored: SampleTable) -> _Validation:
@@ -389,6 +210,121 @@ def _last_values(first: RunFiles, second: RunFiles, without_reward: Container[st
     return found
 
 
+# ---------------------------------------------------------------------- paired tests
+
+
+@dataclass(frozen=True)
+class PairedTest:
+    """The result of a paired test on two runs."""
+
+    prompts: int
+    first: float
+    """Mean of the first run."""
+    second: float
+    difference: float
+    """The second less the first."""
+    low: float
+    high: float
+    """Ends of its 95 % interval; infinite for a single prompt."""
+    p: float
+    """Probability of a difference as large, or larger, where the runs do not differ; two-sided."""
+    test: str
+    """`McNemar` or `t`."""
+
+    @property
+    def interval(self) -> str:
+        """The interval as text."""
+        return f"[{self.low:+.3f}, {self.high:+.3f}]" if math.isfinite(self.high) else "one prompt"
+
+    @property
+    def p_text(self) -> str:
+        """`p` as text."""
+        return "<0.0001" if self.p < 1e-4 else f"{self.p:.4f}"
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Cells of a row: both means, the difference, its interval, the probability, the test, the prompts."""
+        numbers = f"{self.first:.3f}", f"{self.second:.3f}", f"{self.difference:+.3f}"
+        return *numbers, self.interval, self.p_text, self.test, f"{self.prompts}"
+
+
+def paired_test(first: Sequence[float], second: Sequence[float]) -> PairedTest:
+    """Test finite values of the same prompts, one a prompt, in the same order; at least one.
+
+    Where every value is 0 or 1: McNemar's exact test (1947), and the interval that Newcombe (1998) makes of the two
+    Wilson intervals and their correlation, which stays right near 0 and 1. Else the t test of the differences, and its
+    interval.
+    """
+    n = len(first)
+    differences = [b - a for a, b in zip(first, second, strict=True)]
+    means = sum(first) / n, sum(second) / n
+    difference = sum(differences) / n
+    if {*first, *second} <= {0.0, 1.0}:
+        low, high = newcombe(first, second)
+        better, worse = differences.count(1.0), differences.count(-1.0)
+        return PairedTest(n, *means, difference, low, high, mcnemar(better, worse), "McNemar")
+    if n == 1:
+        return PairedTest(n, *means, difference, -math.inf, math.inf, 1.0, "t")
+    spread = math.sqrt(sum((each - difference) ** 2 for each in differences) / (n - 1) / n)
+    half = spread * t_quantile(0.95, n - 1)
+    p = 1 - t_within(abs(difference) / spread, n - 1) if spread else float(difference == 0)
+    return PairedTest(n, *means, difference, difference - half, difference + half, max(0.0, p), "t")
+
+
+def mcnemar(better: int, worse: int) -> float:
+    """Return the two-sided probability that a fair coin splits the prompts that changed as unevenly as this, or
+    more."""
+    changed, fewer = better + worse, min(better, worse)
+    tail = sum(math.comb(changed, k) for k in range(fewer + 1))
+    return min(1.0, 2 * tail / 2**changed)
+
+
+def newcombe(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
+    """Return the interval of a difference of paired shares (Newcombe 1998, method 10)."""
+    n = len(first)
+    p, q = sum(first) / n, sum(second) / n
+    (low_p, high_p), (low_q, high_q) = wilson(p, n), wilson(q, n)
+    both = sum(a * b for a, b in zip(first, second))
+    neither = sum((1 - a) * (1 - b) for a, b in zip(first, second))
+    a, b, c, d = both, n * p - both, n * q - both, neither
+    sizes = (a + b) * (c + d) * (a + c) * (b + d)
+    product = a * d - b * c
+    if product > 0:
+        product = max(product - n / 2, 0.0)
+    phi = product / math.sqrt(sizes) if sizes > 0 else 0.0
+
+    def reach(one: float, other: float) -> float:
+        return math.sqrt(max(0.0, one * one - 2 * phi * one * other + other * other))
+
+    return q - p - reach(q - low_q, high_p - p), q - p + reach(high_q - q, p - low_p)
+
+
+def t_within(t: float, freedom: int) -> float:
+    """Return the probability that Student's t with these degrees of freedom lies within -t and t (Abramowitz and
+    Stegun 26.7.3 and 4).
+
+    `t`: at least 0. `freedom`: at least 1.
+    """
+    angle = math.atan(t / math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    term, total = (cosine, 0.0) if freedom % 2 else (1.0, 0.0)
+    for k in range(3 if freedom % 2 else 2, freedom + 1, 2):
+        total += term
+        term *= cosine * cosine * (k - 1) / k
+    return 2 / math.pi * (angle + sine * total) if freedom % 2 else sine * total
+
+
+def t_quantile(within: float, freedom: int) -> float:
+    """Return the t that this share lies within, `within` in (0, 1)."""
+    low, high = 0.0, 1.0
+    while t_within(high, freedom) < within:
+        high *= 2
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_within(middle, freedom) < within else (low, middle)
+    return high
+
+
 # ---------------------------------------------------------------------- the console
 
 
@@ -399,7 +335,7 @@ def _print_comparison(found: Comparison) -> None:
     if found.tests:
         table = _console_table(printable(title), ("", "A", "B", "B - A", "95 % interval", "p", "test", "prompts"))
         for name, each in found.tests:
-            table.add_row(printable(name), *test_cells(each))
+            table.add_row(printable(name), *each.cells)
         console.print(table)
         console.print()
     if found.values:
@@ -419,15 +355,78 @@ def _print_comparison(found: Comparison) -> None:
         console.print(f"note: {printable(note, 400)}", highlight=False, markup=False)
 
 
-def test_cells(each: PairedTest) -> tuple[str, ...]:
-    """Return the cells of a row: both means, the difference, its interval, the probability, the test, the prompts."""
-    numbers = f"{each.first:.3f}", f"{each.second:.3f}", f"{each.difference:+.3f}"
-    return *numbers, each.interval, each.p_text, each.test, f"{each.prompts}"
-
-
 def _console_table(title: str, columns: Sequence[str], *, numbers: bool = True) -> Table:
     table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for i, name in enumerate(columns):
         right = bool(numbers and i)
         table.add_column(name, justify="right" if right else "left", no_wrap=right, overflow="fold")
     return table
+
+
+# ---------------------------------------------------------------------- the page
+
+
+Values = Sequence[tuple[str, float, float]]
+
+
+def comparison_html(
+    names: tuple[str, str],
+    runs: tuple[RunFiles, RunFiles],
+    tests: Sequence[tuple[str, PairedTest]],
+    values: Values,
+    config: Sequence[tuple[str, Any, Any]],
+    notes: Sequence[str],
+) -> str:
+    """Return the whole page.
+
+    Args:
+        names: Names of the runs.
+        runs: Their files, for the curves.
+        tests: Name of a validation and a measure, each with its paired test.
+        values: Metrics with the last number of each run.
+        config: Keys with the value in each run.
+        notes: Sentences.
+    """
+    said = "".join(f'<li class="note"><b>note</b>{safe(note)}</li>' for note in notes)
+    body = (
+        f"<h1>{safe(names[0])} and {safe(names[1])}</h1>"
+        f'<p><span class="key c0">A: {safe(names[0])}</span> <span class="key c1">B: {safe(names[1])}</span></p>'
+        '<nav aria-label="Contents"><a href="#prompts">Same prompts</a><a href="#curves">Curves</a>'
+        '<a href="#config">Configs</a></nav><main>'
+        '<h2 id="prompts">On the same validation prompts</h2>'
+        f'{_tests_section(tests)}{_values_section(values)}<ul class="alarms">{said}</ul>'
+        f'<h2 id="curves">Curves</h2>{curve_section(chart_groups(list(zip("AB", runs))))}'
+        f'<h2 id="config">What the configs differ in</h2>{_config_section(config)}</main>\n'
+    )
+    return document(f"{names[0]} and {names[1]}: compared", PAGE_STYLE, body, PAGE_SCRIPT)
+
+
+def _tests_section(tests: Sequence[tuple[str, PairedTest]]) -> str:
+    if not tests:
+        return ""
+    rows = [
+        (
+            safe(name),
+            f"{each.first:.3f}",
+            f"{each.second:.3f}",
+            f'<b>{each.difference:+.3f}</b> <span class="interval-of">{each.interval}</span>',
+            safe(each.p_text),
+            each.test,
+            f"{each.prompts}",
+        )
+        for name, each in tests
+    ]
+    return html_table(("", "A", "B", "B - A, 95 % interval", "p", "test", "prompts"), rows)
+
+
+def _values_section(values: Values) -> str:
+    rows = [(safe(name), f"{one:.4g}", f"{two:.4g}", f"{two - one:+.4g}") for name, one, two in values]
+    if not rows:
+        return ""
+    heading = "<h3>Last validations, as they were logged: each over all prompts of its run</h3>"
+    return heading + html_table(("metric", "A", "B", "B - A"), rows)
+
+
+def _config_section(config: Sequence[tuple[str, Any, Any]]) -> str:
+    rows = [tuple(f'<span class="mono">{safe(config_value(each))}</span>' for each in row) for row in config]
+    return html_table(("key", "A", "B"), rows, numbers=()) if rows else '<p class="dim">In nothing.</p>'

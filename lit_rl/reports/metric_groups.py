@@ -95,7 +95,8 @@ def chart_groups(runs: Sequence[tuple[str, RunFiles]]) -> list[ChartGroup]:
     groups = {title: ChartGroup(title) for title, _ in (*CHART_GROUPS, ("Other", ()))}
     seen: dict[str, set[bytes]] = {}
     for name in sorted(lines, key=_place):
-        _put(groups[_group_of(name)], name, sorted(lines[name], key=lambda line: line.points), seen)
+        title = next((title for title, names in CHART_GROUPS if _matches(name, names)), "Other")
+        _put(groups[title], name, sorted(lines[name], key=lambda line: line.points), seen)
     return [group for group in groups.values() if group.charts or group.constant or group.repeated]
 
 
@@ -110,10 +111,6 @@ def _put(group: ChartGroup, name: str, lines: list[ChartLine], seen: dict[str, s
     else:
         seen[name] = numbers
         group.charts.append((name, lines))
-
-
-def _group_of(name: str) -> str:
-    return next((title for title, names in CHART_GROUPS if _matches(name, names)), "Other")
 
 
 def _place(name: str) -> tuple[int, int, str]:

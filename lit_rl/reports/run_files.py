@@ -26,10 +26,12 @@ from lit_rl.core.errors import ConfigError, StorageError, nearest
 REPORT_FILE = "report.html"
 """File name of the page that `lit-rl report` writes, and a run at each of its ends."""
 
+_CONFIG_KEYS = {"algo", "data", "run_dir", "task", "trainer"}
+
 
 @dataclass(frozen=True)
 class RunPaths:
-    """A run's folder and the paths in it."""
+    """A run's folder, the paths in it, and what its small files say of the run."""
 
     path: Path
 
@@ -61,10 +63,49 @@ class RunPaths:
     def config(self) -> Path:
         return self.path / "config.yaml"
 
+    def read_config(self) -> dict[str, Any]:
+        """Return config.yaml as a mapping; empty where it cannot be read."""
+        try:
+            config = yaml.safe_load(self.config.read_text())
+        except (OSError, ValueError, yaml.YAMLError):
+            return {}
+        return config if isinstance(config, dict) else {}
 
-_VERSION_LINE = "# lit_rl=="
-"""First characters of config.yaml, as Lightning's begins with its own."""
-_CONFIG_KEYS = {"algo", "data", "run_dir", "task", "trainer"}
+    def read_summary(self) -> dict[str, Any]:
+        """Return the summary; empty where there is none. Nothing depends on a damaged one: it is written anew, with a
+        warning."""
+        if not self.summary.is_file():
+            return {}
+        try:
+            summary = json.loads(self.summary.read_text())
+            if isinstance(summary, dict):
+                return summary
+            what = f"a {type(summary).__name__}"
+        except ValueError as error:
+            what = f"not JSON: {error}"
+        warnings.warn(
+            f"{self.summary} is damaged ({what}). What it said is lost, and it is written anew.", stacklevel=2
+        )
+        return {}
+
+    @property
+    def holds_a_run(self) -> bool:
+        """True if a run wrote config.yaml, which is there before anything else of the run is."""
+        return is_run_config(self.read_config())
+
+    @property
+    def finished(self) -> bool:
+        """True if a run here has finished. (A summary without a run is the user's, and is not read.)"""
+        ours = self.holds_a_run or any(self.checkpoints.glob("*.ckpt"))
+        return ours and self.read_summary().get("status") == "finished"
+
+
+def is_run_config(config: Mapping[str, Any]) -> bool:
+    """Tell whether a run wrote this config; another program's config.yaml has other keys."""
+    return config.keys() >= _CONFIG_KEYS
+
+
+# ---------------------------------------------------------------------- refusals of folders
 
 
 def check_not_a_file(folder: Path) -> None:
@@ -135,46 +176,11 @@ def folder_taken_error(folder: Path, state: str) -> ConfigError:
     return ConfigError(f"run_dir={folder} holds {state}. Continue it with ckpt_path=last, or take another run_dir.")
 
 
-def is_finished(folder: Path) -> bool:
-    """Tell whether a run in this folder has finished. (A summary without a run is the user's, and is not read.)"""
-    ours = holds_a_run(folder) or any((folder / "checkpoints").glob("*.ckpt"))
-    return ours and read_summary(folder).get("status") == "finished"
+# ---------------------------------------------------------------------- the version that made a run
 
 
-def holds_a_run(folder: Path) -> bool:
-    """Tell whether a run wrote config.yaml, which is there before anything else of the run is."""
-    return is_run_config(read_config(folder))
-
-
-def is_run_config(config: Mapping[str, Any]) -> bool:
-    """Tell whether a run wrote this config; another program's config.yaml has other keys."""
-    return config.keys() >= _CONFIG_KEYS
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.yaml as a mapping; empty where it cannot be read."""
-    try:
-        config = yaml.safe_load((folder / "config.yaml").read_text())
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return config if isinstance(config, dict) else {}
-
-
-def read_summary(folder: Path) -> dict[str, Any]:
-    """Return the summary; empty where there is none. Nothing depends on a damaged one: it is written anew, with a
-    warning."""
-    file = folder / "summary.json"
-    if not file.is_file():
-        return {}
-    try:
-        summary = json.loads(file.read_text())
-        if isinstance(summary, dict):
-            return summary
-        what = f"a {type(summary).__name__}"
-    except ValueError as error:
-        what = f"not JSON: {error}"
-    warnings.warn(f"{file} is damaged ({what}). What it said is lost, and it is written anew.", stacklevel=3)
-    return {}
+_VERSION_LINE = "# lit_rl=="
+"""First characters of config.yaml, as Lightning's begins with its own."""
 
 
 def installed_version(package: str = "lit-rl") -> str:
@@ -212,6 +218,9 @@ def note_other_version(folder: Path) -> Iterator[None]:
         raise
 
 
+# ---------------------------------------------------------------------- everything that a run logged
+
+
 @dataclass(frozen=True)
 class Series:
     """The numbers of one metric in the order in which they were written, without missing values."""
@@ -244,7 +253,7 @@ class RunFiles:
     summary: dict[str, Any]
     error: dict[str, Any]
     """`error.json`; empty where nothing ended the run."""
-    rung: list[str]
+    alarms: list[str]
     """Messages of alarms during training: `alarms.jsonl`."""
     unread: list[str]
     """A sentence for each file that could not be read."""
@@ -279,7 +288,7 @@ def read_run_files(run_dir: Path) -> RunFiles:
         series=_read_series(names.metrics, unread),
         summary=_read_object(names.summary, unread),
         error=_read_object(names.error, unread),
-        rung=[
+        alarms=[
             str(row["message"])
             for row in _read_rows(run_dir / ALARMS, unread)
             if isinstance(row, dict) and "message" in row

@@ -24,7 +24,7 @@ def run_findings(run: RunFiles) -> list[RunFinding]:
     """Return all findings, the weightiest first."""
     found = [
         *_ends(run),
-        *(RunFinding("warning", said) for said in run.rung),
+        *(RunFinding("warning", said) for said in run.alarms),
         *_counted(run),
         *_data(run),
         *_looks(run),

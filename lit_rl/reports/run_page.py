@@ -15,10 +15,9 @@ import yaml
 from rich.console import Console
 
 from lit_rl.callbacks.output_files import PROFILE
-from lit_rl.reports import html_page, run_files
 from lit_rl.reports.charts import chart, histograms, number
 from lit_rl.reports.config_changes import changes_from_defaults, keys_in_commands, set_by_model, typed_commands
-from lit_rl.reports.html_page import PAGE_SCRIPT, PAGE_STYLE, data, document, safe
+from lit_rl.reports.html_page import PAGE_SCRIPT, PAGE_STYLE, data, document, safe, write_atomically
 from lit_rl.reports.metric_groups import (
     PHASES,
     ChartGroup,
@@ -27,14 +26,89 @@ from lit_rl.reports.metric_groups import (
     metric_of_set,
     validation_sets,
 )
-from lit_rl.reports.run_files import REPORT_FILE, RunFiles, RunPaths
+from lit_rl.reports.run_files import REPORT_FILE, RunFiles, RunPaths, read_run_files
 from lit_rl.reports.run_findings import RunFinding, run_findings
 from lit_rl.reports.run_samples import SampleFiles, completion_distributions, samples_of
+
+# ---------------------------------------------------------------------- the command, and the notebook
+
+
+def report(run_dir: Path) -> int:
+    """Write the page, and print its path.
+
+    Raises:
+        ConfigError: the folder holds no run.
+        StorageError: the page cannot be written.
+    """
+    Console().print(console_line(write_run_page(run_dir)), soft_wrap=True, highlight=False, markup=False)
+    return 0
+
+
+def write_run_page(run_dir: Path) -> Path:
+    """Write the page, and return its path."""
+    target = RunPaths(run_dir).page
+    write_atomically(target, run_page_html(read_run_files(run_dir)))
+    return target
+
+
+def write_run_page_at_end(run_dir: Path) -> None:
+    """Write the page of a run that has ended. Failures are printed in one line, and never change the exit code."""
+    try:
+        said = console_line(write_run_page(run_dir))
+    except Exception as error:
+        said = f"not written   {REPORT_FILE} ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+    Console().print(said, soft_wrap=True, highlight=False, markup=False)
+
+
+def write_run_page_or_hint(run_dir: RunPaths) -> None:
+    """Write the page of a LightningCLI run that has ended, where it logged its metrics; else print the keys that make
+    it do so."""
+    if run_dir.metrics.is_file():
+        return write_run_page_at_end(run_dir.path)
+    keys = f"--trainer.logger=lit_rl.callbacks.JsonlLogger --trainer.logger.path={run_dir.metrics}"
+    said = f"report        none without {run_dir.metrics.name}: add {keys}"
+    Console().print(said, soft_wrap=True, highlight=False, markup=False)
+
+
+def console_line(target: Path) -> str:
+    """Return the line for the console."""
+    return f"report        {target}  (one file: open it in a browser)"
+
+
+@dataclass(frozen=True)
+class NotebookPage:
+    """A run in a notebook: the page, in a sandboxed frame."""
+
+    run_dir: Path
+    height: int = 800
+    """Pixels."""
+
+    def _repr_html_(self) -> str:
+        page = html.escape(run_page_html(read_run_files(self.run_dir)))
+        return (
+            f'<iframe srcdoc="{page}" sandbox="allow-scripts" title="Report of a run" width="100%" '
+            f'height="{self.height}" style="border: 0"></iframe>'
+        )
+
+
+def show(run_dir: str | Path) -> NotebookPage:
+    """Return an object that a notebook displays as the page of `lit-rl report`, as the run is at that moment. Writes
+    nothing.
+
+    Args:
+        run_dir: The folder of a run, of one that still goes on too.
+    """
+    return NotebookPage(Path(run_dir).expanduser())
+
+
+# ---------------------------------------------------------------------- the page
+
 
 _FIRST = 6
 """Charts of a group that are open from the start."""
 
 _MOST_CHARTS = 90
+
 _MOST_CONFIG = 60_000
 """Characters of a config that are shown."""
 
@@ -48,6 +122,7 @@ HIGHER_IS_BETTER = (
     "mean_token_accuracy",
 )
 """Metrics that a run is judged by, where it has them: the higher the better."""
+
 LOWER_IS_BETTER = ("loss",)
 
 
@@ -77,6 +152,26 @@ def _contents(found: Sequence[RunFinding], written: SampleFiles) -> str:
     }
     links = "".join(f'<a href="#{at}">{name}</a>' for at, name in names.items() if there.get(at, True))
     return f'<nav aria-label="Contents">{links}</nav>\n'
+
+
+def html_table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] | None = None) -> str:
+    """Return a table from cells of markup; the first cell of each row is its head.
+
+    Args:
+        head: Texts of ours.
+        rows: Everything foreign in them `safe`.
+        numbers: Columns that are aligned to the right; all but the first where nothing is said.
+    """
+    right = set(range(1, len(head)) if numbers is None else numbers)
+    kind = ['class="number"' if i in right else "" for i in range(len(head))]
+    top = "".join(f'<th scope="col" {kind[i]}>{name}</th>' for i, name in enumerate(head))
+    body = "".join(
+        f'<tr><th scope="row">{row[0]}</th>'
+        + "".join(f"<td {kind[i]}>{row[i]}</td>" for i in range(1, len(row)))
+        + "</tr>"
+        for row in rows
+    )
+    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>\n'
 
 
 # ---------------------------------------------------------------------- head and results
@@ -185,26 +280,6 @@ def _interval_of(numbers: Mapping[str, float], leaf: str) -> str:
     return f"{numbers[leaf]:.3f}{between}"
 
 
-def html_table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] | None = None) -> str:
-    """Return a table from cells of markup; the first cell of each row is its head.
-
-    Args:
-        head: Texts of ours.
-        rows: Everything foreign in them `safe`.
-        numbers: Columns that are aligned to the right; all but the first where nothing is said.
-    """
-    right = set(range(1, len(head)) if numbers is None else numbers)
-    kind = ['class="number"' if i in right else "" for i in range(len(head))]
-    top = "".join(f'<th scope="col" {kind[i]}>{name}</th>' for i, name in enumerate(head))
-    body = "".join(
-        f'<tr><th scope="row">{row[0]}</th>'
-        + "".join(f"<td {kind[i]}>{row[i]}</td>" for i in range(1, len(row)))
-        + "</tr>"
-        for row in rows
-    )
-    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>\n'
-
-
 # ---------------------------------------------------------------------- alarms and curves
 
 
@@ -264,6 +339,7 @@ _COLOURS = {
     "mask": "why it is (not) learned from",
     "none": "nothing",
 }
+
 _SORTS = {
     "row": "as drawn",
     "high": "highest reward",
@@ -318,7 +394,7 @@ def _by_tokens(run: RunFiles, written: SampleFiles) -> str:
     )
 
 
-# ---------------------------------------------------------------------- time and config
+# ---------------------------------------------------------------------- time and memory
 
 
 def _time(run: RunFiles) -> str:
@@ -407,6 +483,9 @@ def _share(value: float, whole: Any) -> str:
     return f"{value / whole:.0%}" if isinstance(whole, (int, float)) and whole > 0 else ""
 
 
+# ---------------------------------------------------------------------- config
+
+
 def _config(run: RunFiles) -> str:
     if not run.config_text:
         return '<h2 id="config">Config</h2><p class="dim">There is no config.yaml.</p>\n'
@@ -456,71 +535,3 @@ def config_value(value: Any) -> str:
     else:
         text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
     return text if len(text) <= 300 else f"{text[:300]} ..."
-
-
-def report(run_dir: Path) -> int:
-    """Write the page, and print its path.
-
-    Raises:
-        ConfigError: the folder holds no run.
-        StorageError: the page cannot be written.
-    """
-    Console().print(console_line(write_run_page(run_dir)), soft_wrap=True, highlight=False, markup=False)
-    return 0
-
-
-def write_run_page(run_dir: Path) -> Path:
-    """Write the page, and return its path."""
-    target = RunPaths(run_dir).page
-    html_page.write_atomically(target, run_page_html(run_files.read_run_files(run_dir)))
-    return target
-
-
-def write_run_page_at_end(run_dir: Path) -> None:
-    """Write the page of a run that has ended. Failures are printed in one line, and never change the exit code."""
-    try:
-        said = console_line(write_run_page(run_dir))
-    except Exception as error:
-        said = f"not written   {REPORT_FILE} ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
-    Console().print(said, soft_wrap=True, highlight=False, markup=False)
-
-
-def write_run_page_or_hint(run_dir: RunPaths) -> None:
-    """Write the page of a LightningCLI run that has ended, where it logged its metrics; else print the keys that make
-    it do so."""
-    if run_dir.metrics.is_file():
-        return write_run_page_at_end(run_dir.path)
-    keys = f"--trainer.logger=lit_rl.callbacks.JsonlLogger --trainer.logger.path={run_dir.metrics}"
-    said = f"report        none without {run_dir.metrics.name}: add {keys}"
-    Console().print(said, soft_wrap=True, highlight=False, markup=False)
-
-
-def console_line(target: Path) -> str:
-    """Return the line for the console."""
-    return f"report        {target}  (one file: open it in a browser)"
-
-
-@dataclass(frozen=True)
-class NotebookPage:
-    """A run in a notebook: the page, in a sandboxed frame."""
-
-    run_dir: Path
-    height: int = 800
-    """Pixels."""
-
-    def _repr_html_(self) -> str:
-        page = html.escape(run_page_html(run_files.read_run_files(self.run_dir)))
-        return (
-            f'<iframe srcdoc="{page}" sandbox="allow-scripts" title="Report of a run" width="100%" '
-            f'height="{self.height}" style="border: 0"></iframe>'
-        )
-
-
-def show(run_dir: str | Path) -> NotebookPage:
-    """Return an object that a notebook displays as the page of `lit-rl report`, as the run is at that moment. Writes
-    nothing.
-
-    Args:
-        run_dir: The folder of a run, of one that still goes on too.
-    """
-    return NotebookPage(Path(run_dir).expanduser())

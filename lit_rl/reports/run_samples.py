@@ -18,13 +18,15 @@ from lit_rl.callbacks.output_files import SampleTable, list_tables
 from lit_rl.core.episode import RETURNED_IMAGES, message_text
 from lit_rl.core.episode import TOKENS as PREFIX
 from lit_rl.core.errors import ConfigError, StorageError
-from lit_rl.core.visuals import IMAGE_COLUMNS as IMAGE_COLUMNS
-from lit_rl.core.visuals import VIDEO_COLUMNS as VIDEO_COLUMNS
+from lit_rl.core.visuals import IMAGE_COLUMNS, VIDEO_COLUMNS
 from lit_rl.reports.metric_groups import decoding_label
 from lit_rl.reports.run_files import RunFiles
 
 if TYPE_CHECKING:
     import pyarrow
+
+
+# ---------------------------------------------------------------------- completions, read back
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,14 @@ class RecordedCompletion:
     """Score of each reward function; NaN where it did not apply."""
     columns: dict[str, str] = field(default_factory=dict)
     """The data's own columns, and notes of rewards, as text."""
+
+    @property
+    def prompt_text(self) -> str:
+        """The prompt as text: of messages, each after its role."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        words = ({**message, "content": content_text(message.get("content"))} for message in self.prompt)
+        return "\n".join(f"{message['role']}: {message_text(message)}" for message in words)
 
     @property
     def turns(self) -> int:
@@ -190,6 +200,17 @@ def whole_groups(groups: Sequence[int], most: int) -> int:
     return end or most
 
 
+_PLAIN = (str, int, float, bool)
+
+_REWARDS = "rewards/"
+
+_OF_THE_TABLE = {
+    "step", "prompt", "completion", "reward", "advantage", "ended", "group", "end", "turn_rewards", "messages",
+    "episode_error",
+}  # fmt: skip
+"""Columns that have a field of their own."""
+
+
 def _recorded(number: int, group: int, row: Mapping[str, Any]) -> RecordedCompletion:
     said = [{"role": "assistant", "content": row["completion"]}]
     return RecordedCompletion(
@@ -219,13 +240,21 @@ def _recorded(number: int, group: int, row: Mapping[str, Any]) -> RecordedComple
     )
 
 
-_PLAIN = (str, int, float, bool)
-_REWARDS = "rewards/"
-_OF_THE_TABLE = {
-    "step", "prompt", "completion", "reward", "advantage", "ended", "group", "end", "turn_rewards", "messages",
-    "episode_error",
-}  # fmt: skip
-"""Columns that have a field of their own."""
+def _tokens_of_row(row: Mapping[str, Any]) -> RecordedTokens:
+    return RecordedTokens(
+        ids=row["tokens/ids"],
+        text=row["tokens/text"],
+        turn=row["tokens/turn"],
+        by_policy=row["tokens/by_policy"],
+        learned=row["tokens/learned"],
+        sampler_logprobs=row["tokens/sampler_logprobs"],
+        advantages=row.get("tokens/advantages") or [0.0] * len(row["tokens/ids"]),
+        old_logprobs=row.get("tokens/old_logprobs"),
+        logprobs=row.get("tokens/logprobs"),
+        ref_logprobs=row.get("tokens/ref_logprobs"),
+        entropies=row.get("tokens/entropies"),
+        values=row.get("tokens/values"),
+    )
 
 
 def _images(value: Any) -> list[dict[str, Any]]:
@@ -256,21 +285,7 @@ def _prompt(text: str) -> str | list[dict[str, Any]]:
     return value if messages else text
 
 
-def _tokens_of_row(row: Mapping[str, Any]) -> RecordedTokens:
-    return RecordedTokens(
-        ids=row["tokens/ids"],
-        text=row["tokens/text"],
-        turn=row["tokens/turn"],
-        by_policy=row["tokens/by_policy"],
-        learned=row["tokens/learned"],
-        sampler_logprobs=row["tokens/sampler_logprobs"],
-        advantages=row.get("tokens/advantages") or [0.0] * len(row["tokens/ids"]),
-        old_logprobs=row.get("tokens/old_logprobs"),
-        logprobs=row.get("tokens/logprobs"),
-        ref_logprobs=row.get("tokens/ref_logprobs"),
-        entropies=row.get("tokens/entropies"),
-        values=row.get("tokens/values"),
-    )
+# ---------------------------------------------------------------------- tables of the browser: which, and their names
 
 
 ROLLOUTS, BY_TOKENS, ROWS, CHARACTERS, TOKENS = 4, 4, 48, 4000, 800
@@ -278,18 +293,6 @@ ROLLOUTS, BY_TOKENS, ROWS, CHARACTERS, TOKENS = 4, 4, 48, 4000, 800
 
 MAX_SIZE = 3_000_000
 """Characters and numbers of all samples together, beyond which no further completion is taken."""
-
-NOT_BY_POLICY = "read"
-MASK_REASONS = {
-    "": "learned from",
-    "still": "advantage 0: no gradient of the policy loss",
-    NOT_BY_POLICY: "not written by the policy: read, never learned from",
-    "cut": "not in the loss: the completion was cut (algo.mask_truncated)",
-    "unscored": "not in the loss: no reward applied",
-    "failed": "not in the loss: its environment failed",
-    "left": "not in the loss: the algorithm left it out (groups, rejection)",
-}
-"""Reasons why a token is not learned from, by the page's names for them."""
 
 
 @dataclass(frozen=True)
@@ -338,31 +341,6 @@ def chosen_tables(tables: Sequence[SampleTable]) -> list[SampleTable]:
     return [*replays[-1:], *drawn, *ends]
 
 
-def _add_table(found: SampleFiles, table: SampleTable, room: int, cut: bool) -> int:
-    """Add a table, and return the size of what was added."""
-    rollout = read_table(table, ROWS)
-    prompts: list[str] = []
-    rows: list[dict[str, Any]] = []
-    size, last, shortened = 0, -1, 0
-    for each in rollout.shown:
-        if size > room:
-            break
-        prompt, was_cut = _shortened(_prompt_text(each))
-        if each.group != last:
-            prompts.append(prompt)
-            last, size = each.group, size + len(prompt)
-        row, of_row = _browser_row(each, len(prompts) - 1, cut)
-        rows.append(row)
-        size += of_row
-        shortened += was_cut or row.get("cut", False)
-    part = "" if len(rows) == rollout.completions else f"{len(rows)} of "
-    said_of = f"{part}{rollout.completions} completions"
-    if shortened:
-        said_of += f"; long texts and episodes are cut after {CHARACTERS} characters or {TOKENS} tokens"
-    found.files.append({"name": table_label(table, rollout.step), "said": said_of, "prompts": prompts, "rows": rows})
-    return size
-
-
 def validation_key(table: SampleTable) -> str | None:
     """Return the part of the name that is equal for validations of one set and decoding; None for a rollout."""
     match = re.fullmatch(r"val_\d+_(t.*)", table.name)
@@ -388,18 +366,32 @@ def table_label(table: SampleTable, step: int) -> str:
     return f"rollout of step {step}"
 
 
-def _shortened(text: str) -> tuple[str, bool]:
-    if len(text) <= CHARACTERS:
-        return escape_control(text), False
-    half = CHARACTERS // 2
-    return escape_control(f"{text[:half]}\n[... {len(text) - CHARACTERS} characters more ...]\n{text[-half:]}"), True
+# ---------------------------------------------------------------------- rows of the browser
 
 
-def _prompt_text(each: RecordedCompletion) -> str:
-    if isinstance(each.prompt, str):
-        return each.prompt
-    words = ({**message, "content": content_text(message.get("content"))} for message in each.prompt)
-    return "\n".join(f"{message['role']}: {message_text(message)}" for message in words)
+def _add_table(found: SampleFiles, table: SampleTable, room: int, cut: bool) -> int:
+    """Add a table, and return the size of what was added."""
+    rollout = read_table(table, ROWS)
+    prompts: list[str] = []
+    rows: list[dict[str, Any]] = []
+    size, last, shortened = 0, -1, 0
+    for each in rollout.shown:
+        if size > room:
+            break
+        prompt, was_cut = _shortened(each.prompt_text)
+        if each.group != last:
+            prompts.append(prompt)
+            last, size = each.group, size + len(prompt)
+        row, of_row = _browser_row(each, len(prompts) - 1, cut)
+        rows.append(row)
+        size += of_row
+        shortened += was_cut or row.get("cut", False)
+    part = "" if len(rows) == rollout.completions else f"{len(rows)} of "
+    said_of = f"{part}{rollout.completions} completions"
+    if shortened:
+        said_of += f"; long texts and episodes are cut after {CHARACTERS} characters or {TOKENS} tokens"
+    found.files.append({"name": table_label(table, rollout.step), "said": said_of, "prompts": prompts, "rows": rows})
+    return size
 
 
 def _browser_row(each: RecordedCompletion, prompt: int, mask_cut: bool) -> tuple[dict[str, Any], int]:
@@ -415,16 +407,40 @@ def _browser_row(each: RecordedCompletion, prompt: int, mask_cut: bool) -> tuple
     if each.error:
         row["x"]["error"] = escape_control(each.error[:CHARACTERS])
     if each.tokens is None:
-        row["c"], row["cut"] = _shortened(_completion_text(each))
+        alone = len(each.messages) == 1
+        texts = (f"{'' if alone else message['role'] + ': '}{message_text(message)}" for message in each.messages)
+        row["c"], row["cut"] = _shortened("\n".join(texts))
         return row, size + len(row["c"])
     row["t"], row["cut"] = _token_columns(each, each.tokens, mask_cut), len(each.tokens) > TOKENS
     return row, size + 8 * sum(map(len, row["t"].values()))
 
 
-def _completion_text(each: RecordedCompletion) -> str:
-    if len(each.messages) == 1:
-        return message_text(each.messages[0])
-    return "\n".join(f"{message['role']}: {message_text(message)}" for message in each.messages)
+def _shortened(text: str) -> tuple[str, bool]:
+    if len(text) <= CHARACTERS:
+        return escape_control(text), False
+    half = CHARACTERS // 2
+    return escape_control(f"{text[:half]}\n[... {len(text) - CHARACTERS} characters more ...]\n{text[-half:]}"), True
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.4g}") if math.isfinite(value) else None
+
+
+# ---------------------------------------------------------------------- tokens: measures and reasons
+
+
+NOT_BY_POLICY = "read"
+
+MASK_REASONS = {
+    "": "learned from",
+    "still": "advantage 0: no gradient of the policy loss",
+    NOT_BY_POLICY: "not written by the policy: read, never learned from",
+    "cut": "not in the loss: the completion was cut (algo.mask_truncated)",
+    "unscored": "not in the loss: no reward applied",
+    "failed": "not in the loss: its environment failed",
+    "left": "not in the loss: the algorithm left it out (groups, rejection)",
+}
+"""Reasons why a token is not learned from, by the page's names for them."""
 
 
 def _token_columns(each: RecordedCompletion, tokens: RecordedTokens, mask_cut: bool) -> dict[str, list[Any]]:
@@ -479,10 +495,6 @@ def mask_reasons(each: RecordedCompletion, tokens: RecordedTokens, mask_cut: boo
         why = "cut"
     for by_policy, learned, advantage in zip(tokens.by_policy, tokens.learned, tokens.advantages):
         yield NOT_BY_POLICY if not by_policy else why if not learned else "" if advantage else "still"
-
-
-def _rounded(value: float) -> float | None:
-    return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
 # ---------------------------------------------------------------------- distributions

@@ -7,7 +7,7 @@ import csv
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,15 @@ from rich.text import Text
 
 from lit_rl.callbacks.display import escape_control, escape_markdown, markdown_code
 from lit_rl.core.errors import ConfigError, StorageError
-from lit_rl.reports import html_page, run_files
 from lit_rl.reports.charts import COLOURS, ChartLine, chart, dots, number
-from lit_rl.reports.html_page import PAGE_SCRIPT, PAGE_STYLE, document, safe
+from lit_rl.reports.html_page import PAGE_SCRIPT, PAGE_STYLE, document, safe, write_atomically
 from lit_rl.reports.metric_groups import chart_groups, metric_of_set, validation_sets
-from lit_rl.reports.run_files import RunFiles
+from lit_rl.reports.run_files import RunFiles, read_run_files
 from lit_rl.reports.run_page import HIGHER_IS_BETTER, LOWER_IS_BETTER, curve_section, duration, html_table
 from lit_rl.reports.secrets import redact
+
+# ---------------------------------------------------------------------- jobs, as their files tell them
+
 
 JOBS_FILE = "jobs.jsonl"
 """File in the sweep's folder with a line for each start and each end of a job. The last line of a job counts."""
@@ -148,7 +150,7 @@ def _read_job(sweep: Path, row: Mapping[str, Any]) -> SweepJob:
     if row.get("earlier_run") and code == ConfigError.exit_code:  # refused, as another run is there
         return SweepJob(int(row["job"]), given, folder, code, message)
     try:
-        run = run_files.read_run_files(folder)
+        run = read_run_files(folder)
     except ConfigError:
         return SweepJob(int(row["job"]), given, folder, code, message)
     return SweepJob(int(row["job"]), given, folder, code, message, run, *_measure_of(run))
@@ -156,23 +158,148 @@ def _read_job(sweep: Path, row: Mapping[str, Any]) -> SweepJob:
 
 def _measure_of(run: RunFiles) -> tuple[str, float | None, float | None]:
     """Return the metric that a run is judged by, its last value and its best: of a validation, else of the training."""
-    for name in (*_validation_measures(run), *(f"train/{leaf}" for leaf in (*HIGHER_IS_BETTER, *LOWER_IS_BETTER))):
+    leaves = (*HIGHER_IS_BETTER, *LOWER_IS_BETTER)
+    validations = (metric_of_set(leaf, name) for leaf in leaves for name in validation_sets(run.series))
+    for name in (*validations, *(f"train/{leaf}" for leaf in leaves)):
         if (series := run.series.get(name)) is not None and len(series):
             values = series.first_of_each_step().values
             return name, values[-1], (min if lower_is_better(name) else max)(values)
     return "", None, None
 
 
-def _validation_measures(run: RunFiles) -> Iterator[str]:
-    for leaf in (*HIGHER_IS_BETTER, *LOWER_IS_BETTER):
-        for name in validation_sets(run.series):
-            yield metric_of_set(leaf, name)
-
-
 def _redact_override(override: str) -> str:
     """Return an override without a secret that its key names."""
     key, between, value = override.partition("=")
     return f"{key}{between}{redact({key.rpartition('.')[2]: value})[key.rpartition('.')[2]]}"
+
+
+# ---------------------------------------------------------------------- the table: console, Markdown, CSV
+
+
+SWEEP_FILES = "sweep"
+"""Name of the files that are written: `sweep.md`, `sweep.csv`, `sweep.html`."""
+
+
+def write_sweep_at_end(folder: Path) -> None:
+    """Write the table of a sweep that has ended. Failures are printed in one line, and never change the exit code."""
+    if not (folder / JOBS_FILE).is_file():
+        return
+    try:
+        write_sweep(folder)
+    except Exception as error:
+        said = f"not written   {SWEEP_FILES}.md ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+        Console().print(said, soft_wrap=True, highlight=False, markup=False)
+
+
+def write_sweep(folder: Path) -> int:
+    """Print the table, write it and the page into the folder, and print their paths.
+
+    Raises:
+        ConfigError: no job of a sweep has begun there.
+        StorageError: a file cannot be written.
+    """
+    sweep = read_sweep(folder)
+    errors = [f"{jobs}: {message}" for jobs, message in _messages(sweep)]
+    _print_table(sweep, errors)
+    write_atomically(folder / f"{SWEEP_FILES}.md", sweep_markdown(sweep))
+    write_atomically(folder / f"{SWEEP_FILES}.csv", sweep_csv(sweep))
+    write_atomically(folder / f"{SWEEP_FILES}.html", sweep_html(_title(sweep), _cells(sweep), errors, sweep))
+    for name, path in (("table", f"{SWEEP_FILES}.md and {SWEEP_FILES}.csv"), ("page", f"{SWEEP_FILES}.html")):
+        said = f"{name:<14}{folder / path}" + ("  (one file: open it in a browser)" if name == "page" else "")
+        Console().print(said, soft_wrap=True, highlight=False, markup=False)
+    return 0
+
+
+def _cells(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
+    """Return the heads of the columns and the rows as text; the winner's number has a star."""
+    several = len(sweep.measures) > 1
+    head = ["job", *sweep.heads, *(["measured"] if several else [])]
+    return [*head, "last", "best", "steps", "time", "state", "folder"], [
+        _row(sweep, job, several) for job in sweep.jobs
+    ]
+
+
+def _title(sweep: Sweep) -> str:
+    """Return the number of jobs, and the metric that they are judged by."""
+    jobs = f"{len(sweep.jobs)} job{'s' * (len(sweep.jobs) != 1)}"
+    return f"{jobs}, measured by {sweep.measures[0]}" if len(sweep.measures) == 1 else jobs
+
+
+def _row(sweep: Sweep, job: SweepJob, names_it: bool) -> list[str]:
+    star = "*" if job is sweep.winner else ""
+    cells = [f"{job.number}{star}", *(job.given.get(key, "-") for key in sweep.keys)]
+    cells += [job.measure or "-"] if names_it else []
+    cells += ["-" if value is None else number(value) for value in (job.last, job.best)]
+    cells += ["-" if job.steps is None else f"{job.steps}", duration(job.seconds), job.state]
+    inside = job.folder.parent.absolute() == sweep.folder.absolute()
+    where = job.folder.name if inside else str(job.folder)
+    return [escape_control(" ".join(cell.split())) for cell in (*cells, where if job.folder.is_dir() else "-")]
+
+
+def _messages(sweep: Sweep) -> list[tuple[str, str]]:
+    """Return each message after the jobs that ended with it: ``("jobs 0, 2", "optimizer.lr=...")``."""
+    found: dict[str, list[str]] = {}
+    for job in sweep.jobs:
+        if job.message:
+            found.setdefault(" ".join(job.message.split()), []).append(f"{job.number}")
+    return [(f"job{'s' * (len(each) > 1)} {', '.join(each)}", escape_control(text)) for text, each in found.items()]
+
+
+def _print_table(sweep: Sweep, errors: Sequence[str]) -> None:
+    head, rows = _cells(sweep)
+    console = Console()
+    style: dict[str, Any] = {"title_justify": "left", "box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
+    table = Table(title=Text(f"The sweep: {_title(sweep)}"), show_edge=False, **style)
+    for name in head:
+        table.add_column(Text(name), overflow="fold", no_wrap=name in ("last", "best", "steps", "time", "state"))
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print()
+    console.print(table)
+    if sweep.winner is not None:
+        console.print("* the best last value", highlight=False, markup=False)
+    for each in errors:
+        console.print(each[:400], soft_wrap=True, highlight=False, markup=False)
+    console.print()
+
+
+def sweep_markdown(sweep: Sweep) -> str:
+    """Return a table for GitHub, and the messages of jobs that failed, which may quote a completion."""
+    head, rows = _cells(sweep)
+    lines = [
+        f"# {escape_markdown(sweep.folder.name)}",
+        "",
+        f"{escape_markdown(_title(sweep))}.",
+        "",
+        _markdown_row(map(escape_markdown, head)),
+        _markdown_row(["---"] * len(head)),
+        *(_markdown_row([number, *map(escape_markdown, rest)]) for number, *rest in rows),
+        "",
+    ]
+    if sweep.winner is not None:
+        lines += ["\\* the best last value", ""]
+    said = (f"- {jobs}: {markdown_code(message)}" for jobs, message in _messages(sweep))
+    return "\n".join([*lines, *said]).rstrip() + "\n"
+
+
+def _markdown_row(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def sweep_csv(sweep: Sweep) -> str:
+    """Return one row a job, with numbers as they were logged; missing values are empty."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    ours = ("measure", "last", "best", "steps", "seconds", "state", "exit_code", "error", "folder")
+    writer.writerow(["job", *sweep.keys, *ours])
+    for job in sweep.jobs:
+        given = [job.given.get(key) for key in sweep.keys]
+        ends = (job.state, job.code, " ".join(job.message.split()), job.folder)
+        writer.writerow([job.number, *given, job.measure, job.last, job.best, job.steps, job.seconds, *ends])
+    return out.getvalue()
+
+
+# ---------------------------------------------------------------------- the page
 
 
 MOST_CURVES = COLOURS
@@ -260,135 +387,3 @@ def _job_label(sweep: Sweep, job: SweepJob) -> str:
     """Return the job's number, and the settings in which it differs from the others."""
     said = (f"{head}={job.given.get(key, '-')}" for head, key in zip(sweep.heads, sweep.keys))
     return " ".join([f"job {job.number}:", *said]) if sweep.keys else f"job {job.number}"
-
-
-SWEEP_FILES = "sweep"
-"""Name of the files that are written: `sweep.md`, `sweep.csv`, `sweep.html`."""
-
-
-def write_sweep_at_end(folder: Path) -> None:
-    """Write the table of a sweep that has ended. Failures are printed in one line, and never change the exit code."""
-    if not (folder / JOBS_FILE).is_file():
-        return
-    try:
-        write_sweep(folder)
-    except Exception as error:
-        said = f"not written   {SWEEP_FILES}.md ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
-        Console().print(said, soft_wrap=True, highlight=False, markup=False)
-
-
-def write_sweep(folder: Path) -> int:
-    """Print the table, write it and the page into the folder, and print their paths.
-
-    Raises:
-        ConfigError: no job of a sweep has begun there.
-        StorageError: a file cannot be written.
-    """
-    sweep = read_sweep(folder)
-    _print_table(sweep)
-    html_page.write_atomically(folder / f"{SWEEP_FILES}.md", sweep_markdown(sweep))
-    html_page.write_atomically(folder / f"{SWEEP_FILES}.csv", sweep_csv(sweep))
-    html_page.write_atomically(
-        folder / f"{SWEEP_FILES}.html", sweep_html(_title(sweep), _cells(sweep), _errors(sweep), sweep)
-    )
-    for name, path in (("table", f"{SWEEP_FILES}.md and {SWEEP_FILES}.csv"), ("page", f"{SWEEP_FILES}.html")):
-        said = f"{name:<14}{folder / path}" + ("  (one file: open it in a browser)" if name == "page" else "")
-        Console().print(said, soft_wrap=True, highlight=False, markup=False)
-    return 0
-
-
-# ---------------------------------------------------------------------- as text
-
-
-def _cells(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
-    """Return the heads of the columns and the rows as text; the winner's number has a star."""
-    several = len(sweep.measures) > 1
-    head = ["job", *sweep.heads, *(["measured"] if several else [])]
-    return [*head, "last", "best", "steps", "time", "state", "folder"], [
-        _row(sweep, job, several) for job in sweep.jobs
-    ]
-
-
-def _title(sweep: Sweep) -> str:
-    """Return the number of jobs, and the metric that they are judged by."""
-    jobs = f"{len(sweep.jobs)} job{'s' * (len(sweep.jobs) != 1)}"
-    return f"{jobs}, measured by {sweep.measures[0]}" if len(sweep.measures) == 1 else jobs
-
-
-def _row(sweep: Sweep, job: SweepJob, names_it: bool) -> list[str]:
-    star = "*" if job is sweep.winner else ""
-    cells = [f"{job.number}{star}", *(job.given.get(key, "-") for key in sweep.keys)]
-    cells += [job.measure or "-"] if names_it else []
-    cells += ["-" if value is None else number(value) for value in (job.last, job.best)]
-    cells += ["-" if job.steps is None else f"{job.steps}", duration(job.seconds), job.state]
-    inside = job.folder.parent.absolute() == sweep.folder.absolute()
-    where = job.folder.name if inside else str(job.folder)
-    return [escape_control(" ".join(cell.split())) for cell in (*cells, where if job.folder.is_dir() else "-")]
-
-
-def _messages(sweep: Sweep) -> list[tuple[str, str]]:
-    """Return each message after the jobs that ended with it: ``("jobs 0, 2", "optimizer.lr=...")``."""
-    found: dict[str, list[str]] = {}
-    for job in sweep.jobs:
-        if job.message:
-            found.setdefault(" ".join(job.message.split()), []).append(f"{job.number}")
-    return [(f"job{'s' * (len(each) > 1)} {', '.join(each)}", escape_control(text)) for text, each in found.items()]
-
-
-def _errors(sweep: Sweep) -> list[str]:
-    """Return a line for each message."""
-    return [f"{jobs}: {message}" for jobs, message in _messages(sweep)]
-
-
-def sweep_markdown(sweep: Sweep) -> str:
-    """Return a table for GitHub, and the messages of jobs that failed, which may quote a completion."""
-    head, rows = _cells(sweep)
-    lines = [
-        f"# {escape_markdown(sweep.folder.name)}",
-        "",
-        f"{escape_markdown(_title(sweep))}.",
-        "",
-        _markdown_row(map(escape_markdown, head)),
-        _markdown_row(["---"] * len(head)),
-        *(_markdown_row([number, *map(escape_markdown, rest)]) for number, *rest in rows),
-        "",
-    ]
-    if sweep.winner is not None:
-        lines += ["\\* the best last value", ""]
-    said = (f"- {jobs}: {markdown_code(message)}" for jobs, message in _messages(sweep))
-    return "\n".join([*lines, *said]).rstrip() + "\n"
-
-
-def _markdown_row(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def sweep_csv(sweep: Sweep) -> str:
-    """Return one row a job, with numbers as they were logged; missing values are empty."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    ours = ("measure", "last", "best", "steps", "seconds", "state", "exit_code", "error", "folder")
-    writer.writerow(["job", *sweep.keys, *ours])
-    for job in sweep.jobs:
-        given = [job.given.get(key) for key in sweep.keys]
-        ends = (job.state, job.code, " ".join(job.message.split()), job.folder)
-        writer.writerow([job.number, *given, job.measure, job.last, job.best, job.steps, job.seconds, *ends])
-    return out.getvalue()
-
-
-def _print_table(sweep: Sweep) -> None:
-    head, rows = _cells(sweep)
-    console = Console()
-    style: dict[str, Any] = {"title_justify": "left", "box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
-    table = Table(title=Text(f"The sweep: {_title(sweep)}"), show_edge=False, **style)
-    for name in head:
-        table.add_column(Text(name), overflow="fold", no_wrap=name in ("last", "best", "steps", "time", "state"))
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console.print()
-    console.print(table)
-    if sweep.winner is not None:
-        console.print("* the best last value", highlight=False, markup=False)
-    for each in _errors(sweep):
-        console.print(each[:400], soft_wrap=True, highlight=False, markup=False)
-    console.print()

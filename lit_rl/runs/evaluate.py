@@ -22,7 +22,6 @@ from rich.text import Text
 from lit_rl.algorithms.evaluation.summary_statistics import mean_with_interval
 from lit_rl.algorithms.evaluation.validation import Evaluation
 from lit_rl.algorithms.loop.generating import GeneratingModule
-from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.callbacks.display import one_line
 from lit_rl.callbacks.output_files import ImageWriter
 from lit_rl.callbacks.preference_sets import forbidden_texts, is_readable
@@ -33,6 +32,8 @@ from lit_rl.reports.metric_groups import decoding_label
 from lit_rl.runs.run_dir import nan_to_null
 from lit_rl.runs.step_memory import explain_out_of_memory
 from lit_rl.runs.train import Run
+
+# ---------------------------------------------------------------------- validate, test, predict
 
 
 def evaluate(run: Run) -> int:
@@ -53,7 +54,11 @@ def _print_evaluation(run: Run, stage: str) -> int:
     metrics = {name: float(value) for name, value in run.trainer.callback_metrics.items() if name.startswith(stage)}
     if not run.trainer.is_global_zero:
         return 0
-    evaluated = f"{run.ckpt_path or run.module.model.name}{_decoding(run.module)}"
+    evaluated = str(run.ckpt_path or run.module.model.name)
+    if isinstance(run.module, GeneratingModule):  # names of metrics are the same for each temperature
+        decoding = run.module.evaluation
+        each = f", {decoding.group_size} completions a prompt" if decoding.group_size > 1 else ""
+        evaluated += f": {decoding_label(decoding.temperature)}{each}"
     Console().print(f"Evaluation of {evaluated}", soft_wrap=True, markup=False, highlight=False)
     table = Table()
     table.add_column("metric")
@@ -66,15 +71,6 @@ def _print_evaluation(run: Run, stage: str) -> int:
         run.run_dir.write_summary(summary | {"metrics": metrics})
         Console().print(f"samples  {run.run_dir.path}/samples/", soft_wrap=True, highlight=False)
     return 0
-
-
-def _decoding(module: PolicyModule) -> str:
-    """Return the decoding in words: the names of metrics are the same for each temperature."""
-    if not isinstance(module, GeneratingModule):
-        return ""
-    temperature, count = module.evaluation.temperature, module.evaluation.group_size
-    each = f", {count} completions a prompt" if count > 1 else ""
-    return f": {decoding_label(temperature)}{each}"
 
 
 def predict_completions(run: Run) -> int:
@@ -98,8 +94,74 @@ def predict_completions(run: Run) -> int:
     return 0
 
 
+# ---------------------------------------------------------------------- best of n
+
+
 BEST_OF_N_FILE = "best_of_n.jsonl"
+
 _UNREADABLE = "their best completion is empty, or no text that a data module reads"
+
+
+def best_of_n(run: Run) -> int:
+    """Draw `eval.group_size` completions a prompt, score them, and write the best of each to `best_of_n.jsonl`.
+
+    Where the best completion could not be learned from (it is empty), the prompt is left out of the file and counted.
+
+    They are drawn at `eval.temperature`; where that is 0, which draws one completion again and again, at
+    `sampling.temperature`, which the table shows.
+
+    Raises:
+        ConfigError: nothing that writes, no reward, one completion a prompt, or both temperatures 0.
+        RewardError: no function applied to any completion.
+        StorageError: the file cannot be written.
+    """
+    module = run.generating
+    _check_best_of_n(module)
+    if module.evaluation.temperature == 0:
+        module.evaluation = replace(module.evaluation, temperature=module.sampling.temperature)
+    bests = KeepBest()
+    run.trainer.callbacks.append(bests)  # pyright: ignore
+    with warnings.catch_warnings():
+        # Where the file itself is asked, it is both sets, and nothing is trained on.
+        warnings.filterwarnings("ignore", message=".*have a training prompt.*")
+        run.trainer.predict(module, datamodule=run.data, ckpt_path=run.ckpt_path, return_predictions=False)
+    if not run.trainer.is_global_zero:
+        return 0
+    found = [bests.seen[key] for key in sorted(bests.seen)]
+    kept = [best for best in found if best is not None]
+    if not kept:
+        names = ", ".join(module.reward_functions.names)
+        raise RewardError(f"{names} returned None for every completion: there is no best one. Look at the columns.")
+    control = forbidden_texts(module)
+    texts = [best.row for best in kept if is_readable(best.row["completion"], best.row["prompt"], control)]
+    left_out = {
+        "no reward applies to any completion": len(found) - len(kept),
+        _UNREADABLE: len(kept) - len(texts),
+    }
+    _print_best_of_n(module.evaluation, kept, left_out)
+    if not run.dry:
+        target = run.run_dir.path / BEST_OF_N_FILE
+        _write_best(target, texts)
+        learn = f"python train.py algo=sft data=texts data.path={target}"
+        for line in (f"best     {target}", f"To learn from them: {learn}"):
+            Console().print(line, soft_wrap=True, markup=False, highlight=False)
+    return 0
+
+
+def _check_best_of_n(module: GeneratingModule) -> None:
+    evaluation = module.evaluation
+    if not module.reward_functions.names:
+        raise ConfigError("lit-rl best-of-n needs a reward to choose by: set reward, such as reward=exact_match.")
+    if evaluation.group_size < 2:
+        raise ConfigError(
+            f"eval.group_size={evaluation.group_size}: the best of one is that one. Set how many completions to draw "
+            "of each prompt, such as eval.group_size=8."
+        )
+    if evaluation.temperature == 0 and module.sampling.temperature == 0:
+        raise ConfigError(
+            "eval.temperature=0 and sampling.temperature=0: every completion of a prompt would be the same. Set "
+            "eval.temperature=1."
+        )
 
 
 @dataclass(frozen=True)
@@ -151,67 +213,6 @@ def _best_completion(part: dict[str, list[Any]]) -> BestCompletion | None:
     return BestCompletion({name: values[best] for name, values in part.items()}, mean)
 
 
-def best_of_n(run: Run) -> int:
-    """Draw `eval.group_size` completions a prompt, score them, and write the best of each to `best_of_n.jsonl`.
-
-    Where the best completion could not be learned from (it is empty), the prompt is left out of the file and counted.
-
-    They are drawn at `eval.temperature`; where that is 0, which draws one completion again and again, at
-    `sampling.temperature`, and it is said.
-
-    Raises:
-        ConfigError: nothing that writes, no reward, one completion a prompt, or both temperatures 0.
-        RewardError: no function applied to any completion.
-        StorageError: the file cannot be written.
-    """
-    module = run.generating
-    _check_best_of_n(module)
-    if module.evaluation.temperature == 0:
-        module.evaluation = replace(module.evaluation, temperature=module.sampling.temperature)
-    bests = KeepBest()
-    run.trainer.callbacks.append(bests)  # pyright: ignore
-    with warnings.catch_warnings():
-        # Where the file itself is asked, it is both sets, and nothing is trained on.
-        warnings.filterwarnings("ignore", message=".*have a training prompt.*")
-        run.trainer.predict(module, datamodule=run.data, ckpt_path=run.ckpt_path, return_predictions=False)
-    if not run.trainer.is_global_zero:
-        return 0
-    found = [bests.seen[key] for key in sorted(bests.seen)]
-    kept = [best for best in found if best is not None]
-    if not kept:
-        names = ", ".join(module.reward_functions.names)
-        raise RewardError(f"{names} returned None for every completion: there is no best one. Look at the columns.")
-    control = forbidden_texts(module)
-    texts = [best.row for best in kept if is_readable(best.row["completion"], best.row["prompt"], control)]
-    left_out = {
-        "no reward applies to any completion": len(found) - len(kept),
-        _UNREADABLE: len(kept) - len(texts),
-    }
-    _print_best_of_n(module.evaluation, kept, left_out)
-    if not run.dry:
-        _write_best(run.run_dir.path / BEST_OF_N_FILE, texts)
-        lines = (f"best     {run.run_dir.path / BEST_OF_N_FILE}", _learn_from(run))
-        for line in lines:
-            Console().print(line, soft_wrap=True, markup=False, highlight=False)
-    return 0
-
-
-def _check_best_of_n(module: GeneratingModule) -> None:
-    evaluation = module.evaluation
-    if not module.reward_functions.names:
-        raise ConfigError("lit-rl best-of-n needs a reward to choose by: set reward, such as reward=exact_match.")
-    if evaluation.group_size < 2:
-        raise ConfigError(
-            f"eval.group_size={evaluation.group_size}: the best of one is that one. Set how many completions to draw "
-            "of each prompt, such as eval.group_size=8."
-        )
-    if evaluation.temperature == 0 and module.sampling.temperature == 0:
-        raise ConfigError(
-            "eval.temperature=0 and sampling.temperature=0: every completion of a prompt would be the same. Set "
-            "eval.temperature=1."
-        )
-
-
 def _print_best_of_n(evaluation: Evaluation, kept: list[BestCompletion], left_out: dict[str, int]) -> None:
     prompts = len(kept) + next(iter(left_out.values()))
     title = f"{evaluation.group_size} completions of {prompts} prompts at temperature {evaluation.temperature:g}"
@@ -229,10 +230,6 @@ def _print_best_of_n(evaluation: Evaluation, kept: list[BestCompletion], left_ou
         notes.append(f"{cut} of the best were cut at max_new_tokens (ended is false): texts that stop there.")
     for note in notes:
         Console().print(note, soft_wrap=True, markup=False, highlight=False)
-
-
-def _learn_from(run: Run) -> str:
-    return f"To learn from them: python train.py algo=sft data=texts data.path={run.run_dir.path / BEST_OF_N_FILE}"
 
 
 def _write_best(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -12,7 +12,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -37,7 +36,7 @@ def exit_on_signal(trainer: L.Trainer, then: Callable[[int], None]) -> Iterator[
     asks for a collective in the middle of anything.
 
     Args:
-        trainer: Which signals end a run is known from it.
+        trainer: The Trainer, whose callbacks name the signals that end a run.
         then: Called on rank 0 with the number of the signal, behind the block and not in the handler, which may have
             come in the middle of a write.
 
@@ -76,7 +75,8 @@ def exit_on_signal(trainer: L.Trainer, then: Callable[[int], None]) -> Iterator[
         for number, handler in before.items():
             signal.signal(number, handler)
         if came:
-            _forward_signal(trainer.strategy.launcher, came[0])
+            # Lightning's other launchers start no processes to forward it to.
+            getattr(trainer.strategy.launcher, "kill", lambda number: None)(came[0])
             if trainer.is_global_zero:
                 then(came[0])
         sys.stdout, sys.stderr = streams
@@ -111,12 +111,7 @@ def exits_as_errors(trainer: L.Trainer) -> Iterator[None]:
         raise ended from left
 
 
-def _forward_signal(launcher: Any, number: int) -> None:
-    if hasattr(launcher, "kill"):
-        launcher.kill(number)
-
-
-@contextmanager
+@contextlib.contextmanager
 def exit_on_sigterm() -> Iterator[None]:
     """End at SIGTERM by way of every `finally`, with its exit code; a second one is ignored meanwhile.
 

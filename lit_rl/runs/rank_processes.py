@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     import lightning as L
 
 
+# ---------------------------------------------------------------------- a rank watches rank 0
+
+
 STARTED_BY = "LIT_RL_STARTED_BY"
 """Variable in which rank 0 leaves its process id for the ranks that it starts."""
 
@@ -37,6 +40,7 @@ _PARENT_INTERVAL = 0.5
 """Seconds between two checks."""
 
 _over = threading.Event()
+
 _gave_up: Callable[[BackendError], int] | None = None
 
 
@@ -64,7 +68,7 @@ def while_parent_matters(gave_up: Callable[[BackendError], int]) -> Iterator[Non
     which has finished its own part, may be gone.
 
     Args:
-        gave_up: Writes the error down, and returns the exit code. Called in a thread.
+        gave_up: Records the error, and returns the exit code. Called in a thread.
     """
     global _gave_up
     _over.clear()  # set by the job of a sweep before this one
@@ -120,6 +124,9 @@ def _print_error(error: BackendError) -> int:
     return error.exit_code
 
 
+# ---------------------------------------------------------------------- rank 0 watches its children
+
+
 _EXIT_GRACE = 10.0
 """Seconds that processes have to end by themselves: their next collective fails."""
 
@@ -144,44 +151,19 @@ _ended_children: list[subprocess.Popen[Any]] = []
 """Children that were ended with a job that failed."""
 
 
-class OtherRankFailed(LitRLError):
-    """Failure of another rank before this one, which noticed a lost connection. Its exit code is this one's too.
-
-    Args:
-        said: That rank's `error.json`.
-    """
-
-    def __init__(self, said: Mapping[str, Any]) -> None:
-        self.exit_code = said["exit_code"]
-        words = said["traceback"] if said["exit_code"] == 1 else f"{said['error']}: {said['message']}"
-        super().__init__(f"rank {said['rank']} on {said['host']} failed first:\n{words}")
-
-
-def wait_for_children(launcher: Any, seconds: float = _EXIT_TIMEOUT) -> None:
-    """Wait for the child processes to end too, after this one's work is done: the next job of a sweep finds none.
-
-    Args:
-        launcher: Lightning's, of the strategy.
-        seconds: Until one that hangs while it ends is left alone.
-    """
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        for process in _children_of(launcher):
-            process.wait(seconds)
-
-
 @contextlib.contextmanager
 def watching_children(
     trainer: L.Trainer, gave_up: Callable[[BackendError], int], seconds: float = _LOSS_NOTICED_WITHIN
 ) -> Iterator[None]:
     """End this process with a reason if a child process of another rank fails.
 
-    Lightning kills this one, which then leaves no word. Here it has time to hear of it: a collective of gloo fails at
+    Lightning kills this one, which then leaves no message. Here it has time to notice it: a collective of gloo fails at
     once. One that stands where nothing fails, as in a collective of NCCL or where the ranks meet, is ended. Those that
-    this one starts know of it, and end with it (`commands.parent`).
+    this one starts notice it, and end with it (`end_with_parent`).
 
     Args:
         trainer: The Trainer; its launcher starts processes.
-        gave_up: Writes the error down, and returns the exit code. Called in a thread.
+        gave_up: Records the error, and returns the exit code. Called in a thread.
         seconds: Until this process is ended; where the ranks have not met yet it has nothing to lose, and has less.
 
     Raises:
@@ -232,11 +214,44 @@ def _watch_children(
             os._exit(code)
 
 
+def _children_of(launcher: Any) -> list[subprocess.Popen[Any]]:
+    """Return a launcher's child processes, without those that it forks or spawns, and joins by itself."""
+    return [process for process in getattr(launcher, "procs", ()) if isinstance(process, subprocess.Popen)]
+
+
 def _first_failed() -> subprocess.Popen[Any] | None:
     """Return the first child that has ended with an error. One that a signal has ended in good order is none: this one
     ends too."""
     ended = (each for each in _children if each.poll())
     return next((each for each in ended if not SIGNALLED < each.returncode <= SIGNALLED + signal.NSIG), None)
+
+
+def disarm_lightning_observer() -> None:
+    """Keep Lightning from killing this process, which ends by itself where another one fails.
+
+    A thread of Lightning's looks every five seconds, and kills this process once one that it started has failed.
+    """
+    from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+
+    for thread in threading.enumerate():
+        if isinstance(thread, _ChildProcessObserver):
+            thread._child_processes = []  # it looks at none, and has nothing else to do
+
+
+# ---------------------------------------------------------------------- how they end
+
+
+class OtherRankFailed(LitRLError):
+    """Failure of another rank before this one, which noticed a lost connection. Its exit code is this one's too.
+
+    Args:
+        said: That rank's `error.json`.
+    """
+
+    def __init__(self, said: Mapping[str, Any]) -> None:
+        self.exit_code = said["exit_code"]
+        words = said["traceback"] if said["exit_code"] == 1 else f"{said['error']}: {said['message']}"
+        super().__init__(f"rank {said['rank']} on {said['host']} failed first:\n{words}")
 
 
 def child_exit_reason(rank: int, seconds: float = _LOST_TO_EXIT) -> tuple[str, bool] | None:
@@ -273,16 +288,16 @@ def _exit_clause(process: subprocess.Popen[Any], rank: int) -> str:
     return f"{who} has ended with exit code {process.returncode}"
 
 
-def disarm_lightning_observer() -> None:
-    """Keep Lightning from killing this process, which ends by itself where another one fails.
+def wait_for_children(launcher: Any, seconds: float = _EXIT_TIMEOUT) -> None:
+    """Wait for the child processes to end too, after this one's work is done: the next job of a sweep finds none.
 
-    A thread of Lightning's looks every five seconds, and kills this process once one that it started has failed.
+    Args:
+        launcher: Lightning's, of the strategy.
+        seconds: Until one that hangs while it ends is left alone.
     """
-    from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
-
-    for thread in threading.enumerate():
-        if isinstance(thread, _ChildProcessObserver):
-            thread._child_processes = []  # it looks at none, and has nothing else to do
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        for process in _children_of(launcher):
+            process.wait(seconds)
 
 
 def end_children(launcher: Any, grace: float = _EXIT_GRACE) -> None:
@@ -302,8 +317,3 @@ def end_children(launcher: Any, grace: float = _EXIT_GRACE) -> None:
             process.wait()
     _ended_children.extend(started)
     _children.clear()
-
-
-def _children_of(launcher: Any) -> list[subprocess.Popen[Any]]:
-    """Return a launcher's child processes, without those that it forks or spawns, and joins by itself."""
-    return [process for process in getattr(launcher, "procs", ()) if isinstance(process, subprocess.Popen)]

@@ -36,6 +36,8 @@ from lit_rl.core.errors import BackendError, ConfigError, StorageError
 from lit_rl.core.machine import is_loopback
 from lit_rl.runs.run_dir import RunDir
 
+# ---------------------------------------------------------------------- the placement of this process
+
 
 @dataclass(frozen=True)
 class ProcessPlacement:
@@ -155,132 +157,132 @@ def _manual_placement(num_nodes: int) -> ProcessPlacement | None:
     )
 
 
+# ---------------------------------------------------------------------- the rendezvous
+
+
 TIMEOUT = default_pg_timeout.total_seconds()
 """Seconds until a missing process is given up: torch's own timeout."""
 
 _REPORT_AFTER = (1.0, 30.0, 300.0)
 """Seconds of waiting after which a line is printed."""
+
 _POLL_INTERVAL = 0.2
 """Seconds."""
+
 _END = b"end"
 """Mark after the last piece."""
+
 _distributed: Any = torch.distributed
 
 
 class Rendezvous:
-    """All processes, met. Until all are `ready`, a process that waits for a `failed` one ends with it.
+    """All processes, met. Until all are ready, a process that waits for a failed one ends with it.
 
     Args:
-        place: Placement of this process.
+        placement: Placement of this process.
         command: The typed command.
         job: Number of the job of a sweep.
-        patience: Seconds.
+        patience: Seconds to wait for the others.
 
     Raises:
-        BackendError: somebody has not come in time, or the port is taken. It names the address.
+        BackendError: somebody has not arrived in time, or the port is taken. It names the address.
         ConfigError: two processes are the same node.
     """
 
-    def __init__(self, place: ProcessPlacement, command: str, job: int = 0, patience: float = TIMEOUT) -> None:
-        self.place, self._command, self._patience = place, command, patience
+    def __init__(self, placement: ProcessPlacement, command: str, job: int = 0, patience: float = TIMEOUT) -> None:
+        self.placement, self._command, self._patience = placement, command, patience
         self._begun = False
-        store = self._opened() if place.opens else self._reached()
-        self._store = _distributed.PrefixStore(f"lit_rl/{place.attempt}/{job}", store)
-        with self._held():
-            if self._store.add(f"as/{place.rank}", 1) > 1:
+        store = self._open_store() if placement.opens else self._connect()
+        self._store = _distributed.PrefixStore(f"lit_rl/{placement.attempt}/{job}", store)
+        with self._store_errors():
+            if self._store.add(f"as/{placement.rank}", 1) > 1:
                 raise ConfigError(
-                    f"Two processes say that they are {self._where(place.rank)}: give each machine a NODE_RANK of its "
-                    f"own, of 0 to {place.nodes - 1}."
+                    f"Two processes say that they are {self._name_of(placement.rank)}: give each machine a NODE_RANK "
+                    f"of its own, of 0 to {placement.nodes - 1}."
                 )
-            self._store.set(f"here/{place.rank}", socket.gethostname())
-        if place.rank == 0:
-            self._wait_for_all("here", range(1, place.size))
+            self._store.set(f"here/{placement.rank}", socket.gethostname())
+        if placement.rank == 0:
+            self._wait_for_all("here", range(1, placement.size))
 
-    # ------------------------------------------------------------------ what is said
+    # ------------------------------------------------------------------ messages
 
-    def tell(self, name: str, what: Mapping[str, Any]) -> None:
+    def broadcast(self, name: str, what: Mapping[str, Any]) -> None:
         """Send this to all others. Called by rank 0, once a name."""
-        with self._held():
+        with self._store_errors():
             self._store.set(name, json.dumps(what))
 
-    def hear(self, name: str) -> dict[str, Any]:
+    def receive(self, name: str) -> dict[str, Any]:
         """Wait for a message of rank 0. Called by the others."""
-        self._wait(lambda: self._store.check([name]), lambda: self._where(0))
-        with self._held():
+        self._wait(lambda: self._store.check([name]), lambda: self._name_of(0))
+        with self._store_errors():
             return json.loads(self._store.get(name))
 
-    def answer(self, what: Any) -> None:
+    def reply(self, what: Any) -> None:
         """Send an answer to rank 0. Called by the others, once."""
-        with self._held():
-            self._store.set(f"answer/{self.place.rank}", json.dumps(what))
+        with self._store_errors():
+            self._store.set(f"answer/{self.placement.rank}", json.dumps(what))
 
-    def answers(self) -> list[Any]:
+    def gather_replies(self) -> list[Any]:
         """Wait for the answers of the others, in the order of ranks. Called by rank 0."""
-        others = range(1, self.place.size)
+        others = range(1, self.placement.size)
         self._wait_for_all("answer", others)
-        with self._held():
+        with self._store_errors():
             return [json.loads(self._store.get(f"answer/{rank}")) for rank in others]
 
-    def shared(self, name: str, mine: Any) -> list[Any]:
+    def all_gather(self, name: str, mine: Any) -> list[Any]:
         """Gather one value from every rank, in the order of ranks. Called by all, once a name."""
-        with self._held():
-            self._store.set(f"{name}/{self.place.rank}", json.dumps(mine))
-        self._wait_for_all(name, range(self.place.size))
-        with self._held():
-            return [json.loads(self._store.get(f"{name}/{rank}")) for rank in range(self.place.size)]
+        with self._store_errors():
+            self._store.set(f"{name}/{self.placement.rank}", json.dumps(mine))
+        self._wait_for_all(name, range(self.placement.size))
+        with self._store_errors():
+            return [json.loads(self._store.get(f"{name}/{rank}")) for rank in range(self.placement.size)]
 
-    def send(self, pieces: Iterable[bytes], receivers: int) -> None:
+    def send_chunks(self, pieces: Iterable[bytes], receivers: int) -> None:
         """Send bytes to this number of receivers, with no more than one piece in the store. Called by rank 0."""
         for number, piece in enumerate(itertools.chain(pieces, [_END])):
-            with self._held():
+            with self._store_errors():
                 self._store.set(f"piece/{number}", piece)
             self._wait(lambda n=number: self._store.add(f"taken/{n}", 0) == receivers, lambda: "the others to take it")
-            with self._held():
+            with self._store_errors():
                 self._store.delete_key(f"piece/{number}")
 
-    def received(self) -> Iterator[bytes]:
+    def receive_chunks(self) -> Iterator[bytes]:
         """Yield the pieces. Called by those receivers."""
         for number in itertools.count():
             key = f"piece/{number}"
-            self._wait(lambda key=key: self._store.check([key]), lambda: self._where(0))
-            with self._held():
+            self._wait(lambda key=key: self._store.check([key]), lambda: self._name_of(0))
+            with self._store_errors():
                 piece = self._store.get(key)
                 self._store.add(f"taken/{number}", 1)
             if piece == _END:
                 return
             yield piece
 
-    # ------------------------------------------------------------------ whether all are well
+    # ------------------------------------------------------------------ a common start
 
-    def ready(self) -> None:
+    def wait_until_ready(self) -> None:
         """Wait until all ranks have built their run. Called by all."""
-        with self._held():
-            self._store.set(f"ready/{self.place.rank}", b"")
-        self._wait_for_all("ready", range(self.place.size))
+        with self._store_errors():
+            self._store.set(f"ready/{self.placement.rank}", b"")
+        self._wait_for_all("ready", range(self.placement.size))
         self._begun = True
 
-    def failed(self, error: Exception) -> None:
+    def abort_others(self, error: Exception) -> None:
         """Make the others, which would wait for this rank, end with the same error. Called by a rank that never gets
         ready."""
         if self._begun:
             return
-        where = f"{self._where(self.place.rank)} ({socket.gethostname()})"
+        where = f"{self._name_of(self.placement.rank)} ({socket.gethostname()})"
         said = [type(error).__name__, f"The run does not begin, as {where} has failed: {error}"]
         with contextlib.suppress(DistError):
             self._store.set("failed", json.dumps(said))
-            if self.place.opens:  # what was said is gone with this process
+            if self.placement.opens:  # what was said is gone with this process
                 time.sleep(5 * _POLL_INTERVAL)
 
-    def _none_failed(self) -> bool:
-        if self._store.check(["failed"]):
-            kind, message = json.loads(self._store.get("failed"))
-            raise getattr(errors, kind, BackendError)(message)
-        return True
+    # ------------------------------------------------------------------ waiting
 
-    # ------------------------------------------------------------------ how it waits
-
-    def _opened(self) -> Any:
-        port = self.place.port
+    def _open_store(self) -> Any:
+        port = self.placement.port
         try:  # it listens at every address of this machine, and this one needs no name
             return _distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True)
         except DistError as error:
@@ -289,10 +291,10 @@ class Rendezvous:
                 f"opened: {_first_line(error)}. Set MASTER_PORT to one that is free, the same on every node."
             ) from error
 
-    def _reached(self) -> Any:
-        address, why = (self.place.address, self.place.port), [""]
+    def _connect(self) -> Any:
+        address, why = (self.placement.address, self.placement.port), [""]
 
-        def answers() -> bool:
+        def is_reachable() -> bool:
             try:
                 socket.create_connection(address, timeout=5).close()
             except OSError as error:
@@ -300,84 +302,91 @@ class Rendezvous:
                 return False
             return True
 
-        self._wait_until(answers, lambda: f"{self._where(0)}{why[0]}")
-        with self._held():
+        self._wait_until(is_reachable, lambda: f"{self._name_of(0)}{why[0]}")
+        with self._store_errors():
             return _distributed.TCPStore(*address, is_master=False, wait_for_workers=False)
 
     def _wait_for_all(self, what: str, ranks: Iterable[int]) -> None:
         missing = list(ranks)
 
-        def come() -> bool:
+        def arrived() -> bool:
             missing[:] = [rank for rank in missing if not self._store.check([f"{what}/{rank}"])]
             return not missing
 
-        self._wait(come, lambda: _list(self._where(rank) for rank in missing))
+        self._wait(arrived, lambda: _list(self._name_of(rank) for rank in missing))
 
-    def _wait(self, come: Callable[[], bool], whom: Callable[[], str]) -> None:
-        self._wait_until(lambda: self._none_failed() and come(), whom)
+    def _wait(self, arrived: Callable[[], bool], whom: Callable[[], str]) -> None:
+        """Wait until a condition holds, or raise the error of a rank that never gets ready."""
 
-    def _wait_until(self, come: Callable[[], bool], whom: Callable[[], str]) -> None:
+        def arrived_or_aborted() -> bool:
+            if self._store.check(["failed"]):
+                kind, message = json.loads(self._store.get("failed"))
+                raise getattr(errors, kind, BackendError)(message)
+            return arrived()
+
+        self._wait_until(arrived_or_aborted, whom)
+
+    def _wait_until(self, arrived: Callable[[], bool], whom: Callable[[], str]) -> None:
         """Wait until a condition holds; print now and then which ranks are missing."""
         began, due = time.monotonic(), list(_REPORT_AFTER)
         while True:
-            with self._held():
-                if come():
+            with self._store_errors():
+                if arrived():
                     return
             waited = time.monotonic() - began
             if waited >= self._patience:
-                raise BackendError(f"{whom()} did not come to {self._there()} in {waited:.0f} s.{self._advice()}")
+                raise BackendError(f"{whom()} did not come to {self._address()} in {waited:.0f} s.{self._advice()}")
             if due and waited >= due[0]:
                 due.pop(0)
-                self._say(whom(), waited)
+                self._print_waiting(whom(), waited)
             time.sleep(_POLL_INTERVAL)
 
     @contextlib.contextmanager
-    def _held(self) -> Iterator[None]:
+    def _store_errors(self) -> Iterator[None]:
         try:
             yield
         except DistError as error:
             raise BackendError(
-                f"{self._where(0)} is gone, where the processes of this run meet ({self._there()}): "
+                f"{self._name_of(0)} is gone, where the processes of this run meet ({self._address()}): "
                 f"{_first_line(error)}. What it said last is the reason."
             ) from error
 
-    # ------------------------------------------------------------------ the words
+    # ------------------------------------------------------------------ what the user reads
 
-    def _say(self, whom: str, waited: float) -> None:
-        if not self.place.first_of_node:
+    def _print_waiting(self, whom: str, waited: float) -> None:
+        if not self.placement.first_of_node:
             return
-        this = (
-            f"This is {self._where(self.place.rank)} of {self.place.nodes if self.place.by_hand else self.place.size}"
-        )
+        size = self.placement.nodes if self.placement.by_hand else self.placement.size
+        this = f"This is {self._name_of(self.placement.rank)} of {size}"
         if waited < _REPORT_AFTER[1]:
-            line = f"{this}, waiting for {whom} at {self._there()}.{self._to_type()}"
+            line = f"{this}, waiting for {whom} at {self._address()}.{self._commands_to_type()}"
         else:
-            line = f"{this}, still waiting for {whom} at {self._there()} after {waited:.0f} s.{self._advice()}"
+            line = f"{this}, still waiting for {whom} at {self._address()} after {waited:.0f} s.{self._advice()}"
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
 
-    def _where(self, rank: int) -> str:
-        return f"node {rank}" if self.place.by_hand else f"rank {rank}"
+    def _name_of(self, rank: int) -> str:
+        return f"node {rank}" if self.placement.by_hand else f"rank {rank}"
 
-    def _there(self) -> str:
-        return f"{self.place.address}:{self.place.port}"
+    def _address(self) -> str:
+        return f"{self.placement.address}:{self.placement.port}"
 
-    def _to_type(self) -> str:
+    def _commands_to_type(self) -> str:
         """Return the commands that start the other nodes, where the user has to."""
-        if not self.place.by_hand or self.place.rank != 0:
+        if not self.placement.by_hand or self.placement.rank != 0:
             return ""
-        reachable = socket.gethostname() if is_loopback(self.place.address) else self.place.address
-        there = f"MASTER_ADDR={reachable} MASTER_PORT={self.place.port}"
-        lines = [f"\n  {there} NODE_RANK={node} {self._command}" for node in range(1, self.place.nodes)]
+        reachable = socket.gethostname() if is_loopback(self.placement.address) else self.placement.address
+        there = f"MASTER_ADDR={reachable} MASTER_PORT={self.placement.port}"
+        lines = [f"\n  {there} NODE_RANK={node} {self._command}" for node in range(1, self.placement.nodes)]
         return f" Type there:{''.join(lines)}"
 
     def _advice(self) -> str:
-        here = f"here it is {self.place.address}"
-        if is_loopback(self.place.address):
+        here = f"here it is {self.placement.address}"
+        if is_loopback(self.placement.address):
             here += ", which leads every machine to itself"
         return (
             f" Where it was started: MASTER_ADDR has to be an address of node 0 that the others reach ({here}), "
-            f"MASTER_PORT={self.place.port} the same on every node and open in firewalls.{self._to_type()}"
+            f"MASTER_PORT={self.placement.port} the same on every node and open in firewalls.{self._commands_to_type()}"
         )
 
 
@@ -388,6 +397,9 @@ def _first_line(error: BaseException) -> str:
 def _list(names: Iterable[str]) -> str:
     *most, last = names
     return f"{', '.join(most)} and {last}" if most else last
+
+
+# ---------------------------------------------------------------------- start and checkpoint, from rank 0
 
 
 _CHUNK_BYTES = 4 * 2**20
@@ -408,7 +420,7 @@ def send_start(meeting: Rendezvous, run_dir: RunDir, ckpt_path: str | None, *, n
     """
     path = None if ckpt_path is None else Path(ckpt_path).absolute()
     resumed = path is not None and run_dir.summary.exists()
-    meeting.tell(
+    meeting.broadcast(
         "start",
         {
             "run_dir": str(run_dir.path.absolute()),
@@ -418,7 +430,7 @@ def send_start(meeting: Rendezvous, run_dir: RunDir, ckpt_path: str | None, *, n
             "newest": newest,
         },
     )
-    answers = meeting.answers()
+    answers = meeting.gather_replies()
     lacking = [answer["host"] for answer in answers if answer["lacks"]]
     _check_newest(path, [f"{answer['host']}:{answer['newer']}" for answer in answers if answer["newer"]])
     if path is not None and path.is_dir() and lacking:
@@ -427,15 +439,15 @@ def send_start(meeting: Rendezvous, run_dir: RunDir, ckpt_path: str | None, *, n
             "this node sees. A run with strategy=deepspeed_* goes on where all nodes share the file system of run_dir."
         )
     if path is not None and lacking:
-        meeting.send(_read_chunks(path), len(lacking))
-    meeting.tell("carried", {})
+        meeting.send_chunks(_read_chunks(path), len(lacking))
+    meeting.broadcast("carried", {})
 
 
 def send_finished(meeting: Rendezvous) -> None:
     """Send, in place of `send_start`, that the run has finished. Called by rank 0. Returns once all others have
     received it, since the store ends with this process."""
-    meeting.tell("start", {"finished": True})
-    meeting.answers()
+    meeting.broadcast("start", {"finished": True})
+    meeting.gather_replies()
 
 
 def receive_start(meeting: Rendezvous) -> tuple[RunDir, str | None] | None:
@@ -445,21 +457,23 @@ def receive_start(meeting: Rendezvous) -> tuple[RunDir, str | None] | None:
     Raises:
         LitRLError: why the run does not begin.
     """
-    told = meeting.hear("start")
+    told = meeting.receive("start")
     if "finished" in told:
-        meeting.answer(None)
+        meeting.reply(None)
         return None
     run_dir, path = RunDir(Path(told["run_dir"])), Path(told["ckpt_path"]) if told["ckpt_path"] else None
-    first = meeting.place.first_of_node
+    first = meeting.placement.first_of_node
     lacks = first and path is not None and (not path.exists() or _checkpoint_digest(path) != told["mark"])
     newer = _newer_checkpoint(run_dir, path) if first and told["newest"] else None
     if first and newer is None:
         run_dir.error.unlink(missing_ok=True)  # of the attempt before
-        _copy_summary(run_dir, told["summary"])
-    meeting.answer({"host": socket.gethostname(), "lacks": lacks, "newer": newer and str(newer)})
+        if told["summary"] is not None and run_dir.read_summary() != told["summary"]:
+            run_dir.path.mkdir(parents=True, exist_ok=True)
+            run_dir.write_summary(told["summary"])  # it decides what is measured, which takes all processes
+    meeting.reply({"host": socket.gethostname(), "lacks": lacks, "newer": newer and str(newer)})
     if lacks and path is not None:
-        _write_chunks(path, meeting.received())
-    meeting.hear("carried")
+        _write_chunks(path, meeting.receive_chunks())
+    meeting.receive("carried")
     return run_dir, str(path) if path is not None else None
 
 
@@ -510,10 +524,3 @@ def _write_chunks(path: Path, pieces: Iterator[bytes]) -> None:
         raise StorageError(
             f"This node ({socket.gethostname()}) lacks the checkpoint {path}, and cannot write it: {error}."
         ) from error
-
-
-def _copy_summary(run_dir: RunDir, summary: dict[str, Any] | None) -> None:
-    """Write rank 0's summary here. It decides what is measured, which takes all processes."""
-    if summary is not None and run_dir.read_summary() != summary:
-        run_dir.path.mkdir(parents=True, exist_ok=True)
-        run_dir.write_summary(summary)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -38,11 +37,59 @@ from lit_rl.models.forward import TokenScores
 from lit_rl.ops.reductions import Metrics, masked_mean, masked_sum
 from lit_rl.runs.run_dir import nan_to_null, read_saved_policy
 
-_ACROSS = 7
-"""Objectives in one block of the matrix: as many as 80 columns hold."""
+# ---------------------------------------------------------------------- the command
 
-CLIP_SHARES = ("clip_ratio/region_mean", "cispo_clip_ratio")
-"""Names under which losses report the share of tokens that they clip."""
+
+_LARGE = 4 << 30
+"""Bytes of gradients held at once above which a note is printed."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The objectives to compare, built but not loaded."""
+
+    modules: list[tuple[str, PolicyGradient]]
+    """Objectives with their names, all of one model description, one reference and one sampling."""
+    rollout: SavedRollout
+    source: Path
+    """The file of the rollout."""
+    checkpoint: Path
+    """The file of the policy's weights."""
+    folder: Path
+    """Folder for the numbers."""
+    fabric: L.Fabric
+    """Device and precision."""
+    notes: list[str]
+    """Notes on the method for the reader."""
+
+
+def replay(job: Replay) -> int:
+    """Compute, print and write loss and gradient of every objective, for the whole rollout as one optimizer step.
+
+    Raises:
+        StorageError: the checkpoint is not of the run's model.
+        RewardError, ConfigError: an objective needs what was not saved.
+    """
+    with preserve_generators():
+        step = _load(job)
+    notes = [*job.notes, *_notes(job, step)]
+    measured = [_measure(name, module, job) for name, module in job.modules]
+    gradients = [each.gradient for each in measured]
+    cosines = [[_cosine(one, two) for two in gradients] for one in gradients]
+    report = ReplayReport(
+        rollout=str(job.source),
+        rollout_step=job.rollout.step,
+        completions=len(job.rollout),
+        checkpoint=str(job.checkpoint),
+        policy_step=step,
+        notes=notes,
+        objectives=[each.outcome for each in measured],
+        cosines=cosines,
+    )
+    print_replay(report)
+    write_replay(report, job.folder)
+    write_tokens(measured[0].tokens, job.rollout.step, job.folder, job.modules[0][1].tokenizer)
+    return 0
 
 
 @dataclass(frozen=True)
@@ -71,6 +118,172 @@ class ReplayReport:
     objectives: list[ObjectiveOutcome]
     cosines: list[list[float]]
     """Cosines of every gradient with every other; NaN where one of them is 0."""
+
+
+# ---------------------------------------------------------------------- what all objectives share
+
+
+def _load(job: Replay) -> int:
+    """Load one policy for all modules, with the checkpoint's weights, and one reference; return its step."""
+    wanted = job.rollout.ref_logprobs is None and any(module.needs_reference for _, module in job.modules)
+    host = next((m for _, m in job.modules if m.needs_reference == wanted), job.modules[0][1])
+    host.configure_model()
+    saved = read_saved_policy(job.checkpoint, beside=["reference"])
+    # The same way that a resumed run takes: refuses another model's weights, and brings a reference that moved.
+    host.on_load_checkpoint({"state_dict": saved.weights, **saved.beside})
+    host.load_state_dict(saved.weights, strict=False)
+    job.fabric._precision.convert_module(host)
+    host.to(job.fabric.device)
+    for _, module in job.modules:
+        module.policy, module.reference_policy = host.policy, host.reference_policy
+        module.fabric = job.fabric  # what asks for a world size and a device asks it here
+        module.to(job.fabric.device)
+        module.plan = _plan(module, job.rollout)
+    return saved.step
+
+
+def _plan(module: PolicyGradient, rollout: SavedRollout) -> BatchPlan:
+    """Return the whole rollout as one optimizer step, cut as the run cut it."""
+    return BatchPlan(
+        prompts_per_rollout=len(rollout.rows),
+        group_size=module.group_size,
+        minibatches=1,
+        iterations=1,
+        accumulate=rollout.micro_batches,
+        world_size=1,
+        split_groups=rollout.split_groups,
+    )
+
+
+def _notes(job: Replay, step: int) -> list[str]:
+    rollout, notes = job.rollout, []
+    if step == rollout.step:
+        notes.append("policy and rollout are of the same step: every ratio is about 1, and nothing is clipped")
+    if step < rollout.step:
+        notes.append("the policy is older than the rollout: ratios say how it was before, not after, an update")
+    if rollout.old_logprobs is None:
+        notes.append("the run took no old log-probs: those that the generator reported stand for them")
+    if rollout.world_size > 1:
+        notes.append(f"the rows are those of rank 0: a share of 1/{rollout.world_size} of the rollout")
+    if any(module.groups is not None for _, module in job.modules):
+        notes.append("groups that an objective would replace by fresh ones are left out")
+    size = 4 * len(job.modules) * sum(p.numel() for p in _trained_parameters(job.modules[0][1].policy))
+    if size > _LARGE:
+        notes.append(f"the gradients took {size / (1 << 30):.1f} GiB of memory: name fewer losses to lower it")
+    return notes
+
+
+# ---------------------------------------------------------------------- one objective
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """The measurements of one objective."""
+
+    outcome: ObjectiveOutcome
+    gradient: Tensor
+    """Float32, one vector, on the CPU."""
+    tokens: SeenTokens
+
+
+def _measure(name: str, module: PolicyGradient, job: Replay) -> _Measured:
+    """Return loss and gradient of one objective, and its view of the tokens."""
+    with preserve_generators():
+        torch.manual_seed(module.seed)  # dropout, where there is any, and random shares are the same for all
+        with job.fabric.autocast(), module.rollout_context():
+            scored, rollout = _with_credit(module, job)
+        module.policy.train()
+        return _backward(name, module, SeenTokens.of(scored, rollout), job)
+
+
+def _with_credit(module: PolicyGradient, job: Replay) -> tuple[Scored, Rollout]:
+    """Return the rollout with this objective's advantages. Log-probs that were saved with it are never recomputed."""
+    saved, device = job.rollout, job.fabric.device
+    greedy = None if saved.greedy_rewards is None else saved.greedy_rewards.to(device)
+    group = len(saved) // len(saved.rows)
+    prompts = zip(saved.completions.prompt_ids[::group], saved.completions.prompt_mask[::group])
+    texts = module.tokenizer.batch_decode([ids[mask].tolist() for ids, mask in prompts])
+    rows = PromptBatch(texts, [], {}, saved.rows, [0] * len(saved.rows), rollout=saved.number)
+    scored = Scored(
+        rows, checkpoints.to_device_dataclass(saved.completions, device), saved.scores, greedy_rewards=greedy
+    )
+    scored, _ = module.choose(scored)
+    ref = None if saved.ref_logprobs is None else saved.ref_logprobs.to(device)
+    if module.needs_reference and ref is None:
+        ref = module.ref_logprobs(scored.completions)
+    old = saved.completions.sampler_logprobs if saved.old_logprobs is None else saved.old_logprobs
+    rollout, _ = module.advantages(scored, old.to(device), ref)
+    return scored, rollout
+
+
+def _backward(name: str, module: PolicyGradient, seen: SeenTokens, job: Replay) -> _Measured:
+    plan, saved, rollout = module.plan, job.rollout, seen.rollout
+    assert plan is not None
+    (counts,) = step_counts(rollout, plan, seed=module.seed, index=saved.number)
+    slots = rows_of_slots(rollout, plan, seed=module.seed, index=saved.number)
+    micros = [micro_batch(rollout, rows) for rows in slots]
+    with job.fabric.autocast():
+        step = module.look_ahead(micros) if module.needs_step and len(micros) > 1 else None
+    parameters = _trained_parameters(module.policy)
+    gradient = torch.zeros(sum(p.numel() for p in parameters))
+    averages, total = Averages(), 0.0
+    for rows, micro in zip(slots, micros):
+        with job.fabric.autocast():
+            scores = module.token_scores(micro.completions)
+            scores.logprobs.retain_grad()
+            loss, metrics = module.loss(micro, scores, step_totals(counts, plan), step)
+        seen.add(rows, scores)
+        loss.backward()
+        total += float(loss.detach())
+        start = 0
+        for p in parameters:
+            if p.grad is not None:
+                gradient[start : start + p.numel()] += p.grad.detach().float().flatten().cpu()
+                p.grad = None
+            start += p.numel()
+        averages.add(metrics | _token_statistics(micro, scores.logprobs.grad))
+    numbers = averages.reduce(Ranks(job.fabric.device))
+    return _Measured(ObjectiveOutcome(name, total, math.sqrt(_dot(gradient, gradient)), numbers), gradient, seen)
+
+
+def _token_statistics(micro: Rollout, gradient: Tensor | None) -> Metrics:
+    """Return the mean size of an advantage, and the share of loss tokens whose log-prob the objective does not move."""
+    mask, advantages = micro.loss_mask, micro.advantages
+    assert advantages is not None
+    per_token = advantages if advantages.ndim == 2 else advantages[:, None].expand(mask.shape)
+    still = torch.ones_like(mask) if gradient is None else gradient == 0
+    return {
+        "advantage_size": (masked_sum(per_token.abs(), mask), mask.sum()),
+        "no_gradient": ((still & mask).sum(), mask.sum()),
+    }
+
+
+def _trained_parameters(policy: nn.Module) -> list[nn.Parameter]:
+    return [p for p in policy.parameters() if p.requires_grad]
+
+
+_CHUNK = 1 << 24
+
+
+def _dot(one: Tensor, two: Tensor) -> float:
+    """Return the dot product in float64, a piece at a time: float32 sums over millions of entries lose digits."""
+    return sum(float(a.double() @ b.double()) for a, b in zip(one.split(_CHUNK), two.split(_CHUNK)))
+
+
+def _cosine(one: Tensor, two: Tensor) -> float:
+    """Return the cosine of two vectors; NaN where one of them is 0."""
+    sizes: Any = math.sqrt(_dot(one, one)) * math.sqrt(_dot(two, two))
+    return _dot(one, two) / sizes if sizes else math.nan
+
+
+# ---------------------------------------------------------------------- the report
+
+
+_ACROSS = 7
+"""Objectives in one block of the matrix: as many as 80 columns hold."""
+
+CLIP_SHARES = ("clip_ratio/region_mean", "cispo_clip_ratio")
+"""Names under which losses report the share of tokens that they clip."""
 
 
 def print_replay(report: ReplayReport) -> None:
@@ -121,6 +334,9 @@ def write_replay(report: ReplayReport, folder: Path) -> None:
     except OSError as error:
         raise StorageError(f"{path} could not be written: {error.strerror}.") from error
     Console().print(f"numbers  {path}", soft_wrap=True, highlight=False)
+
+
+# ---------------------------------------------------------------------- the tokens of the first objective
 
 
 @dataclass(frozen=True)
@@ -192,220 +408,3 @@ def _token_table(seen: SeenTokens, step: int, tokenizer: Any) -> dict[str, list[
     if rollout.ref_logprobs is not None:
         more["ref_logprobs"] = rollout.ref_logprobs
     return table | token_columns(completions, rollout, tokenizer, more)
-
-
-_CHUNK = 1 << 24
-_LARGE = 4 << 30
-"""Bytes of gradients held at once above which a note is printed."""
-
-
-@dataclass(frozen=True)
-class Replay:
-    """The objectives to compare, built but not loaded."""
-
-    modules: list[tuple[str, PolicyGradient]]
-    """Objectives with their names, all of one model description, one reference and one sampling."""
-    rollout: SavedRollout
-    source: Path
-    """The file of the rollout."""
-    checkpoint: Path
-    """The file of the policy's weights."""
-    folder: Path
-    """Folder for the numbers."""
-    fabric: L.Fabric
-    """Device and precision."""
-    notes: list[str]
-    """Notes on the method for the reader."""
-
-
-def replay(job: Replay) -> int:
-    """Compute, print and write loss and gradient of every objective, for the whole rollout as one optimizer step.
-
-    Raises:
-        StorageError: the checkpoint is not of the run's model.
-        RewardError, ConfigError: an objective needs what was not saved.
-    """
-    with preserve_generators():
-        step = _load(job)
-    notes = [*job.notes, *_notes(job, step)]
-    measured = [_measure(name, module, job) for name, module in job.modules]
-    gradients = [each.gradient for each in measured]
-    cosines = [[_cosine(one, two) for two in gradients] for one in gradients]
-    report = ReplayReport(
-        rollout=str(job.source),
-        rollout_step=job.rollout.step,
-        completions=len(job.rollout),
-        checkpoint=str(job.checkpoint),
-        policy_step=step,
-        notes=notes,
-        objectives=[each.outcome for each in measured],
-        cosines=cosines,
-    )
-    print_replay(report)
-    write_replay(report, job.folder)
-    write_tokens(measured[0].tokens, job.rollout.step, job.folder, job.modules[0][1].tokenizer)
-    return 0
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """The measurements of one objective."""
-
-    outcome: ObjectiveOutcome
-    gradient: Tensor
-    """Float32, one vector, on the CPU."""
-    tokens: SeenTokens
-
-
-# ---------------------------------------------------------------------- what all objectives share
-
-
-def _load(job: Replay) -> int:
-    """Load one policy for all modules, with the checkpoint's weights, and one reference; return its step."""
-    wanted = job.rollout.ref_logprobs is None and any(module.needs_reference for _, module in job.modules)
-    host = next((m for _, m in job.modules if m.needs_reference == wanted), job.modules[0][1])
-    host.configure_model()
-    saved = read_saved_policy(job.checkpoint, beside=["reference"])
-    # The same way that a resumed run takes: refuses another model's weights, and brings a reference that moved.
-    host.on_load_checkpoint({"state_dict": saved.weights, **saved.beside})
-    host.load_state_dict(saved.weights, strict=False)
-    job.fabric._precision.convert_module(host)
-    host.to(job.fabric.device)
-    for _, module in job.modules:
-        module.policy, module.reference_policy = host.policy, host.reference_policy
-        module.fabric = job.fabric  # what asks for a world size and a device asks it here
-        module.to(job.fabric.device)
-        module.plan = _plan(module, job.rollout)
-    return saved.step
-
-
-def _plan(module: PolicyGradient, rollout: SavedRollout) -> BatchPlan:
-    """Return the whole rollout as one optimizer step, cut as the run cut it."""
-    return BatchPlan(
-        prompts_per_rollout=len(rollout.rows),
-        group_size=module.group_size,
-        minibatches=1,
-        iterations=1,
-        accumulate=rollout.micro_batches,
-        world_size=1,
-        split_groups=rollout.split_groups,
-    )
-
-
-def _old_logprobs(rollout: SavedRollout) -> Tensor:
-    return rollout.completions.sampler_logprobs if rollout.old_logprobs is None else rollout.old_logprobs
-
-
-def _notes(job: Replay, step: int) -> list[str]:
-    rollout, notes = job.rollout, []
-    if step == rollout.step:
-        notes.append("policy and rollout are of the same step: every ratio is about 1, and nothing is clipped")
-    if step < rollout.step:
-        notes.append("the policy is older than the rollout: ratios say how it was before, not after, an update")
-    if rollout.old_logprobs is None:
-        notes.append("the run took no old log-probs: those that the generator reported stand for them")
-    if rollout.world_size > 1:
-        notes.append(f"the rows are those of rank 0: a share of 1/{rollout.world_size} of the rollout")
-    if any(module.groups is not None for _, module in job.modules):
-        notes.append("groups that an objective would replace by fresh ones are left out")
-    size = 4 * len(job.modules) * sum(p.numel() for p in _trained_parameters(job.modules[0][1].policy))
-    if size > _LARGE:
-        notes.append(f"the gradients took {size / (1 << 30):.1f} GiB of memory: name fewer losses to lower it")
-    return notes
-
-
-# ---------------------------------------------------------------------- one objective
-
-
-def _measure(name: str, module: PolicyGradient, job: Replay) -> _Measured:
-    """Return loss and gradient of one objective, and its view of the tokens."""
-    with preserve_generators():
-        torch.manual_seed(module.seed)  # dropout, where there is any, and random shares are the same for all
-        with job.fabric.autocast(), module.rollout_context():
-            scored, rollout = _with_credit(module, job)
-        module.policy.train()
-        return _backward(name, module, SeenTokens.of(scored, rollout), job)
-
-
-def _with_credit(module: PolicyGradient, job: Replay) -> tuple[Scored, Rollout]:
-    """Return the rollout with this objective's advantages. Log-probs that were saved with it are never recomputed."""
-    saved, device = job.rollout, job.fabric.device
-    greedy = None if saved.greedy_rewards is None else saved.greedy_rewards.to(device)
-    texts = module.tokenizer.batch_decode([ids[mask].tolist() for ids, mask in _prompts(saved)])
-    rows = PromptBatch(texts, [], {}, saved.rows, [0] * len(saved.rows), rollout=saved.number)
-    scored = Scored(
-        rows, checkpoints.to_device_dataclass(saved.completions, device), saved.scores, greedy_rewards=greedy
-    )
-    scored, _ = module.choose(scored)
-    ref = None if saved.ref_logprobs is None else saved.ref_logprobs.to(device)
-    if module.needs_reference and ref is None:
-        ref = module.ref_logprobs(scored.completions)
-    rollout, _ = module.advantages(scored, _old_logprobs(saved).to(device), ref)
-    return scored, rollout
-
-
-def _prompts(saved: SavedRollout) -> list[tuple[Tensor, Tensor]]:
-    group = len(saved) // len(saved.rows)
-    return list(zip(saved.completions.prompt_ids[::group], saved.completions.prompt_mask[::group]))
-
-
-def _backward(name: str, module: PolicyGradient, seen: SeenTokens, job: Replay) -> _Measured:
-    plan, saved, rollout = module.plan, job.rollout, seen.rollout
-    assert plan is not None
-    (counts,) = step_counts(rollout, plan, seed=module.seed, index=saved.number)
-    slots = rows_of_slots(rollout, plan, seed=module.seed, index=saved.number)
-    micros = [micro_batch(rollout, rows) for rows in slots]
-    with job.fabric.autocast():
-        step = module.look_ahead(micros) if module.needs_step and len(micros) > 1 else None
-    parameters = _trained_parameters(module.policy)
-    gradient = torch.zeros(sum(p.numel() for p in parameters))
-    averages, total = Averages(), 0.0
-    for rows, micro in zip(slots, micros):
-        with job.fabric.autocast():
-            scores = module.token_scores(micro.completions)
-            scores.logprobs.retain_grad()
-            loss, metrics = module.loss(micro, scores, step_totals(counts, plan), step)
-        seen.add(rows, scores)
-        loss.backward()
-        total += float(loss.detach())
-        _add_gradient(gradient, parameters)
-        averages.add(metrics | _token_statistics(micro, scores.logprobs.grad))
-    numbers = averages.reduce(Ranks(job.fabric.device))
-    return _Measured(ObjectiveOutcome(name, total, math.sqrt(_dot(gradient, gradient)), numbers), gradient, seen)
-
-
-def _token_statistics(micro: Rollout, gradient: Tensor | None) -> Metrics:
-    """Return the mean size of an advantage, and the share of loss tokens whose log-prob the objective does not move."""
-    mask, advantages = micro.loss_mask, micro.advantages
-    assert advantages is not None
-    per_token = advantages if advantages.ndim == 2 else advantages[:, None].expand(mask.shape)
-    still = torch.ones_like(mask) if gradient is None else gradient == 0
-    return {
-        "advantage_size": (masked_sum(per_token.abs(), mask), mask.sum()),
-        "no_gradient": ((still & mask).sum(), mask.sum()),
-    }
-
-
-def _trained_parameters(policy: nn.Module) -> list[nn.Parameter]:
-    return [p for p in policy.parameters() if p.requires_grad]
-
-
-def _add_gradient(gradient: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-    """Add each `.grad` to the vector, and clear it."""
-    start = 0
-    for p in parameters:
-        if p.grad is not None:
-            gradient[start : start + p.numel()] += p.grad.detach().float().flatten().cpu()
-            p.grad = None
-        start += p.numel()
-
-
-def _dot(one: Tensor, two: Tensor) -> float:
-    """Return the dot product in float64, a piece at a time: float32 sums over millions of entries lose digits."""
-    return sum(float(a.double() @ b.double()) for a, b in zip(one.split(_CHUNK), two.split(_CHUNK)))
-
-
-def _cosine(one: Tensor, two: Tensor) -> float:
-    """Return the cosine of two vectors; NaN where one of them is 0."""
-    sizes: Any = math.sqrt(_dot(one, one)) * math.sqrt(_dot(two, two))
-    return _dot(one, two) / sizes if sizes else math.nan

@@ -16,50 +16,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lit_rl.callbacks.alarms import BEFORE_ALARM_FOLDER as BEFORE_ALARM
+from lit_rl.callbacks.alarms import BEFORE_ALARM_FOLDER
 from lit_rl.callbacks.checkpoint_io import fault_of_contents, newest_whole, unusable_checkpoint, verify_once
 from lit_rl.callbacks.record import RECORD_FILES, record_files
 from lit_rl.core.durable_files import PARTIAL, flush, replacing, write_new
 from lit_rl.core.errors import ConfigError, StorageError
 from lit_rl.models.verified_folder import unpublished_folders
-from lit_rl.reports import run_files
-from lit_rl.reports.run_files import REPORT_FILE, RunPaths
+from lit_rl.reports.run_files import REPORT_FILE, RunPaths, check_not_a_file, folder_taken_error, with_version_line
 from lit_rl.reports.secrets import redact
 from lit_rl.runs.run_lock import LOCK_FILE, RunLock
-
-
-@dataclass(frozen=True)
-class SavedPolicy:
-    """The policy in a checkpoint."""
-
-    weights: dict[str, Tensor]
-    """Tensors by their names in the module."""
-    step: int
-    """Optimizer steps that it has taken."""
-    beside: dict[str, Any]
-    """The settings that the checkpoint notes of its run, and the keys that were asked for, where they are there."""
-
-
-def read_saved_policy(checkpoint: Path, beside: Sequence[str] = ()) -> SavedPolicy:
-    """Read a checkpoint.
-
-    Args:
-        checkpoint: The file.
-        beside: Keys of the checkpoint that are wanted too, such as `reference`.
-
-    Raises:
-        StorageError: it is no checkpoint of a run, or is damaged.
-    """
-    verify_once(checkpoint)
-    try:
-        saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
-        weights = {name: tensor for name, tensor in saved["state_dict"].items() if name.startswith("policy.")}
-        return SavedPolicy(
-            weights, int(saved["global_step"]), {key: saved[key] for key in ("run", *beside) if key in saved}
-        )
-    except Exception as error:  # an unpickler fails on a file of another kind in every way there is
-        raise unusable_checkpoint(checkpoint, fault_of_contents(error)) from error
-
 
 StartKind = Literal["new", "anew", "resumed"]
 """Start of a run in its folder: in an empty one; in place of a run that died before its first checkpoint; or from a
@@ -76,7 +41,7 @@ REPLACED = (
     "error.json",
     REPORT_FILE,
     "checkpoints/*.ckpt",
-    f"checkpoints/{BEFORE_ALARM}/*.ckpt",
+    f"checkpoints/{BEFORE_ALARM_FOLDER}/*.ckpt",
     "hf",
     *AVERAGES,
     f"{HF_STEPS}/step_*",
@@ -100,22 +65,17 @@ class FilesBefore:
 class RunDir(RunPaths):
     """The folder of a run that starts, resumes or has ended: its files, and the ones that may be written."""
 
-    def read_summary(self) -> dict[str, Any]:
-        """Return the summary; empty where there is none. Nothing depends on a damaged one: it is written anew, with a
-        warning."""
-        return run_files.read_summary(self.path)
-
     def write_summary(self, summary: dict[str, Any]) -> None:
         _replace(self.summary, json.dumps(nan_to_null(summary), indent=2, allow_nan=False) + "\n")
 
     def write_config(self, text: str) -> None:
-        _replace(self.config, run_files.with_version_line(text))
+        _replace(self.config, with_version_line(text))
 
     def write_error(self, what: dict[str, Any]) -> dict[str, Any] | None:
         """Write the error that ended the run. Of several ranks the first one writes it: the others fail because of it.
 
         Returns:
-            What another rank has said before; None where this is the first.
+            The error that another rank wrote before; None where this is the first.
         """
         with contextlib.suppress(OSError, ValueError):  # nothing may hide the error itself
             try:
@@ -124,27 +84,22 @@ class RunDir(RunPaths):
                 return json.loads(self.error.read_text())
         return None
 
-    @property
-    def finished(self) -> bool:
-        """True if a run here has finished. (A summary without a run is the user's, and is not read.)"""
-        return run_files.is_finished(self.path)
-
     def open(self, start: StartKind, lock: RunLock | None = None) -> RunLock:
         """Make the folder, or refuse it: another run's results, and the user's files, are never mixed with this run's.
 
         Args:
-            start: How the run begins.
-            lock: Of the folder, where it is held already.
+            start: Kind of start.
+            lock: Lock of the folder, where it is held already.
 
         Returns:
-            What keeps other runs out, until it is released.
+            The lock that keeps other runs out, until it is released.
 
         Raises:
             StorageError: it is a file, cannot be written, or is in use.
             ConfigError: it holds a run and this is not its continuation; or files that no run wrote, under names that
                 this one would write.
         """
-        run_files.check_not_a_file(self.path)
+        check_not_a_file(self.path)
         with contextlib.ExitStack() as undo:
             if lock is None and self.holds_a_run:  # before anything is said of a run that still goes on
                 lock = undo.enter_context(contextlib.closing(RunLock(self.path)))
@@ -157,14 +112,14 @@ class RunDir(RunPaths):
         return lock
 
     def _check_free(self, start: StartKind) -> None:
-        if theirs := next(self._of_the_user(start), None):
+        if theirs := next(self._files_of_user(start), None):
             raise ConfigError(
                 f"run_dir={self.path} holds {theirs.relative_to(self.path)}, which a run would replace and which no "
                 "run wrote: the folder has no config.yaml of a run. Take another run_dir; a new folder is best."
             )
         if start == "new" and (self.finished or any(self.checkpoints.glob("*.ckpt")) or self.metrics.exists()):
             state = "a finished run" if self.finished else "a run that did not finish"
-            raise run_files.folder_taken_error(self.path, state)
+            raise folder_taken_error(self.path, state)
 
     def make(self) -> None:
         """Make the folder if it is missing.
@@ -182,11 +137,11 @@ class RunDir(RunPaths):
                 f"run_dir={self.path} cannot be written ({error.strerror}). Take another run_dir."
             ) from error
 
-    def missing(self) -> list[Path]:
+    def missing_folders(self) -> list[Path]:
         """Return the folders that `open` will make, the innermost first."""
         return [path for path in (self.path, *self.path.parents) if not path.exists()]
 
-    def keeps(self, made: Sequence[Path], kept_for: str) -> bool:
+    def would_keep(self, made: Sequence[Path], kept_for: str) -> bool:
         """Tell whether `withdraw`, with the same arguments, would leave the folder as it is."""
         if self.path not in made:
             return True
@@ -199,10 +154,10 @@ class RunDir(RunPaths):
         """Remove the folder of a start that failed before it had anything to keep, if this start made the folder.
 
         Args:
-            made: What was `missing` before.
+            made: Folders that were `missing_folders` before.
             kept_for: The folder stays if a metric was logged whose name begins so; "" is any.
         """
-        if self.keeps(made, kept_for):
+        if self.would_keep(made, kept_for):
             return
         if not os.path.isdir(self.path):  # those above it were made, and it could not be
             return _remove_empty(made)
@@ -213,28 +168,28 @@ class RunDir(RunPaths):
         inside = sorted((path for path in self.path.rglob("*") if path.is_dir()), reverse=True)
         _remove_empty([*inside, *made])
 
-    def stands(self) -> FilesBefore:
-        """Return the files before a start resumes the run, for `put_back`."""
+    def snapshot(self) -> FilesBefore:
+        """Return the files before a start resumes the run, for `restore`."""
         written = (self.config, self.summary, self.error, self.page, self.path / "csv" / "metrics.csv")
         return FilesBefore(
             {path: path.read_bytes() if path.is_file() else None for path in written},
             {path: path.stat().st_size for path in record_files(self.path)},
         )
 
-    def put_back(self, stood: FilesBefore) -> None:
+    def restore(self, before: FilesBefore) -> None:
         """Restore the files after a start that was refused before it resumed the run."""
-        for path, data in stood.contents.items():
+        for path, data in before.contents.items():
             if data is None:
                 path.unlink(missing_ok=True)
             elif not path.is_file() or path.read_bytes() != data:
                 _replace(path, data)
         for path in record_files(self.path):
-            if path not in stood.sizes:
+            if path not in before.sizes:
                 path.unlink()
-            elif path.stat().st_size > stood.sizes[path]:
-                os.truncate(path, stood.sizes[path])
+            elif path.stat().st_size > before.sizes[path]:
+                os.truncate(path, before.sizes[path])
 
-    def _of_the_user(self, start: StartKind) -> Iterator[Path]:
+    def _files_of_user(self, start: StartKind) -> Iterator[Path]:
         """Yield files that this run would replace and that no run wrote. A folder is a run's by its config.yaml, or by
         a checkpoint."""
         if not self.path.is_dir() or self.holds_a_run:
@@ -243,15 +198,6 @@ class RunDir(RunPaths):
             yield self.config
         if start != "resumed":
             yield from (path for name in REPLACED for path in sorted(self.path.glob(name)))
-
-    @property
-    def holds_a_run(self) -> bool:
-        """True if a run wrote config.yaml, which is there before anything else of the run is."""
-        return run_files.holds_a_run(self.path)
-
-    def read_config(self) -> dict[str, Any]:
-        """Return config.yaml as a mapping; empty where it cannot be read."""
-        return run_files.read_config(self.path)
 
     @property
     def steps(self) -> int:
@@ -306,3 +252,36 @@ def _replace(path: Path, content: str | bytes) -> None:
     with replacing(path) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
         flush(partial)
+
+
+@dataclass(frozen=True)
+class SavedPolicy:
+    """The policy in a checkpoint."""
+
+    weights: dict[str, Tensor]
+    """Tensors by their names in the module."""
+    step: int
+    """Optimizer steps that it has taken."""
+    beside: dict[str, Any]
+    """The settings that the checkpoint notes of its run, and the keys that were asked for, where they are there."""
+
+
+def read_saved_policy(checkpoint: Path, beside: Sequence[str] = ()) -> SavedPolicy:
+    """Read a checkpoint.
+
+    Args:
+        checkpoint: The file.
+        beside: Keys of the checkpoint that are wanted too, such as `reference`.
+
+    Raises:
+        StorageError: it is no checkpoint of a run, or is damaged.
+    """
+    verify_once(checkpoint)
+    try:
+        saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        weights = {name: tensor for name, tensor in saved["state_dict"].items() if name.startswith("policy.")}
+        return SavedPolicy(
+            weights, int(saved["global_step"]), {key: saved[key] for key in ("run", *beside) if key in saved}
+        )
+    except Exception as error:  # an unpickler fails on a file of another kind in every way there is
+        raise unusable_checkpoint(checkpoint, fault_of_contents(error)) from error

@@ -37,22 +37,23 @@ class RunLock:
 
     def __init__(self, folder: Path, setting: str = "run_dir") -> None:
         self.path, self._setting = folder / LOCK_FILE, setting
-        self._file = self._held()
+        self._file = self._acquire()
         os.register_at_fork(after_in_child=self._file.close)  # a child that lives on must not hold it
         with contextlib.suppress(OSError):  # of a full disk: what it says is for people
+            since = datetime.now().astimezone().isoformat(timespec="seconds")
             self._file.truncate(0)
-            self._file.write(json.dumps(_about_this_process()))
+            self._file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}))
             self._file.flush()
 
-    def _held(self) -> TextIO:
+    def _acquire(self) -> TextIO:
         for _ in range(_MOST_TRIES):
-            file = self._opened()
-            if self._names(file):
+            file = self._lock_file()
+            if self._is_at_path(file):
                 return file
             file.close()  # who held it before has removed the file in between
         raise StorageError(f"{self.path} is another file each time that it is looked at. Take another {self._setting}.")
 
-    def _opened(self) -> TextIO:
+    def _lock_file(self) -> TextIO:
         folder = self.path.parent
         try:
             file = self.path.open("a+")
@@ -73,7 +74,7 @@ class RunLock:
                 ) from error
         return file
 
-    def _names(self, file: TextIO) -> bool:
+    def _is_at_path(self, file: TextIO) -> bool:
         """Tell whether the path still leads to the file that is open."""
         try:
             named, held = self.path.stat(), os.fstat(file.fileno())
@@ -86,13 +87,8 @@ class RunLock:
         if self._file.closed:
             return
         with self._file, contextlib.suppress(OSError):
-            if self._names(self._file):
+            if self._is_at_path(self._file):
                 self.path.unlink()
-
-
-def _about_this_process() -> dict[str, str | int]:
-    since = datetime.now().astimezone().isoformat(timespec="seconds")
-    return {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
 
 
 def _holder(file: TextIO) -> str:

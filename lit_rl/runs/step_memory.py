@@ -41,28 +41,24 @@ def explain_out_of_memory(module: PolicyModule) -> Iterator[None]:
     """Add the plan, and the settings that lower it, to the error where memory runs out in this block.
 
     Raises:
-        BackendError: of an error of which `lit_rl.core.errors.is_out_of_memory` is true.
+        BackendError: for an error that satisfies `lit_rl.core.errors.is_out_of_memory`.
     """
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        said = _explained(error, module)
-        if said is None:
+        fits = module._trainer is not None and module.trainer.state.fn == "fit"
+        explained = None
+        if isinstance(error, DecodingMemoryError):
+            explained = _while_decoding(error, module, fits)
+        elif module._trainer is not None and not fits:
+            explained = _while_scoring(error, module)
+        if explained is None and fits:
+            explained = out_of_memory_error(error, module)
+        if explained is None:  # nothing is known of the model
             raise
-        raise said from error
-
-
-def _explained(error: Exception, module: PolicyModule) -> BackendError | None:
-    """Return the explained error; None where nothing is known of the model."""
-    fits = module._trainer is not None and module.trainer.state.fn == "fit"
-    if isinstance(error, DecodingMemoryError):
-        if said := _while_decoding(error, module, fits):
-            return said
-    elif module._trainer is not None and not fits:
-        return _while_scoring(error, module)
-    return out_of_memory_error(error, module) if fits else None
+        raise explained from error
 
 
 def _while_decoding(error: DecodingMemoryError, module: PolicyModule, fits: bool) -> BackendError | None:

@@ -113,12 +113,15 @@ def train(run: Run) -> int:
             _save(run, summary | {"status": "running"})
         elif summary.get("status") != "running" and not run.dry:  # it goes on
             _save(run, summary | {"status": "running"})
-        with _save_after_error(run, summary), exit_signals.exits_as_errors(run.trainer):
+        with _saving_after_error(run, summary), exit_signals.exits_as_errors(run.trainer):
             try:
                 with explain_out_of_memory(run.module):
                     run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.ckpt_path, weights_only=True)
             except GenerationError:
-                _print_resume_after_generation_error(run)
+                if run.trainer.is_global_zero and not run.dry and run.run_dir.last_checkpoint() is not None:
+                    line = "A rollout failed. Once its cause is mended, go on from the newest checkpoint with:"
+                    line += f"\n  {run.command} ckpt_path=last"
+                    Console().print(line, soft_wrap=True, markup=False, highlight=False)
                 raise
             summary |= {"steps": run.trainer.global_step, "seconds": earlier + time.time() - started}
             if stop.signum is not None:
@@ -129,8 +132,211 @@ def train(run: Run) -> int:
     return 0
 
 
+def _announce(run: Run) -> None:
+    if not run.trainer.is_global_zero:
+        return
+    where = "nothing is written" if run.dry else str(run.run_dir.path)
+    device = (
+        f"{run.trainer.world_size} x {run.trainer.accelerator.name()}"
+        if hasattr(run.trainer.accelerator, "name")
+        else ""
+    )
+    threads = "1 thread" if torch.get_num_threads() == 1 else f"{torch.get_num_threads()} threads"
+    Console().print(f"run_dir  {where}   ({device}, {threads})", soft_wrap=True, highlight=False)
+    if run.ckpt_path:
+        Console().print(f"resuming {run.ckpt_path}", soft_wrap=True, highlight=False)
+
+
+def _note_command(run: Run, summary: dict[str, Any]) -> None:
+    """Put the typed command, without secrets, into the summary: under `command` the one that began the run, under
+    `went_on` those that resumed it; and into the module, for the cards of its exports."""
+    if not run.command:
+        return
+    command, folder = redact_command(run.command), run.run_dir.path.resolve()
+    start = Path(run.ckpt_path).resolve() if run.ckpt_path else None
+    own = start is not None and folder in start.parents
+    newest = run.run_dir.last_checkpoint() if own else None
+    if newest is not None and newest.resolve() == start:
+        command += " ckpt_path=last"
+    elif start is not None:
+        where = f"{READER_FOLDER}/{start.relative_to(folder)}" if own else run.ckpt_path
+        command += f" {redact_command(shlex.join([f'ckpt_path={where}']))}"
+    if not own or "command" not in summary:
+        summary["command"] = command
+    elif command not in summary.setdefault("went_on", []):
+        summary["went_on"].append(command)
+    run.module.command = commands_for_readers([summary["command"], *summary.get("went_on", [])])
+
+
+# ---------------------------------------------------------------------- measuring
+
+
+def measure(run: Run, summary: dict[str, Any], when: str) -> None:
+    """Validate, and put the numbers into `summary` under `when`, which is `before` or `after`.
+
+    Of every validation set reward and win rate with their intervals, `{set: {"greedy" | "sampled at T": numbers}}`, and
+    under `losses` the metrics that the algorithm names as its headline.
+
+    The `eval` group is one decoding, logged as `val/`, as validations during `fit` are; the training's temperature, if
+    that is another one, is the second, logged as `val_sampled/` (`GeneratingModule.decoding_at`).
+    A model that scores decodes nothing: its validation says its losses.
+    """
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    summary[when] = results
+    losses = summary.setdefault("losses", {})
+    losses[when] = {}
+    if not _has_validation(run):
+        return
+    module = run.module
+    with explain_out_of_memory(module):
+        run.trainer.validate(module, datamodule=run.data, verbose=False)
+    if when == "before":
+        check_monitors(run.trainer, (), "val")
+    headline = getattr(module, "headline", ())
+    losses[when] = {
+        name: float(value)
+        for name, value in run.trainer.callback_metrics.items()
+        if name.startswith("val/") and any(name.endswith(f"/{leaf}") for leaf in headline)
+    }
+    if not isinstance(module, GeneratingModule):
+        return
+    _collect(run, results, "val", module.evaluation.temperature)
+    training = module.sampling.temperature
+    if training == module.evaluation.temperature or not module.reward_functions.names:  # nothing to compare
+        return
+    with module.decoding_at(training), explain_out_of_memory(module):
+        run.trainer.validate(module, datamodule=run.data, verbose=False)
+        _collect(run, results, f"val_{module.second_decoding}", training)
+
+
+def _has_validation(run: Run) -> bool:
+    data, kind = run.data, getattr(run.module, "learns_from", None)
+    model = run.module.model
+    ends = model.eos_ids if hasattr(run.module, "evaluation") else ()
+    data.prepare(model.tokenizer, *([kind] if kind else []), processor=model.processor, eos_ids=ends)  # pyright: ignore
+    sets = [*data.val_names, *getattr(data, "loss_names", ())]  # pyright: ignore
+    return bool(sets) and run.trainer.limit_val_batches != 0
+
+
+def _collect(run: Run, results: dict[str, dict[str, dict[str, float]]], stage: str, temperature: float) -> None:
+    """Add the metrics of the last validation for every set, by decoding."""
+    drawn = decoding_label(temperature)
+    for key, value in run.trainer.callback_metrics.items():
+        head, _, leaf = key.rpartition("/")
+        first, _, name = head.partition("/")
+        if leaf in closing_report.TABLE_METRICS and first == stage:
+            results.setdefault(name, {}).setdefault(drawn, {})[leaf] = float(value)
+
+
+# ---------------------------------------------------------------------- the end in order
+
+
+def _finish(run: Run, summary: dict[str, Any], earlier: float, started: float) -> None:
+    """Measure, export, sum up, and print the paths of everything."""
+    _count_the_last_step(run.trainer)
+    measure(run, summary, "after")
+    summary["export"] = export(run, summary)
+    summary["data"] = run.data.report  # pyright: ignore
+    summary["phases"] = closing_report.phase_totals(run.run_dir.metrics)
+    alarm = _stopping_alarm(run.trainer)
+    summary |= {"status": "stopped", "stopped_by": alarm} if alarm else {"status": "finished"}
+    summary["seconds"] = earlier + time.time() - started
+    _save(run, summary)
+    if run.trainer.is_global_zero:
+        closing_report.closing_table(summary)
+        run_page.write_run_page_at_end(run.run_dir.path)
+        _print_closing_lines(run, summary)
+
+
+def _count_the_last_step(trainer: L.Trainer) -> None:
+    """Count the last step and its epoch as done, where Lightning has not.
+
+    A checkpoint is written at the end of a step, before Lightning counts that step for its loggers, and its epoch. A
+    fit that goes on from the very last step trains nothing and counts neither, so the validation after it would be
+    logged under the step before.
+    """
+    trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+    epochs: Any = trainer.fit_loop.epoch_progress
+    for counted in (epochs.total, epochs.current):
+        counted.completed = max(counted.completed, counted.started)  # a resume may leave out the count of a start
+        counted.processed = max(counted.processed, counted.completed)
+
+
+def _stopping_alarm(trainer: L.Trainer) -> str | None:
+    """Return the alarm that ended the run, and its step: `alarm dead_groups at step 11 of 30`; None where none did."""
+    for each in trainer.callbacks:  # pyright: ignore
+        if isinstance(each, Alarm) and each.stopped_at is not None:
+            planned = f" of {trainer.max_steps}" if trainer.max_steps > 0 else ""
+            return f"alarm {each.key} at step {each.stopped_at}{planned}"
+    return None
+
+
+def export(
+    run: Run, summary: dict[str, Any], around: contextlib.AbstractContextManager[Any] | None = None
+) -> str | None:
+    """Write and verify `hf/` on rank 0, and note its step in the summary; return one line on the verification.
+
+    Args:
+        around: Context manager that handles its failure; None lets that be raised.
+    """
+    module = run.module
+    state = full_state_dict(module.policy)
+    line = None
+    if run.trainer.is_global_zero:
+        facts = card_facts(module.model.name, type(module).__name__.lower(), run.dataset, summary)
+        with around or contextlib.nullcontext():
+            done = module.export(state, run.run_dir.hf, facts)
+            summary["hf_step"] = run.trainer.global_step
+            line = str(done)
+    run.trainer.strategy.barrier()
+    return line
+
+
+def _save_last_step(run: Run) -> Path:
+    """Write the last step as a checkpoint, where the saving interval did not hit it; return its path."""
+    target = run.run_dir.checkpoints / f"step_{run.trainer.global_step:08d}.ckpt"
+    # Of a resumed run it may be a damaged one that was passed over.
+    saved = target.exists() and (run.ckpt_path is None or is_whole(target))
+    # Rank 0 knows: other nodes may have file systems of their own.
+    if run.trainer.checkpoint_callback is not None and not run.trainer.strategy.broadcast(saved):
+        save_step(run.trainer, target)
+    return target
+
+
+def _save(run: Run, summary: dict[str, Any]) -> None:
+    if run.trainer.is_global_zero:
+        missing = [str(each) for each in not_written(run.trainer)]
+        summary = summary | {"peak_memory": peak_memory(), "phase_memory": run.module.phase_memory.held}
+        if steps := getattr(getattr(run.module, "generator", None), "steps", None):
+            summary["decode_steps"] = steps
+        run.run_dir.write_summary(summary | ({"not_written": missing} if missing else {}))
+
+
+def _print_closing_lines(run: Run, summary: dict[str, Any]) -> None:
+    folder, loaded_by = run.run_dir.path, run.module.loaded_by
+    model = None if summary["export"] is None else run.run_dir.hf
+    logged = any(isinstance(logger, TensorBoardLogger) for logger in run.trainer.loggers)
+    scores = isinstance(run.module, GeneratingModule) and run.module.reward_functions.names
+    sampled = " eval.group_size=8 eval.temperature=1" if scores else ""
+    lines = closing_report.closing_lines(
+        closing_report.RunOutputs(
+            folder, Path(run.trainer.default_root_dir), model, summary["export"] or "", folder if logged else None
+        ),
+        f"{run.evaluation}{sampled}",
+        f"lit-rl chat run_dir={shlex.quote(str(folder))}",
+        loaded_by,
+        summary.get("prompts"),
+        list(closing_report.tracker_lines(run.trainer.loggers)),
+    )
+    for line in lines:
+        Console().print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+# ---------------------------------------------------------------------- the end by an error
+
+
 @contextlib.contextmanager
-def _save_after_error(run: Run, summary: dict[str, Any]) -> Iterator[None]:
+def _saving_after_error(run: Run, summary: dict[str, Any]) -> Iterator[None]:
     """Write the checkpoint and the model even if an error follows the last step (of a callback, a logger, the last
     validation). After an earlier error the checkpoint is `GracefulStop`'s, and the model is written where there is
     none. With several processes a single rank cannot save the state that all of them hold."""
@@ -194,203 +400,35 @@ def note_failure(run: Run, code: int) -> None:
         run.run_dir.write_summary(summary | said | ({"not_written": missing} if missing else {}))
 
 
-def _note_command(run: Run, summary: dict[str, Any]) -> None:
-    """Put the typed command, without secrets, into the summary: under `command` the one that began the run, under
-    `went_on` those that resumed it; and into the module, for the cards of its exports."""
-    if not run.command:
-        return
-    command, folder = redact_command(run.command), run.run_dir.path.resolve()
-    start = Path(run.ckpt_path).resolve() if run.ckpt_path else None
-    own = start is not None and folder in start.parents
-    newest = run.run_dir.last_checkpoint() if own else None
-    if newest is not None and newest.resolve() == start:
-        command += " ckpt_path=last"
-    elif start is not None:
-        where = f"{READER_FOLDER}/{start.relative_to(folder)}" if own else run.ckpt_path
-        command += f" {redact_command(shlex.join([f'ckpt_path={where}']))}"
-    if not own or "command" not in summary:
-        summary["command"] = command
-    elif command not in summary.setdefault("went_on", []):
-        summary["went_on"].append(command)
-    run.module.command = commands_for_readers([summary["command"], *summary.get("went_on", [])])
+# ---------------------------------------------------------------------- the end by a signal
 
 
-def _count_the_last_step(trainer: L.Trainer) -> None:
-    """Count the last step and its epoch as done, where Lightning has not.
+@contextlib.contextmanager
+def _signals(run: Run) -> Iterator[GracefulStop]:
+    """Yield the callback that catches signals during training (one that never catches any, where there is none).
 
-    A checkpoint is written at the end of a step, before Lightning counts that step for its loggers, and its epoch. A
-    fit that goes on from the very last step trains nothing and counts neither, so the validation after it would be
-    logged under the step before.
+    Around the training, in a validation or an export, a signal ends the process at once: all that is trained is saved.
     """
-    trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
-    epochs: Any = trainer.fit_loop.epoch_progress
-    for counted in (epochs.total, epochs.current):
-        counted.completed = max(counted.completed, counted.started)  # a resume may leave out the count of a start
-        counted.processed = max(counted.processed, counted.completed)
+    found = [callback for callback in run.trainer.callbacks if isinstance(callback, GracefulStop)]  # pyright: ignore
+    if not found or requeue_signal(run.trainer) is None:
+        remove_requeue_handler()
+    with (
+        exit_signals.exit_on_signal(run.trainer, lambda number: _left_by_signal(run, number))
+        if found
+        else contextlib.nullcontext()
+    ):
+        yield found[0] if found else GracefulStop()
 
 
-def _finish(run: Run, summary: dict[str, Any], earlier: float, started: float) -> None:
-    """Measure, export, sum up, and print the paths of everything."""
-    _count_the_last_step(run.trainer)
-    measure(run, summary, "after")
-    summary["export"] = export(run, summary)
-    summary["data"] = run.data.report  # pyright: ignore
-    summary["phases"] = closing_report.phase_totals(run.run_dir.metrics)
-    alarm = _stopping_alarm(run.trainer)
-    summary |= {"status": "stopped", "stopped_by": alarm} if alarm else {"status": "finished"}
-    summary["seconds"] = earlier + time.time() - started
-    _save(run, summary)
-    if run.trainer.is_global_zero:
-        closing_report.closing_table(summary)
-        run_page.write_run_page_at_end(run.run_dir.path)
-        _print_closing_lines(run, summary)
-
-
-def _print_closing_lines(run: Run, summary: dict[str, Any]) -> None:
-    folder, loaded_by = run.run_dir.path, run.module.loaded_by
-    model = None if summary["export"] is None else run.run_dir.hf
-    logged = any(isinstance(logger, TensorBoardLogger) for logger in run.trainer.loggers)
-    scores = isinstance(run.module, GeneratingModule) and run.module.reward_functions.names
-    sampled = " eval.group_size=8 eval.temperature=1" if scores else ""
-    lines = closing_report.closing_lines(
-        closing_report.RunOutputs(
-            folder, Path(run.trainer.default_root_dir), model, summary["export"] or "", folder if logged else None
-        ),
-        f"{run.evaluation}{sampled}",
-        f"lit-rl chat run_dir={shlex.quote(str(folder))}",
-        loaded_by,
-        summary.get("prompts"),
-        list(closing_report.tracker_lines(run.trainer.loggers)),
-    )
-    for line in lines:
-        Console().print(line, soft_wrap=True, markup=False, highlight=False)
-
-
-def _stopping_alarm(trainer: L.Trainer) -> str | None:
-    """Return the alarm that ended the run, and its step: `alarm dead_groups at step 11 of 30`; None where none did."""
-    for each in trainer.callbacks:  # pyright: ignore
-        if isinstance(each, Alarm) and each.stopped_at is not None:
-            planned = f" of {trainer.max_steps}" if trainer.max_steps > 0 else ""
-            return f"alarm {each.key} at step {each.stopped_at}{planned}"
-    return None
-
-
-def measure(run: Run, summary: dict[str, Any], when: str) -> None:
-    """Validate, and put the numbers into `summary` under `when`, which is `before` or `after`.
-
-    Of every validation set reward and win rate with their intervals, `{set: {"greedy" | "sampled at T": numbers}}`, and
-    under `losses` what the algorithm calls its headline.
-
-    The `eval` group is one decoding, logged as `val/`, as validations during `fit` are; the training's temperature, if
-    that is another one, is the second, logged as `val_sampled/` (`GeneratingModule.decoding_at`).
-    A model that scores decodes nothing: its validation says its losses.
-    """
-    results: dict[str, dict[str, dict[str, float]]] = {}
-    summary[when] = results
-    losses = summary.setdefault("losses", {})
-    losses[when] = {}
-    if not _has_validation(run):
-        return
-    module = run.module
-    with explain_out_of_memory(module):
-        run.trainer.validate(module, datamodule=run.data, verbose=False)
-    if when == "before":
-        check_monitors(run.trainer, (), "val")
-    losses[when] = _losses(run)
-    if not isinstance(module, GeneratingModule):
-        return
-    _collect(run, results, "val", module.evaluation.temperature)
-    training = module.sampling.temperature
-    if training == module.evaluation.temperature or not module.reward_functions.names:  # nothing to compare
-        return
-    with module.decoding_at(training), explain_out_of_memory(module):
-        run.trainer.validate(module, datamodule=run.data, verbose=False)
-        _collect(run, results, f"val_{module.second_decoding}", training)
-
-
-def _collect(run: Run, results: dict[str, dict[str, dict[str, float]]], stage: str, temperature: float) -> None:
-    """Add the metrics of the last validation for every set, by decoding."""
-    drawn = decoding_label(temperature)
-    for key, value in run.trainer.callback_metrics.items():
-        head, _, leaf = key.rpartition("/")
-        first, _, name = head.partition("/")
-        if leaf in closing_report.TABLE_METRICS and first == stage:
-            results.setdefault(name, {}).setdefault(drawn, {})[leaf] = float(value)
-
-
-def _losses(run: Run) -> dict[str, float]:
-    """Return the metrics of the last validation that the algorithm names as its headline."""
-    headline = getattr(run.module, "headline", ())
-    return {
-        name: float(value)
-        for name, value in run.trainer.callback_metrics.items()
-        if name.startswith("val/") and any(name.endswith(f"/{leaf}") for leaf in headline)
-    }
-
-
-def export(
-    run: Run, summary: dict[str, Any], around: contextlib.AbstractContextManager[Any] | None = None
-) -> str | None:
-    """Write and verify `hf/` on rank 0, and note its step in the summary; return one line on the verification.
-
-    Args:
-        around: Context manager that handles its failure; None lets that be raised.
-    """
-    module = run.module
-    state = full_state_dict(module.policy)
-    line = None
-    if run.trainer.is_global_zero:
-        facts = card_facts(module.model.name, type(module).__name__.lower(), run.dataset, summary)
-        with around or contextlib.nullcontext():
-            done = module.export(state, run.run_dir.hf, facts)
-            summary["hf_step"] = run.trainer.global_step
-            line = str(done)
-    run.trainer.strategy.barrier()
-    return line
-
-
-def _announce(run: Run) -> None:
-    if not run.trainer.is_global_zero:
-        return
-    where = "nothing is written" if run.dry else str(run.run_dir.path)
-    device = (
-        f"{run.trainer.world_size} x {run.trainer.accelerator.name()}"
-        if hasattr(run.trainer.accelerator, "name")
-        else ""
-    )
-    threads = "1 thread" if torch.get_num_threads() == 1 else f"{torch.get_num_threads()} threads"
-    Console().print(f"run_dir  {where}   ({device}, {threads})", soft_wrap=True, highlight=False)
-    if run.ckpt_path:
-        Console().print(f"resuming {run.ckpt_path}", soft_wrap=True, highlight=False)
-
-
-def _has_validation(run: Run) -> bool:
-    data, kind = run.data, getattr(run.module, "learns_from", None)
-    model = run.module.model
-    ends = model.eos_ids if hasattr(run.module, "evaluation") else ()
-    data.prepare(model.tokenizer, *([kind] if kind else []), processor=model.processor, eos_ids=ends)  # pyright: ignore
-    sets = [*data.val_names, *getattr(data, "loss_names", ())]  # pyright: ignore
-    return bool(sets) and run.trainer.limit_val_batches != 0
-
-
-def _save_last_step(run: Run) -> Path:
-    """Write the last step as a checkpoint, where the saving interval did not hit it; return its path."""
-    target = run.run_dir.checkpoints / f"step_{run.trainer.global_step:08d}.ckpt"
-    # Of a resumed run it may be a damaged one that was passed over.
-    saved = target.exists() and (run.ckpt_path is None or is_whole(target))
-    # Rank 0 knows: other nodes may have file systems of their own.
-    if run.trainer.checkpoint_callback is not None and not run.trainer.strategy.broadcast(saved):
-        save_step(run.trainer, target)
-    return target
-
-
-def _save(run: Run, summary: dict[str, Any]) -> None:
-    if run.trainer.is_global_zero:
-        missing = [str(each) for each in not_written(run.trainer)]
-        summary = summary | {"peak_memory": peak_memory(), "phase_memory": run.module.phase_memory.held}
-        if steps := getattr(getattr(run.module, "generator", None), "steps", None):
-            summary["decode_steps"] = steps
-        run.run_dir.write_summary(summary | ({"not_written": missing} if missing else {}))
+def _left_by_signal(run: Run, number: int) -> None:
+    if not run.dry:
+        summary = run.run_dir.read_summary()
+        if summary.get("status") == "running":
+            with contextlib.suppress(OSError):  # of a full disk: the exit code says it too
+                run.run_dir.write_summary(summary | {"status": "stopped"})
+        Console(stderr=True).print(_resume_lines(run), soft_wrap=True, markup=False, highlight=False)
+    if number == requeue_signal(run.trainer):
+        requeue()
 
 
 def _stopped(run: Run, summary: dict[str, Any], stop: GracefulStop) -> int:
@@ -439,14 +477,6 @@ def _export_command(run: Run) -> str:
     return f"\nFor its model, without going on:\n  lit-rl export run_dir={shlex.quote(str(run.run_dir.path))}"
 
 
-def _print_resume_after_generation_error(run: Run) -> None:
-    """Print how to resume once the generator works again, after a rollout failed during training."""
-    if run.trainer.is_global_zero and not run.dry and run.run_dir.last_checkpoint() is not None:
-        line = "A rollout failed. Once its cause is mended, go on from the newest checkpoint with:"
-        line += f"\n  {run.command} ckpt_path=last"
-        Console().print(line, soft_wrap=True, markup=False, highlight=False)
-
-
 def _resume_lines(run: Run) -> str:
     """Return lines on what is saved, and the command that resumes. With nothing saved the same command begins anew."""
     step, command = run.trainer.global_step, f"\n  {run.command} ckpt_path=last"
@@ -461,31 +491,3 @@ def _resume_lines(run: Run) -> str:
         command = f"\n  {run.command} ckpt_path={run.ckpt_path}"
     where = f"at step {step}, before the first checkpoint" if step else "before the first optimizer step was over"
     return f"Stopped {where}: nothing is saved. Begin anew with:{command}"
-
-
-@contextlib.contextmanager
-def _signals(run: Run) -> Iterator[GracefulStop]:
-    """Yield the callback that catches signals during training (one that never catches any, where there is none).
-
-    Around the training, in a validation or an export, a signal ends the process at once: all that is trained is saved.
-    """
-    found = [callback for callback in run.trainer.callbacks if isinstance(callback, GracefulStop)]  # pyright: ignore
-    if not found or requeue_signal(run.trainer) is None:
-        remove_requeue_handler()
-    with (
-        exit_signals.exit_on_signal(run.trainer, lambda number: _left_by_signal(run, number))
-        if found
-        else contextlib.nullcontext()
-    ):
-        yield found[0] if found else GracefulStop()
-
-
-def _left_by_signal(run: Run, number: int) -> None:
-    if not run.dry:
-        summary = run.run_dir.read_summary()
-        if summary.get("status") == "running":
-            with contextlib.suppress(OSError):  # of a full disk: the exit code says it too
-                run.run_dir.write_summary(summary | {"status": "stopped"})
-        Console(stderr=True).print(_resume_lines(run), soft_wrap=True, markup=False, highlight=False)
-    if number == requeue_signal(run.trainer):
-        requeue()

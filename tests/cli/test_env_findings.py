@@ -146,9 +146,9 @@ def test_memory_that_was_freed_before_does_not_hide_a_leak():
         "freed, keeps = [bytes(range(256)) * 1000 for _ in range(400)], bytes(1000); freed.clear()\n"
         "from lit_rl.runs.env_plays import measure_growth\n"
         "kept = []\n"
-        "from lit_rl.runs import env_check as env_findings\n"
-        "found = growth(lambda _: kept.append(bytes(range(256)) * 1000), 4, 30)\n"
-        "print(found.grown.get('KiB of memory', 0.0), env_findings.leaks(found))\n"
+        "from lit_rl.runs import env_check\n"
+        "found = measure_growth(lambda _: kept.append(bytes(range(256)) * 1000), 4, 30)\n"
+        "print(found.grown.get('KiB of memory', 0.0), env_check.check_leaks(found))\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and 240 < float(done.stdout.split()[0]) < 270, done

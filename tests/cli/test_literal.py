@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from lit_rl.runs.instantiate import escape_interpolations, instantiate_plain
+from lit_rl.cli.build import build, escape_interpolations
 
 TEXTS = st.text(st.sampled_from("\\${}ab'\" :,.")) | st.text()
 
@@ -16,6 +16,6 @@ TEXTS = st.text(st.sampled_from("\\${}ab'\" :,.")) | st.text()
 def test_whatever_a_text_holds_it_is_the_same_behind_hydra(text: str) -> None:
     tree = {"a": text, "b": [text, {"c": text}], "d": 3, "e": None}
     assert OmegaConf.to_container(OmegaConf.create(escape_interpolations(tree)), resolve=True) == tree
-    assert instantiate_plain(tree) == tree and instantiate_plain([tree]) == [tree]
-    made = instantiate_plain({"_target_": "builtins.dict", "inner": {"_target_": "builtins.dict", **tree}, **tree})
+    assert build(tree) == tree and build([tree]) == [tree]
+    made = build({"_target_": "builtins.dict", "inner": {"_target_": "builtins.dict", **tree}, **tree})
     assert made == {"inner": tree, **tree}

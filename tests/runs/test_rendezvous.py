@@ -61,7 +61,7 @@ def test_a_node_that_lacks_the_checkpoint_gets_it_from_node_0_and_another_one_is
     inode = (has / "checkpoints" / path.name).stat().st_ino
 
     def other(meeting):
-        monkeypatch_told(meeting, {str(here): str(lacks if meeting.place.node == 1 else has)})
+        monkeypatch_told(meeting, {str(here): str(lacks if meeting.placement.node == 1 else has)})
         return receive_start(meeting)
 
     node_0, *others = together(lambda m: send_start(m, RunDir(here), str(path), newest=True), other, other)
@@ -74,7 +74,7 @@ def test_a_node_that_lacks_the_checkpoint_gets_it_from_node_0_and_another_one_is
 
 
 def monkeypatch_told(meeting: Rendezvous, names: dict[str, str]) -> None:
-    hear = meeting.hear
+    hear = meeting.receive
 
     def heard(name: str) -> dict[str, Any]:
         said = hear(name)
@@ -82,7 +82,7 @@ def monkeypatch_told(meeting: Rendezvous, names: dict[str, str]) -> None:
             said = {k: v.replace(here, there) if k in ("run_dir", "ckpt_path") and v else v for k, v in said.items()}
         return said
 
-    meeting.hear = heard  # type: ignore[method-assign]
+    meeting.receive = heard  # type: ignore[method-assign]
 
 
 def test_that_a_run_has_finished_is_heard_by_all_before_node_0_leaves():
@@ -117,7 +117,7 @@ def test_a_newer_checkpoint_on_another_node_is_not_passed_over(tmp_path, held):
         try:
             send_start(meeting, RunDir(here), path and str(path), newest=True)
         except StorageError as error:
-            meeting.failed(error)
+            meeting.abort_others(error)
             raise
 
     for each in together(main, other):
@@ -139,7 +139,7 @@ def test_a_folder_that_is_not_on_every_node_is_refused(tmp_path):
         try:
             send_start(meeting, RunDir(tmp_path / "a"), str(folder), newest=True)
         except StorageError as error:
-            meeting.failed(error)
+            meeting.abort_others(error)
 
     _, other_node = together(main, other)
     with pytest.raises(StorageError, match="all nodes share the file system"):
@@ -148,9 +148,9 @@ def test_a_folder_that_is_not_on_every_node_is_refused(tmp_path):
 
 def test_nobody_waits_for_one_that_has_failed():
     def fails(meeting):
-        meeting.failed(DataError("data.path=x is not there."))
+        meeting.abort_others(DataError("data.path=x is not there."))
 
-    first, _ = together(lambda meeting: meeting.ready(), fails)
+    first, _ = together(lambda meeting: meeting.wait_until_ready(), fails)
     with pytest.raises(DataError, match=r"node 1 \(.*\) has failed: data.path=x is not there."):
         first.result()
 
@@ -178,7 +178,7 @@ def test_a_port_that_is_taken_and_a_number_that_two_nodes_have_are_refused():
 
     def second(meeting):
         with pytest.raises(ConfigError, match="say that they are node 1"):
-            Rendezvous(meeting.place, "", patience=5)
+            Rendezvous(meeting.placement, "", patience=5)
 
     for each in together(lambda meeting: None, second):
         each.result()

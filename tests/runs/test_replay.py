@@ -497,11 +497,11 @@ def test_a_run_that_is_trusted_may_name_code():
         ({"data": {"sources": [{"path": "a", "map_row": "mine.f"}]}}, r"data.sources\[0\].map_row=mine.f"),
         ({"reward": {"_target_": "lit_rl.rewards.RemoteReward", "urls": ["http://a.b"]}}, "RemoteReward"),
         ({"judge": {"_target_": "lit_rl.rewards.LLMJudge", "base_url": "http://a.b"}}, "LLMJudge"),
-        ({"data": {"task": {"_target_": "lit_rl.data.tasks.VerifiersTasks"}}}, "verifiers_tasks"),
+        ({"data": {"task": {"_target_": "lit_rl.data.tasks.VerifiersTasks"}}}, "VerifiersTasks"),
         ({"optimizer": {"_target_": "lit_rl.algorithms.optim.optimizers.ByPath", "path": "x.Y"}}, "optimizer"),
         (
             {"s": {"_target_": "lit_rl.algorithms.optim.schedules.ScheduleByPath", "path": "x.Y"}},
-            "schedule_by_path",
+            "ScheduleByPath",
         ),
     ):
         with pytest.raises(ConfigError, match=f"{word}.*trust_run=true"):
