@@ -24,7 +24,8 @@ from lit_rl.cli.listing import schema_keys
 from lit_rl.cli.run_info import folder_of, is_launched, is_over_a_run, is_sweep, training_command, writes_nothing
 from lit_rl.core.errors import ConfigError, check_betas, check_draws, check_strings, in_range, one_of
 from lit_rl.core.machine import require_vllm
-from lit_rl.core.model_paths import check_function, check_model_is_readable, resolve_model_path, weights_by_name
+from lit_rl.core.model_paths import check_model_is_readable, resolve_model_path
+from lit_rl.core.user_functions import check_function, weights_by_name
 from lit_rl.data.sources import local_path
 from lit_rl.reports import run_files
 

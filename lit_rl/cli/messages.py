@@ -30,7 +30,7 @@ from lit_rl.core.errors import (
     is_out_of_memory,
     nearest,
 )
-from lit_rl.data.checks import SEVERAL_PATHS
+from lit_rl.data.sources import SEVERAL_PATHS
 
 _GPUS = ("gpu", "cuda")
 _DRIVERS = ("/proc/driver/nvidia", "/dev/dxg")

@@ -72,9 +72,8 @@ def apply_chat_template(tokenizer: Any, messages: Sequence[Any], **how: Any) -> 
     except MemoryError:
         raise ConfigError(
             f"The chat template of {_source_of_template(tokenizer)} asked for more memory than there is, on one "
-            "conversation of "
-            f"{len(messages)} messages. Read it, or take another one with model.chat_template=FILE; if it is sound, "
-            "something else fills this machine."
+            f"conversation of {len(messages)} messages. Read it, or take another one with model.chat_template=FILE; "
+            "if it is sound, something else fills this machine."
         ) from None
     if isinstance(text, str) and len(text) > LONGEST and len(text) > _LONGEST_FACTOR * len(str(messages)):
         raise ConfigError(
@@ -143,6 +142,9 @@ class _Thinking:
 _thinking: dict[str, _Thinking] = {}
 """Cache by template."""
 
+_PROBE, _THOUGHT, _REPLY = "qqpartsqq", "qqthoughtqq", "qqsaidqq"
+"""Texts of trial renderings."""
+
 
 def _with_thoughts(tokenizer: Any, messages: Sequence[Any]) -> Sequence[Any]:
     """Return the messages with thoughts by the key that the template reads."""
@@ -189,23 +191,13 @@ def _takes_thoughts(tokenizer: Any) -> _Thinking:
     return _thinking[source]
 
 
-_THOUGHT, _REPLY = "qqthoughtqq", "qqsaidqq"
-
-
 def _thinks_once(tokenizer: Any, reply: Mapping[str, Any]) -> bool:
     """Tell whether the template writes one thought before the content of a reply, and the reply's own."""
     asked = [{"role": "user", "content": _PROBE}, {"role": "assistant", **reply}]
-    try:
-        text = str(tokenizer.apply_chat_template(asked, tokenize=False))
-    except (TimeLimitExceeded, MemoryError):
-        raise
-    except Exception:  # a template is a program, and may raise anything
-        return False
-    turn = text.rpartition(_PROBE)[2].partition(_REPLY)[0]
+    turn = _trial(tokenizer, asked).rpartition(_PROBE)[2].partition(_REPLY)[0]
     return all(turn.count(words) == 1 for words in (_THOUGHT, _OPENS, _CLOSES))
 
 
-_PROBE = "qqpartsqq"
 _wanting_parts: dict[str, bool] = {}
 """Cache by template: whether it reads texts in parts alone."""
 
@@ -215,17 +207,19 @@ def _wants_parts(tokenizer: Any) -> bool:
     template = str(tokenizer.chat_template)
     if template not in _wanting_parts:
         asked = [{"role": "user", "content": _PROBE}]
-        _wanting_parts[template] = not _writes(tokenizer, asked) and _writes(tokenizer, _in_parts(asked))
+        drops = _PROBE not in _trial(tokenizer, asked)
+        _wanting_parts[template] = drops and _PROBE in _trial(tokenizer, _in_parts(asked))
     return _wanting_parts[template]
 
 
-def _writes(tokenizer: Any, messages: Sequence[Any]) -> bool:
+def _trial(tokenizer: Any, messages: Sequence[Any]) -> str:
+    """Return the rendering of probe messages; empty where the template refuses them."""
     try:
-        return _PROBE in str(tokenizer.apply_chat_template(messages, tokenize=False))
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
     except (TimeLimitExceeded, MemoryError):
         raise
     except Exception:  # a template is a program, and may raise anything
-        return False
+        return ""
 
 
 def _in_parts(messages: Sequence[Any]) -> list[Any]:
@@ -293,7 +287,7 @@ class _Watch:
         """Interrupt the block when its time is over.
 
         Raises:
-            TookTooLong: in the block, and out of it.
+            TimeLimitExceeded: in the block, and out of it.
         """
         thread = threading.get_ident()
         with self._turn:
@@ -357,7 +351,8 @@ def tokenize_parts(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str]) -> 
     held: list[int] = []  # of `text`
     ends: list[int] = []
     text, inside = "", False  # whether `text` has the tokens of a text inside another one
-    control = _control(tokenizer) if len(parts) > _FEW else {}
+    special = {} if len(parts) <= _FEW else tokenizer.added_tokens_decoder
+    control = {number: str(token.content) for number, token in special.items() if token.special}
     for part in parts:
         whole = _after(tokenizer, text + part) if inside else _token_ids(tokenizer, text + part)
         apart = None if whole is not None and whole[: len(held)] == held else _after(tokenizer, part)
@@ -377,11 +372,6 @@ def tokenize_parts(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str]) -> 
             ids += held[:place]
             held, text, inside = held[place:], text[begin:], False
     return [*ids, *held], ends
-
-
-def _control(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """Return the texts of the control tokens."""
-    return {number: str(token.content) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 def _settled(

@@ -61,7 +61,7 @@ class Episode:
     observed_tokens: int = 0
     """Tokens that the policy read between its turns."""
     seconds: float = 0.0
-    """That the environment took."""
+    """Seconds that the environment took."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Values of a rollout function for rewards, by name: the same names in every episode of a rollout."""
     error: str | None = None
@@ -130,8 +130,8 @@ class EnvironmentTurn:
     row: int
     token_ids: Sequence[int] | None
     """The policy's input before its next turn, possibly empty. None: the conversation is over."""
-    room: int = 0
-    """Tokens that the next turn may have at most, 1 or more; it is cut at ``sampling.max_new_tokens`` too."""
+    max_new_tokens: int = 0
+    """Largest length of the next turn, 1 or more; it is cut at ``sampling.max_new_tokens`` too."""
     ended: bool = True
     """True if a conversation that is over reached its end; False where a limit cut it."""
     seen: Sequence[Later] = ()
@@ -155,5 +155,5 @@ class Responder(ABC):
         """Return the answers that are ready and not yet returned, one for each turn that was passed to `tell`.
 
         Args:
-            wait: Until there is one or more. Only where some turn has not been answered.
+            wait: Wait until there is one or more. Only if some turn has not been answered.
         """

@@ -91,7 +91,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
 
 
-_OURS = os.path.abspath(sys.modules["lit_rl"].__path__[0]) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES = (os.path.dirname(os.path.abspath(os.__file__)) + os.sep, "<frozen ")
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 
@@ -160,6 +160,12 @@ def one_of(key: str, value: str, allowed: Iterable[str]) -> None:
     if value not in choices:
         near = did_you_mean(str(value), choices)
         raise ConfigError(f"{key}={value!r} is unknown: allowed is {', '.join(choices)}.{near}")
+
+
+def excerpt(text: str, length: int = 80) -> str:
+    """Return the first characters of a text on one line, control characters written as escapes."""
+    head = text[:length]
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in head)
 
 
 def check_draws(temperature: float) -> None:

@@ -90,7 +90,9 @@ def _reads(function: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
         return
     if not isinstance(function, FunctionType):
         return
-    yield from _defaults(function)
+    for name, parameter in inspect.signature(function).parameters.items():  # its source may be a name
+        if isinstance(parameter.default, bool | int | float | str) and parameter.default is not parameter.empty:
+            yield name, parameter.default
     enclosed = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     values = {name: cell.cell_contents for name, cell in enclosed if _is_filled(cell)}
     names = dict.fromkeys(_names(function.__code__))
@@ -100,13 +102,6 @@ def _reads(function: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
             yield from _other(value, function.__module__, seen)
         else:
             yield name, value
-
-
-def _defaults(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield defaults of parameters: their source may be a name whose value has changed."""
-    for name, parameter in inspect.signature(function).parameters.items():
-        if isinstance(parameter.default, bool | int | float | str) and parameter.default is not parameter.empty:
-            yield name, parameter.default
 
 
 def _is_filled(cell: Any) -> bool:

@@ -200,7 +200,7 @@ def time_limit(seconds: float | None, key: str) -> Iterator[None]:
         key: The setting of the limit, for messages.
 
     Raises:
-        TookTooLong: in the block, and out of it.
+        TimeLimitExceeded: in the block, and out of it.
         ConfigError: this is not the main thread, or the system has no such signal.
     """
     if seconds is None:

@@ -92,7 +92,7 @@ def _behind_a_proxy() -> bool:
 
 
 def _ask_the_hub(ask: bool) -> None:
-    global _closed
+    global _set_offline
     from huggingface_hub import constants
 
     _set_offline = not ask
@@ -147,8 +147,7 @@ def require_vllm(setting: str) -> None:
     if numbers and (int(numbers[1]), int(numbers[2])) != VLLM_VERSION:
         raise BackendError(
             f"{setting} needs vLLM {'.'.join(map(str, VLLM_VERSION))}, whose workers take over the policy's weights, "
-            "and "
-            f"{version} is installed. {how} generator=native needs nothing more."
+            f"and {version} is installed. {how} generator=native needs nothing more."
         )
 
 

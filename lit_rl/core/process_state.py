@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 _log = logging.getLogger(__name__)
 
@@ -102,7 +102,12 @@ def preserve_settings(whose: str, left: Collection[str] = (), others: Sequence[_
         settings = [(setting, before) for setting, before in settings if setting not in _HANDLERS]
         raise
     finally:
-        changed = [setting.name for setting, before in settings if _put_back(setting, before)]
+        changed: list[str] = []
+        for setting, before in settings:
+            after = _value(setting)
+            if before is not None and after is not before and after != before:
+                setting.write(before)
+                changed.append(setting.name)
         if changed and (whose, *changed) not in _warned:
             _warned.add((whose, *changed))
             _log.warning(
@@ -173,32 +178,21 @@ _spare: list[Any] = []
 """The replacement of NumPy's generator."""
 
 
-class _Setting:
-    """One setting of the process.
+class _Setting(NamedTuple):
+    """One setting of the process."""
 
-    Args:
-        name: For people.
-        read: Returns its value.
-        write: Sets it.
-    """
-
-    def __init__(self, name: str, read: Callable[[], Any], write: Callable[[Any], Any]) -> None:
-        self.name, self.read, self.write = name, read, write
+    name: str
+    """For people."""
+    read: Callable[[], Any]
+    """Returns its value."""
+    write: Callable[[Any], Any]
+    """Sets it."""
 
 
 def _value(setting: _Setting) -> Any:
     with suppress(RuntimeError):  # torch refuses to read the precision that its other interface has set
         return setting.read()
     return None
-
-
-def _put_back(setting: _Setting, before: Any) -> bool:
-    """Restore the value, if it is known, and tell whether it had been changed."""
-    after = _value(setting)
-    if before is None or after is before or after == before:
-        return False
-    setting.write(before)
-    return True
 
 
 def _settings() -> list[_Setting]:

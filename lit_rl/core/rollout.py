@@ -47,7 +47,19 @@ class LogitBias(dict[int, float]):
             raise ConfigError(
                 f"sampling.logit_bias={biases!r} must map token ids to numbers, such as {{42: -5.0}}."
             ) from error
-        super().__init__({_token_id(key): _bias(key, value) for key, value in given.items()})
+        checked: dict[int, float] = {}
+        for key, value in given.items():
+            text = str(key).strip()
+            if isinstance(key, bool) or not (text.isascii() and text.isdigit()):
+                raise ConfigError(
+                    f"sampling.logit_bias has the key {key!r}, which is no token id: ids are integers from 0 on. "
+                    "tokenizer.convert_tokens_to_ids(token) gives a token's."
+                )
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ConfigError(f"sampling.logit_bias: {key}: {value!r} is no number.")
+            in_range(f"sampling.logit_bias.{key}", value, low=-_LARGEST_BIAS, high=_LARGEST_BIAS)
+            checked[int(text)] = float(value)
+        super().__init__(checked)
 
     def _fixed(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("sampling.logit_bias cannot be changed: make another with dataclasses.replace.")
@@ -64,23 +76,6 @@ class LogitBias(dict[int, float]):
 
     def __reduce__(self) -> Any:
         return LogitBias, (dict(self),)
-
-
-def _token_id(key: Any) -> int:
-    text = str(key).strip()
-    if isinstance(key, bool) or not (text.isascii() and text.isdigit()):
-        raise ConfigError(
-            f"sampling.logit_bias has the key {key!r}, which is no token id: ids are integers from 0 on. "
-            "tokenizer.convert_tokens_to_ids(token) gives a token's."
-        )
-    return int(text)
-
-
-def _bias(key: Any, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"sampling.logit_bias: {key}: {value!r} is no number.")
-    in_range(f"sampling.logit_bias.{key}", value, low=-_LARGEST_BIAS, high=_LARGEST_BIAS)
-    return float(value)
 
 
 @dataclass(frozen=True)
@@ -357,9 +352,9 @@ class Completions(CopiedToHost):
     they cut nothing, and outside ``response_mask``. None where none of them is in force, or the engine cannot tell."""
     turn: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
     """Long ``(b, t)``: index of the turn a token belongs to. None for single-turn responses."""
-    held_back: Tensor | None = field(default=None, metadata=PER_ROW)
-    """Long ``(b, k)``: the tokens that end a turn, which ``Sampling.min_new_tokens`` held back at its begin. None where
-    it held back none."""
+    blocked_eos: Tensor | None = field(default=None, metadata=PER_ROW)
+    """Long ``(b, k)``: the tokens that end a turn, blocked at its begin by ``Sampling.min_new_tokens``. None if none
+    is blocked."""
     vision: Vision | None = None
     """Vision inputs of the rows. None where no prompt has images."""
     episodes: tuple[Episode, ...] | None = None
@@ -396,7 +391,7 @@ class Completions(CopiedToHost):
         return self.response_mask.sum(1)
 
     @property
-    def spoken(self) -> Tensor:
+    def index_in_turn(self) -> Tensor:
         """Long ``(b, t)``: index of each sampled token within its turn; undefined elsewhere."""
         before = self.response_mask.cumsum(1) - self.response_mask.long()
         if self.turn is None:
@@ -552,15 +547,13 @@ def _joined(one: Any, two: Any) -> Any:
     values: dict[str, Tensor] = {}
     for (name, width, mine), (_, _, theirs) in zip(columns_of(one), columns_of(two)):
         assert (mine is None) == (theirs is None), name
-        if mine is not None and theirs is not None:
-            values[name] = torch.cat(_padded(width, mine, theirs))
+        if mine is None or theirs is None:
+            continue
+        parts = [mine, theirs]
+        if width is not Width.NONE:
+            widest = max(part.shape[1] for part in parts)
+            missing = [widest - part.shape[1] for part in parts]
+            pads = [(count, 0) if width is Width.PROMPT else (0, count) for count in missing]
+            parts = [F.pad(part, pad) for part, pad in zip(parts, pads)]
+        values[name] = torch.cat(parts)
     return dataclasses.replace(one, **values)
-
-
-def _padded(width: Width, one: Tensor, two: Tensor) -> list[Tensor]:
-    if width is Width.NONE:
-        return [one, two]
-    widest = max(one.shape[1], two.shape[1])
-    missing = [widest - part.shape[1] for part in (one, two)]
-    pads = [(count, 0) if width is Width.PROMPT else (0, count) for count in missing]
-    return [F.pad(part, pad) for part, pad in zip((one, two), pads)]

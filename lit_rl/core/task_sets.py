@@ -19,14 +19,18 @@ import importlib
 import inspect
 import json
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lit_rl.core.episode import Message
 from lit_rl.core.errors import BackendError, ConfigError, did_you_mean
+from lit_rl.core.process_state import preserve_generators
+from lit_rl.core.user_functions import importable_folder
+
+# ------------------------------------------------------------------ reasoning-gym
 
 REASONING_GYM_COLUMN = "reasoning_gym"
 """The column of a row that names its problem, as JSON."""
@@ -110,18 +114,14 @@ def _generator(name: str, settings: str, seed: int, size: int) -> Any:
 def _own_random_numbers(seed: str) -> Iterator[None]:
     import numpy
 
-    python, array = random.getstate(), numpy.random.get_state()
-    random.seed(seed)
-    numpy.random.seed(random.getrandbits(32))
-    try:
+    with preserve_generators():
+        random.seed(seed)
+        numpy.random.seed(random.getrandbits(32))
         yield
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(array)
 
 
-Message = dict[str, Any]
-"""One turn of a conversation: ``role`` and ``content``."""
+# ------------------------------------------------------------------ verifiers: task sets, and tasks in rows
+
 
 VERIFIERS_COLUMN = "verifiers"
 """The column of a row that holds its task, as JSON."""
@@ -176,8 +176,7 @@ class TaskSet:
         except Exception as error:  # plugins of anybody's, and pydantic's own errors
             raise ConfigError(
                 f"verifiers cannot play {self.id!r} with {dict(settings)} ({_describe(error)}). It takes the keys of "
-                "an "
-                "environment's config, such as {'agent': {'harness': {'id': 'null'}, 'runtime': {'type': "
+                "an environment's config, such as {'agent': {'harness': {'id': 'null'}, 'runtime': {'type': "
                 "'subprocess'}}}."
             ) from error
 
@@ -264,7 +263,7 @@ def prompt_of(task: Any) -> list[Message]:
     return begun
 
 
-# ------------------------------------------------------------------ scores of a completion
+# ------------------------------------------------------------------ verifiers: scores of a completion
 
 
 def obstacles_to_scoring(row: TaskRow) -> list[str]:
@@ -275,7 +274,11 @@ def obstacles_to_scoring(row: TaskRow) -> list[str]:
     scored += [(f"the judge {judge.reward_name}", judge.score) for judge in task.plugged_judges()]
     own = [name for name in ("setup", "finalize") if getattr(type(task), name) is not getattr(vf.Task, name)]
     asked = [*scored, *((name, getattr(task, name)) for name in own)]
-    found = [f"{name} reads the runtime" for name, function in asked if _needs_runtime(function)]
+    found = [
+        f"{name} reads the runtime"
+        for name, function in asked
+        if (runtime := inspect.signature(function).parameters.get("runtime")) and runtime.default is runtime.empty
+    ]
     tools = [*task.toolsets(task.config), *made.toolsets(made.config)]
     found += [f"{type(each).__name__} gives it tools" for each in tools]
     found += [f"@intercept {each.__name__} changes what is said" for each in discover_decorated(task, "intercept")]
@@ -287,11 +290,6 @@ def obstacles_to_scoring(row: TaskRow) -> list[str]:
     if not any(name.startswith(("@reward", "the judge")) for name, _ in scored):
         found.append(f"{type(task).__name__} has no @reward")
     return found
-
-
-def _needs_runtime(function: Callable[..., Any]) -> bool:
-    asked = inspect.signature(function).parameters.get("runtime")
-    return asked is not None and asked.default is asked.empty
 
 
 async def score_completion(row: TaskRow, prompt: Sequence[Message], completion: Sequence[Message]) -> VerifiersScores:
@@ -354,18 +352,19 @@ def _openai_message(message: Message, number: int) -> Message:
             {
                 "id": call.get("id") or f"call{number}_{place}",
                 "type": "function",
-                "function": {"name": call["function"]["name"], "arguments": _text_of(call["function"]["arguments"])},
+                "function": {
+                    "name": call["function"]["name"],
+                    "arguments": arguments
+                    if isinstance(arguments := call["function"]["arguments"], str)
+                    else json.dumps(arguments),
+                },
             }
             for place, call in enumerate(calls)
         ]
     return wire
 
 
-def _text_of(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments)
-
-
-# ------------------------------------------------------------------ verifiers' own objects
+# ------------------------------------------------------------------ verifiers: its own objects
 
 
 @functools.lru_cache(maxsize=32)
@@ -373,13 +372,12 @@ def _made(taskset: TaskSet) -> Any:
     loaders = verifiers("utils.loaders")
     id, settings = taskset.id, json.loads(taskset.settings)
     try:
-        with _files_here_importable():
+        with importable_folder(Path.cwd()):
             kind, config = loaders.taskset_class(id), loaders.taskset_config_type(id)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"data.task.id={id!r} is no task set of verifiers ({_describe(error)}). It is the name of a module, "
-            "installed "
-            "or a file in the current directory, whose __all__ names one subclass of verifiers.v1.Taskset."
+            "installed or a file in the current directory, whose __all__ names one subclass of verifiers.v1.Taskset."
         ) from error
     try:
         checked = config.model_validate({**settings, "id": id})
@@ -403,20 +401,6 @@ def verifiers(module: str = "") -> Any:
         raise BackendError(
             f"Tasks of verifiers need the package verifiers ({error}): pip install 'lit-rl[verifiers]'."
         ) from error
-
-
-@contextmanager
-def _files_here_importable() -> Iterator[None]:
-    """Let a file in the current directory be imported as a module. Last in line, so it hides no package."""
-    here = str(Path.cwd())
-    added = here not in sys.path
-    if added:
-        sys.path.append(here)
-    try:
-        yield
-    finally:
-        if added:
-            sys.path.remove(here)
 
 
 def _describe(error: BaseException) -> str:

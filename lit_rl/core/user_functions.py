@@ -1,27 +1,38 @@
-"""Functions of users at ``package.module:name`` or ``./file.py:name``: found, loaded, checked.
+"""Functions of users at ``package.module:name`` or ``./file.py:name``: loaded, or checked without running anything.
 
-Standard library only: worker processes load this file without PyTorch.
+Files are loaded by `load_file`, in the training process and in workers. `check_function` reads only their text, before
+anything slow; `load_by_path` imports them and returns the object. `weights_by_name` checks the weights that a config
+gives to functions. Standard library only: worker processes load this file without PyTorch.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import importlib.util
 import inspect
+import math
 import pkgutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
+from numbers import Real
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from lit_rl.core.errors import ConfigError, LitRLError, RewardError, describe_error, did_you_mean
-from lit_rl.core.model_paths import FUNCTION_FORM, check_file, missing_function_error
 from lit_rl.core.process_state import CHOSEN_FOR_SPEED, is_raised_by_user_code, preserve_process_state
+
+FUNCTION_FORM = "allowed are 'package.module:name' and './file.py:name'"
+
+_DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+_DYNAMIC = {"globals", "vars", "exec", "setattr", "__getattr__", "modules", "__dict__"}
+"""Names by which a file may define others as it runs."""
 
 
 def is_file_path(source: str) -> bool:
@@ -51,7 +62,7 @@ def load_file(path: Path, text: bytes) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up
     try:
-        with _siblings_importable(path.parent):
+        with importable_folder(path.parent):
             spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
@@ -74,8 +85,8 @@ class _KeptSource(SourceFileLoader):
 
 
 @contextmanager
-def _siblings_importable(folder: Path) -> Iterator[None]:
-    """Let a file import its neighbours while it is read. Last in line, so no neighbour hides a real package."""
+def importable_folder(folder: Path) -> Iterator[None]:
+    """Let modules be imported from a folder. It is last in `sys.path`, so that none of them hides a real package."""
     entry = str(folder)
     if entry in sys.path:
         yield
@@ -85,6 +96,65 @@ def _siblings_importable(folder: Path) -> Iterator[None]:
         yield
     finally:
         sys.path.remove(entry)
+
+
+def check_file(path: Path, key: str) -> None:
+    """Refuse a path that is no Python file.
+
+    Raises:
+        ConfigError: names the Python files that are there.
+    """
+    if not path.is_file():
+        here = sorted(file.name for file in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        found = f"Python files there: {', '.join(here) or 'none'}." if path.parent.is_dir() else "No such folder."
+        raise ConfigError(f"{key}: there is no file {path}. {found}{did_you_mean(path.name, here)}")
+    if path.suffix != ".py":
+        raise ConfigError(f"{key}: {path} is not a Python file: {FUNCTION_FORM}.")
+
+
+def missing_function_error(path: str, key: str, name: str, public: Sequence[str]) -> ConfigError:
+    """Return the error for a file or module without that name."""
+    there = ", ".join(public) or "none"
+    return ConfigError(f"{key}={path!r}: there is no {name!r}. There are: {there}.{did_you_mean(name, public)}")
+
+
+def check_function(path: str, key: str) -> None:
+    """Refuse `./file.py:name` if the file is missing, or its text can have no such name; nothing of it is run.
+
+    Modules are not searched for, and a file that may define names dynamically is assumed to have this one.
+
+    Raises:
+        ConfigError: the same as when the file is loaded.
+    """
+    source, colon, name = path.rpartition(":")
+    if not colon or not source.endswith(".py"):
+        return
+    file = Path(source).expanduser().resolve()
+    check_file(file, key)
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):  # reported where it is loaded
+        return
+    bound = _bound_names(tree)
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    used |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    is_dynamic = "*" in bound or not _DYNAMIC.isdisjoint(used | bound)
+    if name not in bound and not is_dynamic:
+        public = {node.name for node in tree.body if isinstance(node, _DEFINED) and not node.name.startswith("_")}
+        raise missing_function_error(path, key, name, sorted(public))
+
+
+def _bound_names(tree: ast.Module) -> set[str]:
+    """Return every name that is bound anywhere in it, in functions too: more than the module has."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, _DEFINED):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    return found
 
 
 @dataclass(frozen=True)
@@ -114,53 +184,12 @@ def load_by_path(path: str, key: str, failed: type[LitRLError] = RewardError) ->
     source, colon, name = str(path).rpartition(":")
     if not (colon and source and name):
         raise ConfigError(f"{key}={path!r} names no function: {FUNCTION_FORM}.")
-    if not is_file_path(source):
-        return LoadedObject(source, None, name, _attribute(_load_module(source, key, failed), name, path, key))
-    file = Path(source).expanduser().resolve()
-    text = _read(file, key)
-    return LoadedObject(str(file), text, name, _attribute(_load_file(file, text, key, failed), name, path, key))
-
-
-def _read(path: Path, key: str) -> bytes:
-    check_file(path, key)
-    return path.read_bytes()
-
-
-def _load_file(path: Path, text: bytes, key: str, failed: type[LitRLError]) -> ModuleType:
-    try:
-        with preserve_process_state(f"{key}: importing {path}", CHOSEN_FOR_SPEED):
-            return load_file(path, text)
-    except BaseException as error:
-        if not is_raised_by_user_code(error):
-            raise
-        raise failed(f"{key}: importing {path} failed with {describe_error(error)}.") from error
-
-
-def _load_module(name: str, key: str, failed: type[LitRLError]) -> ModuleType:
-    try:
-        with preserve_process_state(f"{key}: importing {name}", CHOSEN_FOR_SPEED):
-            return importlib.import_module(name)
-    except BaseException as error:
-        if not is_raised_by_user_code(error):
-            raise
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing is None or not f"{name}.".startswith(f"{missing}."):
-            raise failed(f"{key}: importing {name} failed with {describe_error(error)}.") from error
-        if Path(f"{name}.py").is_file():
-            hint = f" A file is given as './{name}.py:name'."
-        else:
-            parent, _, last = missing.rpartition(".")
-            modules = _submodules(parent)
-            hint = f" Modules of {parent}: {', '.join(modules)}.{did_you_mean(last, modules)}" if parent else ""
-        raise ConfigError(f"{key}: there is no module {missing!r}; {FUNCTION_FORM}.{hint}") from error
-
-
-def _submodules(package: str) -> Sequence[str]:
-    paths = getattr(sys.modules.get(package), "__path__", [])
-    return sorted(module.name for module in pkgutil.iter_modules(paths))
-
-
-def _attribute(module: ModuleType, name: str, path: str, key: str) -> Any:
+    text = None
+    if is_file_path(source):
+        file = Path(source).expanduser().resolve()
+        check_file(file, key)
+        source, text = str(file), file.read_bytes()
+    module = _import(source, text, key, failed)
     if not hasattr(module, name):
         public = sorted(
             each
@@ -170,4 +199,61 @@ def _attribute(module: ModuleType, name: str, path: str, key: str) -> Any:
             and not each.startswith("_")
         )
         raise missing_function_error(path, key, name, public)
-    return getattr(module, name)
+    return LoadedObject(source, text, name, getattr(module, name))
+
+
+def _import(source: str, text: bytes | None, key: str, failed: type[LitRLError]) -> ModuleType:
+    try:
+        with preserve_process_state(f"{key}: importing {source}", CHOSEN_FOR_SPEED):
+            return load_source(source, text)
+    except BaseException as error:
+        if not is_raised_by_user_code(error):
+            raise
+        missing = error.name if text is None and isinstance(error, ModuleNotFoundError) else None
+        if missing is None or not f"{source}.".startswith(f"{missing}."):
+            raise failed(f"{key}: importing {source} failed with {describe_error(error)}.") from error
+        parent, _, last = missing.rpartition(".")
+        hint = ""
+        if Path(f"{source}.py").is_file():
+            hint = f" A file is given as './{source}.py:name'."
+        elif parent:
+            paths = getattr(sys.modules.get(parent), "__path__", [])
+            modules = sorted(module.name for module in pkgutil.iter_modules(paths))
+            hint = f" Modules of {parent}: {', '.join(modules)}.{did_you_mean(last, modules)}"
+        raise ConfigError(f"{key}: there is no module {missing!r}; {FUNCTION_FORM}.{hint}") from error
+
+
+def weights_by_name(weights: Any, names: list[str]) -> dict[str, float]:
+    """Return a weight for each name, 1 where none is given.
+
+    Raises:
+        ConfigError: a weight has no function, or is not a finite number.
+    """
+    given = {} if weights is None else weights
+    if not isinstance(given, Mapping):
+        if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != len(names):
+            raise ConfigError(f"weights={weights!r} must be {len(names)} numbers, for {', '.join(names)}.")
+        given = dict(zip(names, given))
+    check_weights("weights", given, names)
+    return {name: float(given.get(name, 1.0)) for name in names}
+
+
+def check_weights(key: str, weights: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Refuse a weight that belongs to none of the reward functions, or is not a finite number.
+
+    Args:
+        key: Of the weights in the config.
+        weights: By the names of functions.
+        names: Of all functions.
+
+    Raises:
+        ConfigError: names the key and the function.
+    """
+    for name, weight in weights.items():
+        if name not in names:
+            raise ConfigError(
+                f"{key} names {name!r}, which is no reward function. Functions: {', '.join(names)}."
+                f"{did_you_mean(str(name), names)}"
+            )
+        if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight):
+            raise ConfigError(f"{key}.{name}={weight!r} must be a finite number.")

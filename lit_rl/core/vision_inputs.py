@@ -81,7 +81,7 @@ class Later:
     """Images that a row sees behind its prompt: of one piece of an answer."""
 
     column: int
-    """Column of the piece's first token, counted from the first of the response (in `Heard`, of the answer)."""
+    """Column of the piece's first token, from the response's first (in `EnvironmentTurn`, from the answer's)."""
     seen: PromptVision
     """With values of the piece's tokens in `per_token`."""
     tokens: int
@@ -191,7 +191,8 @@ class Vision:
     def inputs(self, device: torch.device) -> dict[str, Tensor]:
         """Return those of `model_inputs` that are joined along images, tiles or patches."""
         known = self._known()
-        found = {name: _joined([row.inputs[name] for row in known if name in row.inputs]) for name in _names(known)}
+        names = dict.fromkeys(name for row in known for name in row.inputs)
+        found = {name: _joined([row.inputs[name] for row in known if name in row.inputs]) for name in names}
         return {name: value.to(device, non_blocking=True) for name, value in found.items()}
 
     def per_token(self, prompt: int, response: int, device: torch.device) -> dict[str, Tensor]:
@@ -236,10 +237,6 @@ class Vision:
             for name, fill in fills.items()
         }
         return {name: value.to(device, non_blocking=True) for name, value in found.items()}
-
-
-def _names(rows: Sequence[PromptVision]) -> list[str]:
-    return list(dict.fromkeys(name for row in rows for name in row.inputs))
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -111,12 +111,6 @@ def refs_of(value: Any) -> tuple[ImageRef, ...]:
     return tuple(each for each in many if isinstance(each, ImageRef))
 
 
-def images_of(columns: Mapping[str, Sequence[Any] | None], row: int) -> tuple[ImageRef, ...]:
-    """Return the images of a row from columns by name, in display order."""
-    held = (columns.get(name) for name in IMAGE_COLUMNS)
-    return tuple(ref for values in held if values is not None for ref in refs_of(values[row]))
-
-
 def is_pillow(value: Any) -> bool:
     """Tell whether a value is a PIL image, without importing Pillow."""
     return hasattr(value, "tobytes") and hasattr(value, "mode")
@@ -159,20 +153,16 @@ def as_rgb(image: Image) -> Image:
     if image.mode == "F":
         raise ValueError("its pixels are floating-point numbers; save it with 8 or 16 bits")
     if image.mode.startswith("I"):  # Pillow would cut 16 bits at 255: all white
-        image = _eight_bits(image)
+        import numpy as np
+
+        grey = np.asarray(image).astype(np.int64).clip(0, 65535)
+        image = pillow().fromarray(((grey + 128) // 257).astype(np.uint8))
     if image.has_transparency_data:
         image = image.convert("RGBA")
         white = pillow().new("RGBA", image.size, (*WHITE, 255))
         white.alpha_composite(image)
         image = white
     return image.convert("RGB")
-
-
-def _eight_bits(image: Image) -> Image:
-    import numpy as np
-
-    grey = np.asarray(image).astype(np.int64).clip(0, 65535)
-    return pillow().fromarray(((grey + 128) // 257).astype(np.uint8))
 
 
 VIDEO_COLUMNS = ("video", "videos")
@@ -254,6 +244,6 @@ def visuals_in(value: Any) -> tuple[Visual, ...]:
 
 def shown_in(columns: Mapping[str, Sequence[Any] | None], row: int) -> tuple[Visual, ...]:
     """Return the images of a row from columns by name, in display order, then its videos."""
-    held = (columns.get(name) for name in VIDEO_COLUMNS)
-    videos = tuple(ref for values in held if values is not None for ref in videos_in(values[row]))
-    return (*images_of(columns, row), *videos)
+    images = [refs_of(values[row]) for name in IMAGE_COLUMNS if (values := columns.get(name)) is not None]
+    videos = [videos_in(values[row]) for name in VIDEO_COLUMNS if (values := columns.get(name)) is not None]
+    return tuple(each for found in (*images, *videos) for each in found)

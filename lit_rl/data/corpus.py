@@ -18,9 +18,9 @@ from lit_rl.data.encode import Encoder, pack_examples
 from lit_rl.data.example_reader import ExampleOptions, ExampleReader, reason_to_drop
 from lit_rl.data.example_set import Example, ExampleSet, Kind
 from lit_rl.data.prompt_set import PromptExample, PromptOptions, PromptSet, read_prompts
-from lit_rl.data.rendering import LeftOut
+from lit_rl.data.rendering import TemplateOmissions
 from lit_rl.data.sources import Rows
-from lit_rl.data.splits import count_overlap, hold_out, prompt_key
+from lit_rl.data.splits import hold_out, prompt_key
 from lit_rl.data.visual_prompts import Processor
 
 if TYPE_CHECKING:
@@ -54,18 +54,18 @@ def read_prompt_corpus(
 ) -> PromptCorpus:
     """Format, tokenise, filter and count every set, and hold out a share of the training prompts as an unnamed `val`.
 
-    The report has the counts of `read_examples`; for `train` also `held_out`, which `kept` leaves out; for validation
+    The report has the counts of `read_prompts`; for `train` also `held_out`, which `kept` leaves out; for validation
     sets also `overlap`, the rows whose prompt a training row has.
 
     Raises:
         DataError: a row or a whole set cannot be used; a validation set has no rows left.
     """
     report: Report = {}
-    left_out = LeftOut(tokenizer, options.chat_template_kwargs)
+    left_out = TemplateOmissions(tokenizer, options.chat_template_kwargs)
 
     def examples(rows: Rows, key: str) -> list[PromptExample]:
         found, counts = read_prompts(rows, tokenizer, options, processor, left_out)
-        _add_to_total(counts, report.setdefault(key, {}))
+        report[key] = dict(add_counts(report.get(key, {}), counts))
         return found
 
     sources = [examples(rows, "train") for rows in train]
@@ -82,11 +82,12 @@ def read_prompt_corpus(
             report["val"] = {"rows": len(held), "kept": len(held)}
     train_set = PromptSet.of([example for source in sources for example in source], processor)
     val_sets = {name: PromptSet.of(held, processor) for name, held in held_out.items()}
+    seen = set(train_set.keys)
     for name, prompts in val_sets.items():
         counts = report[set_key(name)]
         if not len(prompts):
             raise DataError(f"The validation set {set_key(name)} has no rows left: {list_counts(counts)}.")
-        counts["overlap"] = count_overlap(train_set.keys, prompts.keys)
+        counts["overlap"] = sum(key in seen for key in prompts.keys)
     return PromptCorpus(train_set, tuple(map(len, sources)), val_sets, report)
 
 
@@ -98,12 +99,6 @@ def set_key(name: str) -> str:
 def list_counts(counts: Mapping[str, int]) -> str:
     """Return counts in one line for a message, without filters that removed no row."""
     return ", ".join(f"{name} {count}" for name, count in counts.items() if count or name in ("rows", "kept"))
-
-
-def _add_to_total(counts: Mapping[str, int], total: dict[str, int]) -> None:
-    for name, count in counts.items():
-        before = total.get(name, 0)
-        total[name] = max(before, count) if name == "longest" else before + count
 
 
 DROPPED = ("empty", "equal", "promptless")
@@ -182,7 +177,12 @@ def read_more_examples(rows: Rows, reader: ExampleReader, met: Mapping[str, int]
     if len(rows) and not reader.rows.mixed:
         reader.check_whole()
     counts = add_counts(met, counts)
-    _check_dropped(rows.name, counts, options.max_dropped)
+    dropped = sum(counts[reason] for reason in DROPPED)
+    if dropped > options.max_dropped * counts["rows"]:
+        raise DataError(
+            f"{rows.name}: {dropped} of {counts['rows']} rows hold nothing to learn from, more than data.max_dropped="
+            f"{options.max_dropped}: {list_counts(counts)}. Look at the columns, or raise data.max_dropped."
+        )
     return kept, counts
 
 
@@ -195,15 +195,6 @@ def add_counts(one: Mapping[str, int], other: Mapping[str, int]) -> Counter[str]
             for name in names
         }
     )
-
-
-def _check_dropped(name: str, counts: Counter[str], share: float) -> None:
-    dropped = sum(counts[reason] for reason in DROPPED)
-    if dropped > share * counts["rows"]:
-        raise DataError(
-            f"{name}: {dropped} of {counts['rows']} rows hold nothing to learn from, more than data.max_dropped="
-            f"{share}: {list_counts(counts)}. Look at the columns, or raise data.max_dropped."
-        )
 
 
 @dataclass(frozen=True)
@@ -291,7 +282,10 @@ def training_set(
 ) -> tuple[ExampleSet, tuple[int, ...]]:
     """Return the rows of all sources, each packed by itself where rows are packed, and the size of each."""
     parts = [_example_set(examples, kind, pad, options, processor) for examples in sources]
-    return _concatenate(parts), tuple(map(len, parts))
+    first = parts[0]
+    whole = [example for part in parts for example in part.examples]
+    packs = None if first.packs is None else [pack for part in parts for pack in part.packs or ()]
+    return ExampleSet(kind, whole, pad, packs, first.processor), tuple(map(len, parts))
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -310,11 +304,11 @@ def _example_corpus(
 ) -> ExampleCorpus:
     how = train_set.kind, train_set.pad_id, options, train_set.processor
     sets = {name: _example_set(rows, *how) for name, rows in held_out.items()}
+    seen = {_example_key(example) for example in train_set.examples}
     for name, examples in sets.items():
         counts = report[set_key(name)]
         if not len(examples):
             raise DataError(f"The validation set {set_key(name)} has no rows left: {list_counts(counts)}.")
-        seen = {_example_key(example) for example in train_set.examples}
         counts["overlap"] = sum(_example_key(example) in seen for example in examples.examples)
     if options.packing != "none":
         for key, examples in {"train": train_set, **{set_key(name): s for name, s in sets.items()}}.items():
@@ -334,13 +328,6 @@ def _example_set(
         )
     assert options.max_length is not None
     return ExampleSet(kind, examples, pad, pack_examples(examples, options.max_length, options.packing))
-
-
-def _concatenate(parts: Sequence[ExampleSet]) -> ExampleSet:
-    examples = [example for part in parts for example in part.examples]
-    first = parts[0]
-    packs = None if first.packs is None else [pack for part in parts for pack in part.packs or ()]
-    return ExampleSet(first.kind, examples, first.pad_id, packs, first.processor)
 
 
 def _read_and_count(

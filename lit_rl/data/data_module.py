@@ -11,14 +11,13 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_rl.core import errors
 from lit_rl.core.errors import ConfigError, DataError, in_range, seed_in_range
-from lit_rl.data.checks import SEVERAL_PATHS
 from lit_rl.data.corpus import Report, list_counts
 from lit_rl.data.loaders import plain_settings
 from lit_rl.data.order import DEFAULT_STEP_ROWS, RolloutOrder, fit_step_rows
 from lit_rl.data.readers import OnBadRow
 from lit_rl.data.row_visuals import MAX_IMAGE_PIXELS
 from lit_rl.data.rows import row_function
-from lit_rl.data.sources import GivenRows, Rows, is_data_set
+from lit_rl.data.sources import SEVERAL_PATHS, GivenRows, Rows, is_data_set
 from lit_rl.data.splits import RowSource, check_rows, parse_sources, refuse_text, require_exactly_one, val_sources
 from lit_rl.data.tasks import Task
 from lit_rl.data.visual_prompts import Processor
@@ -236,7 +235,7 @@ class SourcedDataModule(L.LightningDataModule):
         """Share of the training rows to hold out: none where there is validation data."""
         return 0.0 if self.task is not None or val else self.val_fraction
 
-    def say_if_unvalidated(self, val: dict[str, Rows]) -> None:
+    def log_if_unvalidated(self, val: dict[str, Rows]) -> None:
         """Tell the user where a run has no validation data, and holds nothing out: it may not be meant so."""
         if self.val_fraction not in (0, _HELD_OUT) and not self.held_out(val):
             where = "data.val, data.val_path or data.val_split names" if val and self.task is None else "data.task has"
@@ -249,7 +248,7 @@ class SourcedDataModule(L.LightningDataModule):
             why = "data.task.val_rows=0" if getattr(self.task, "val_rows", None) == 0 else "data.task.val() has no rows"
         rank_zero_info(f"There is no validation: {why}.")
 
-    def say_what_became_of(self, report: Report, limit: str, *, repeats: bool = False) -> None:
+    def log_row_counts(self, report: Report, limit: str, *, repeats: bool = False) -> None:
         """Tell the user in one line a set which rows were left out or cut, and how rows were held out.
 
         Args:
@@ -279,7 +278,7 @@ class SourcedDataModule(L.LightningDataModule):
     def _share_of(self, rows: int) -> int:
         return max(1, round(rows * self.val_fraction))
 
-    def order_of(
+    def make_order(
         self, sizes: tuple[int, ...], size: int, shuffle: bool, key: str, counts: Mapping[str, int]
     ) -> RolloutOrder:
         """Return the order of rows in every epoch, `size` of them a step.
@@ -295,22 +294,17 @@ class SourcedDataModule(L.LightningDataModule):
             DataError: the rows do not fill one step, or a source has none left.
         """
         if sum(sizes) < size:
-            counted = f"{sum(sizes)} rows are left for training: {list_counts(counts)}{self._held_together(counts)}"
+            counted = f"{sum(sizes)} rows are left for training: {list_counts(counts)}"
+            if (held := counts.get("held_out", 0)) > self._share_of(counts["kept"] + held):
+                counted += ". Rows of equal prompts are held out together, or none of them is, and there are such rows"
             raise DataError(f"{key}={size}, and {counted}. {self._more_rows(sum(sizes), size, key, counts)}.")
         if 0 in sizes:
             raise DataError(f"data.sources[{sizes.index(0)}]: the filters left no row of it.")
         return RolloutOrder(sizes, size, self.seed, shuffle, self.weights)
 
-    def _held_together(self, counts: Mapping[str, int]) -> str:
-        """Return the reason why more rows are held out than their share; empty where they are not."""
-        held = counts.get("held_out", 0)
-        if held <= self._share_of(counts["kept"] + held):
-            return ""
-        return ". Rows of equal prompts are held out together, or none of them is, and there are such rows"
-
     def fitted(self, size: int | None, now: int, rows: int, key: str) -> int:
         """Return the rows of a step: `size` where the user chose it. Otherwise as many as there are and as divide into
-        the parts of a step, at most `DEFAULT` or, where there are more parts than that, one for each.
+        the parts of a step, at most `DEFAULT_STEP_ROWS` or, where there are more parts than that, one for each.
 
         Args:
             size: The constructor's setting; None where the user chose none.

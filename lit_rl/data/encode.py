@@ -17,14 +17,13 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lit_rl.core.chat_template import common_prefix_length, marks_start, tokenize_parts
-from lit_rl.core.errors import ConfigError, DataError, in_range
+from lit_rl.core.errors import ConfigError, DataError, excerpt, in_range
 from lit_rl.core.rollout import Message, Prompt
 from lit_rl.core.visuals import Visual
-from lit_rl.data.checks import excerpt
 from lit_rl.data.example_formats import Text
 from lit_rl.data.example_set import Encoded, Example
 from lit_rl.data.rendering import (
-    LeftOut,
+    TemplateOmissions,
     borders_of_turns,
     check_prefix,
     check_template_kwargs,
@@ -123,7 +122,7 @@ class Encoder:
         """Tokens at which generation ends. EOS where nothing is generated: the text after it is still not learned."""
         self.closes = bool(self.ends)
         self.ends = self.ends or frozenset((eos,))
-        self.left_out = LeftOut(self.tokenizer, self.template_kwargs)
+        self.left_out = TemplateOmissions(self.tokenizer, self.template_kwargs)
         self.spaces: dict[int, bool] = {}
         self.turn_ends: dict[str, str] = {}
         """The text that the chat template writes after the last turn, by its arguments as JSON; shared by encoders of
@@ -301,7 +300,7 @@ class Encoder:
         check_prefix(begin, whole, where)
         every = every_turn and self.learn != "completion"
         replies = (0, 0) if every else (len(prompt), len(begin))
-        self.left_out.look(messages, whole, where, kwargs, replies=replies)
+        self.left_out.compare(messages, whole, where, kwargs, replies=replies)
         closes = self.closes and messages[-1]["role"] == "assistant"
         if closes and self.turn_end.isspace() and whole.endswith(self.turn_end, len(begin)):
             whole = whole[: -len(self.turn_end)]
@@ -548,7 +547,7 @@ def pack_examples(
     """
     texts = [text for example in examples for text in example.texts]
     rows = pack([len(text) for text in texts], capacity, how)
-    return [[_piece(texts[piece.text], piece.start, piece.stop) for piece in row] for row in rows]
+    return [[truncate(texts[piece.text], range(piece.start, piece.stop)) for piece in row] for row in rows]
 
 
 def _best_fit(lengths: Sequence[int], capacity: int) -> list[list[PackedPiece]]:
@@ -599,8 +598,3 @@ def _wrapped(lengths: Sequence[int], capacity: int) -> list[list[PackedPiece]]:
             room -= stop - start
             start = stop
     return rows
-
-
-def _piece(text: Encoded, start: int, stop: int) -> Encoded:
-    learned = [i > 0 and flag for i, flag in enumerate(text.learned[start:stop])]
-    return Encoded(text.ids[start:stop], learned, min(max(0, text.prompt_tokens - start), stop - start))

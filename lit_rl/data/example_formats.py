@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lit_rl.core.errors import DataError, did_you_mean
+from lit_rl.core.errors import DataError, did_you_mean, excerpt
 from lit_rl.core.rollout import Message, Prompt
 from lit_rl.core.visuals import Visual
-from lit_rl.data.checks import excerpt
 from lit_rl.data.kinds import COLUMNS, USABLE, Kind, format_for, is_verdict, parse_verdict
 from lit_rl.data.message_forms import parse_list, read_tools
 from lit_rl.data.rendering import KWARGS_COLUMN, row_template_kwargs
@@ -99,14 +98,6 @@ def is_whole(text: Text) -> bool:
     return isinstance(text, list) and bool(text) and text[0]["role"] != "assistant"
 
 
-def last_turn(messages: Text) -> tuple[list[Message], list[Message]]:
-    """Split off the last message where it is the assistant's; otherwise return an empty list and all messages."""
-    assert isinstance(messages, list)
-    if messages and messages[-1]["role"] == "assistant":
-        return messages[:-1], messages[-1:]
-    return [], messages
-
-
 def shared_messages(chosen: list[Message], rejected: list[Message]) -> int:
     """Return the number of leading messages that are the prompt of both: the common ones, up to an assistant's turn.
 
@@ -131,7 +122,10 @@ def shared_text(chosen: str, rejected: str) -> int:
     if count == min(len(chosen), len(rejected)):
         while count and not chosen[count - 1].isspace():
             count -= 1
-    elif any(_inside_word(side, count) for side in (chosen, rejected)):
+    elif any(
+        0 < count < len(side) and _continues_word(side[count - 1]) and _continues_word(side[count])
+        for side in (chosen, rejected)
+    ):
         while count and _continues_word(chosen[count - 1]):
             count -= 1
     return count - 1 if count and chosen[count - 1] == " " else count
@@ -140,10 +134,6 @@ def shared_text(chosen: str, rejected: str) -> int:
 def _common_prefix(one: Any, other: Any) -> int:
     pairs = enumerate(zip(one, other))
     return next((i for i, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
-
-
-def _inside_word(text: str, place: int) -> bool:
-    return 0 < place < len(text) and _continues_word(text[place - 1]) and _continues_word(text[place])
 
 
 def _continues_word(character: str) -> bool:
@@ -268,8 +258,13 @@ def read_record(
         record = _preference(found, where, system_prompt, more)
     elif name.startswith("language"):
         record = _language(name, found, where, system_prompt, more)
+    elif name == "stepwise":
+        record = _stepwise(found, where, system_prompt, more)
     else:
-        record = _prompted(name, found, where, system_prompt, more)
+        texts = {"completion": found["completion"]}
+        prompt, completions = check_completions(found["prompt"], texts, where, system_prompt)
+        desirable = _flag(found["label"], f"{where}: label") if name == "unpaired preference" else None
+        record = ExampleRecord(_format_title(name, prompt), prompt, completions, desirable=desirable, **more)
     if tools and not record.conversational:
         raise DataError(f"{where}: the column tools came with plain text; tools need messages and a chat template.")
     return record
@@ -291,7 +286,12 @@ def _recognise_format(found: Mapping[str, Any], where: str, kind: Kind) -> str:
     lacks = {name: [column for column in COLUMNS[name] if column not in found] for name in USABLE[kind]}
     others = {name: [column for column in found if column not in COLUMNS[name]] for name in USABLE[kind]}
     nearest = min(
-        lacks, key=lambda name: (_count_unlike(lacks[name], others[name]), len(lacks[name]), -len(COLUMNS[name]))
+        lacks,
+        key=lambda name: (
+            sum(not did_you_mean(column, others[name]) for column in lacks[name]),
+            len(lacks[name]),
+            -len(COLUMNS[name]),
+        ),
     )
     missing = lacks[nearest]
     hint = did_you_mean(missing[0], others[nearest])
@@ -301,21 +301,6 @@ def _recognise_format(found: Mapping[str, Any], where: str, kind: Kind) -> str:
         f"columns {needed}. Nearest is {nearest}, which misses {', '.join(missing)}: name columns with data.rename, or "
         f"make them with data.map_row.{hint}"
     )
-
-
-def _count_unlike(missing: list[str], found: list[str]) -> int:
-    return sum(not did_you_mean(column, found) for column in missing)
-
-
-def _prompted(
-    name: str, found: Mapping[str, Any], where: str, system: str | None, more: dict[str, Any]
-) -> ExampleRecord:
-    """Return the record of a row of prompt-completion, unpaired preference or labelled steps."""
-    if name == "stepwise":
-        return _stepwise(found, where, system, more)
-    prompt, (completion,) = check_completions(found["prompt"], {"completion": found["completion"]}, where, system)
-    desirable = _flag(found["label"], f"{where}: label") if name == "unpaired preference" else None
-    return ExampleRecord(_format_title(name, prompt), prompt, (completion,), desirable=desirable, **more)
 
 
 def _stepwise(found: Mapping[str, Any], where: str, system: str | None, more: dict[str, Any]) -> ExampleRecord:
@@ -340,8 +325,10 @@ def _language(
         wanted = "a string" if column == "text" else "a list of chat messages"
         raise DataError(f"{where}: {column} is {excerpt(repr(text))}; it must be {wanted}.")
     if isinstance(text, list):
-        prompt, completion = last_turn(with_system(text, system))
-        return ExampleRecord(name, prompt or None, (completion,), **more)
+        messages = with_system(text, system)
+        assert isinstance(messages, list)
+        start = len(messages) - 1 if messages and messages[-1]["role"] == "assistant" else 0
+        return ExampleRecord(name, messages[:start] or None, (messages[start:],), **more)
     if system is not None:
         raise DataError(
             f"{where}: data.system_prompt has no place in a text without a prompt: remove it, or give rows of "

@@ -11,8 +11,7 @@ import lightning as L
 from lit_rl.core.errors import ConfigError, in_range
 from lit_rl.core.rollout import PromptForm
 from lit_rl.core.vision_inputs import PromptVision
-from lit_rl.data import streams as streaming
-from lit_rl.data.corpus import ExampleCorpus, read_example_corpus
+from lit_rl.data.corpus import ExampleCorpus, read_example_corpus, streamed_corpus
 from lit_rl.data.data_module import SourcedDataModule, check_keywords
 from lit_rl.data.encode import Encoder
 from lit_rl.data.example_reader import ExampleOptions
@@ -20,7 +19,14 @@ from lit_rl.data.example_set import ExampleSet, Kind
 from lit_rl.data.loaders import EvalLoader, ExampleEvalLoader, ExampleLoader
 from lit_rl.data.order import DEFAULT_STEP_ROWS, RolloutOrder
 from lit_rl.data.sources import GivenRows
-from lit_rl.data.streams import RowStream, StreamLoader, Windows
+from lit_rl.data.streams import (
+    RowStream,
+    StreamLoader,
+    Windows,
+    check_first_window,
+    check_stream_settings,
+    check_stream_trainer,
+)
 from lit_rl.data.visual_prompts import Processor
 
 if TYPE_CHECKING:
@@ -93,7 +99,7 @@ class ExampleDataModule(SourcedDataModule):
         )
         self.stream_buffer = stream_buffer
         if stream_buffer is not None:
-            streaming.check_stream_settings(self, stream_buffer, batch_size=batch_size or 1, max_length=max_length)
+            check_stream_settings(self, stream_buffer, batch_size=batch_size or 1, max_length=max_length)
         self._encoder: Encoder | None = None
         self._kind: Kind | None = None
         self._windows: Windows | None = None
@@ -141,7 +147,7 @@ class ExampleDataModule(SourcedDataModule):
                 self.batch_size = self.fitted(self._size, self.batch_size, sum(self._sets.sizes), "data.batch_size")
                 self._order(self.shuffle)
             else:
-                streaming.check_first_window(self._sets.sizes, self.batch_size, self.report["train"])
+                check_first_window(self._sets.sizes, self.batch_size, self.report["train"])
 
     def setup(self, stage: str) -> None:
         if stage == "fit":
@@ -219,7 +225,7 @@ class ExampleDataModule(SourcedDataModule):
             ConfigError: `max_steps` is missing, or loaders are rebuilt.
         """
         if self.stream_buffer is not None:
-            streaming.check_stream_trainer(trainer)
+            check_stream_trainer(trainer)
 
     @property
     def val_names(self) -> list[str]:
@@ -322,7 +328,7 @@ class ExampleDataModule(SourcedDataModule):
     def _read(self, encoder: Encoder, kind: Kind) -> ExampleCorpus:
         val = self.val_rows()
         if self.stream_buffer is None:
-            self.say_if_unvalidated(val)
+            self.log_if_unvalidated(val)
             how: dict[str, Any] = {"val_fraction": self.held_out(val), "seed": self.seed}
             corpus = read_example_corpus(self.train_rows(), val, encoder, kind, self.options, **how)
         elif encoder.processor is not None:
@@ -338,16 +344,18 @@ class ExampleDataModule(SourcedDataModule):
                 rows = len(windows.at(windows.start).data)
                 self.batch_size = self.fitted(None, self.batch_size, rows, "data.batch_size")
                 if self.batch_size != windows.batch_size:
-                    windows.take_steps_of(self.batch_size)
-            corpus = streaming.stream_corpus(windows, val, encoder, self.options)
+                    windows.set_batch_size(self.batch_size)
+            first = windows.at(windows.start)  # bad data shows at once
+            corpus = streamed_corpus(first.data, first.sizes, windows.formats, val, encoder, self.options)
+            corpus = replace(corpus, train=replace(first.data, examples=(), packs=None))
             self._windows = windows
         report = corpus.report if self._windows is None else {**corpus.report, "train": self._windows.counts}
-        self.say_what_became_of(report, f"data.max_length={self.options.max_length}")
+        self.log_row_counts(report, f"data.max_length={self.options.max_length}")
         return corpus
 
     def _order(self, shuffle: bool) -> RolloutOrder:
         corpus = self.corpus
-        return self.order_of(corpus.sizes, self.batch_size, shuffle, "data.batch_size", corpus.report["train"])
+        return self.make_order(corpus.sizes, self.batch_size, shuffle, "data.batch_size", corpus.report["train"])
 
 
 class SupervisedDataModule(ExampleDataModule):

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lit_rl.core.errors import ConfigError, DataError, in_range
-from lit_rl.data.checks import one_of
+from lit_rl.core.errors import ConfigError, DataError, in_range, one_of
 from lit_rl.data.encode import (
     KEEP,
     LEARN,
@@ -23,7 +22,7 @@ from lit_rl.data.encode import (
     truncate,
     truncate_labels,
 )
-from lit_rl.data.example_formats import ExampleRecord, Text, is_blank, read_record
+from lit_rl.data.example_formats import ExampleRecord, is_blank, read_record
 from lit_rl.data.example_set import Encoded, Example, Kind
 from lit_rl.data.readers import ON_BAD_ROW, OnBadRow
 from lit_rl.data.rendering import KWARGS_COLUMN, check_template_kwargs
@@ -44,7 +43,7 @@ class ExampleOptions:
         max_length: Longest text, prompt and completion together, in tokens, at least 2; None is no limit.
         max_completion_tokens: Longest completion (a text without a prompt is one), in tokens, at least 1; None is no
             limit of its own.
-        keep: The end of a too long text that stays; see `windows`.
+        keep: The end of a too long text that stays; see `kept_windows`.
         overlong: Action for a row over either limit: `truncate` cuts it in token space, and drops it where nothing
             learned is left; `drop` leaves the row out and counts it; `error` refuses it.
         on_bad_row: Action for a row that cannot be read: `error` raises, `skip` counts it.
@@ -174,7 +173,11 @@ class ExampleReader:
             assert prompt is not None
             return encoder.pair(prompt, parts, where, tools=tools, images=record.images)
         whole = record.format.startswith("language")
-        if whole and self.options.learn == "completion" and not _ends_with_assistant(parts[0]):
+        if (
+            whole
+            and self.options.learn == "completion"
+            and not (isinstance(parts[0], str) or parts[0][-1]["role"] == "assistant")
+        ):
             raise DataError(
                 f"{where}: the last of the messages is not the assistant's, and data.learn=completion learns that one: "
                 "set data.learn to assistant or all, or leave such rows out with data.on_bad_row=skip."
@@ -187,7 +190,9 @@ class ExampleReader:
         options = self.options
         labels = tuple(map(float, record.labels))
         if options.last_step_only and self.kind == "stepwise":
-            texts, labels = (_learn_last_only(texts[0]),), labels[-1:]
+            last = max(i for i, flag in enumerate(texts[0].learned) if flag)
+            texts = (replace(texts[0], learned=[i == last for i in range(len(texts[0]))]),)
+            labels = labels[-1:]
         kept = kept_windows(texts, options.text_limit, options.max_completion_tokens, options.keep)
         whole = all(len(window) == len(text) for window, text in zip(kept, texts))
         if not whole and options.overlong == "error":
@@ -264,12 +269,3 @@ def reason_to_drop(record: ExampleRecord) -> str:
     if record.format.startswith("language") or not is_blank(record.prompt or ""):
         return ""
     return "promptless" if "implicit" in record.format else "empty"
-
-
-def _ends_with_assistant(text: Text) -> bool:
-    return isinstance(text, str) or text[-1]["role"] == "assistant"
-
-
-def _learn_last_only(text: Encoded) -> Encoded:
-    last = max(i for i, flag in enumerate(text.learned) if flag)
-    return replace(text, learned=[i == last for i in range(len(text))])

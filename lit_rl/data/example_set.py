@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lit_rl.core.examples import ExampleBatch, PairBatch, StepwiseBatch, TextBatch, TokenBatch, Totals, VerdictBatch
 from lit_rl.core.rollout import Prompt
@@ -86,9 +85,10 @@ class ExampleSet:
         digest = hashlib.blake2b(f"{self.kind} {self.pad_id}".encode(), digest_size=16)
         for row in range(len(self)):
             pieces = [(text.ids, [int(token) for token in text.learned]) for text in self._pieces(row)]
-            label = None if self.packs is not None else _label(self.examples[row])
+            example = None if self.packs is not None else self.examples[row]
+            label = None if example is None else [example.margin, example.desirable, list(example.labels)]
             digest.update(json.dumps([pieces, label]).encode())
-            if self.packs is None and self.processor and (shown := self.examples[row].shown):
+            if example is not None and self.processor and (shown := example.shown):
                 made_by = [self.processor.name, *shown.maker_of_videos(self.processor)]
                 digest.update(json.dumps([*made_by, *map(str, shown.visuals)]).encode())
         return digest.hexdigest()
@@ -100,13 +100,11 @@ class ExampleSet:
         for example in self.examples:
             if example.prompt is not None:
                 first.setdefault(prompt_key(example.prompt, example.shown), example)
-        return PromptSet.of(
-            [
-                PromptExample(example.prompt or "", _prompt_ids(example), example.columns, example.where, example.shown)
-                for example in first.values()
-            ],
-            self.processor,
-        )
+        examples = []
+        for each in first.values():
+            ids = each.texts[0].ids[: each.texts[0].prompt_tokens]
+            examples.append(PromptExample(each.prompt or "", ids, each.columns, each.where, each.shown))
+        return PromptSet.of(examples, self.processor)
 
     @property
     def longest(self) -> int:
@@ -185,7 +183,10 @@ class ExampleSet:
             desirable = torch.tensor([bool(example.desirable) for example in examples])
             return VerdictBatch(tokens, **common, desirable=desirable, mismatched=mismatched)
         if self.kind == "stepwise":
-            return StepwiseBatch(tokens, **common, labels=_step_labels(examples, tokens.loss_mask))
+            mask, labels = tokens.loss_mask, torch.zeros(tokens.loss_mask.shape)
+            for row, example in enumerate(examples):
+                labels[row, mask[row]] = torch.tensor(example.labels)
+            return StepwiseBatch(tokens, **common, labels=labels)
         return TextBatch(tokens, **common)
 
     def _vision(self, rows: Sequence[int], texts: int) -> Vision | None:
@@ -228,19 +229,3 @@ def _mismatched(example: Example, other: Example) -> Encoded:
     prompt, completion = mine.ids[: mine.prompt_tokens], theirs.ids[theirs.prompt_tokens :]
     learned = [False] * len(prompt) + theirs.learned[theirs.prompt_tokens :]
     return Encoded(prompt + completion, learned, len(prompt))
-
-
-def _step_labels(examples: Sequence[Example], mask: Tensor) -> Tensor:
-    labels = torch.zeros(mask.shape)
-    for row, example in enumerate(examples):
-        labels[row, mask[row]] = torch.tensor(example.labels)
-    return labels
-
-
-def _prompt_ids(example: Example) -> list[int]:
-    text = example.texts[0]
-    return text.ids[: text.prompt_tokens]
-
-
-def _label(example: Example) -> list[Any]:
-    return [example.margin, example.desirable, list(example.labels)]

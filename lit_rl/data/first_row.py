@@ -44,10 +44,10 @@ def first_row(
     Raises:
         DataError: nothing is there, it cannot be read, or it has no row.
         BackendError: the hub cannot be reached.
-        ConfigError: `split` or `name` came with what has none.
+        ConfigError: `split` or `name` is set for a source that has none.
     """
     row, where = _of_file(Path(path).expanduser(), on_bad_row) if split is None and name is None else (None, "")
-    if row is None:  # also where there is none: it is said as everywhere else
+    if row is None:  # also where there is no such file: the usual error
         rows = load_rows(path, split=split, name=name, on_bad_row=on_bad_row)
         row, where = rows[0], rows.where(0)
     row = row if own is None else own(row, where)

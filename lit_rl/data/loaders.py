@@ -67,9 +67,11 @@ class SlottedLoader(ABC, Generic[Batch]):
         allow_changed: bool = False,
     ) -> None:
         if order.prompts_per_rollout % world_size:
+            below = order.prompts_per_rollout // world_size * world_size
+            above = below + world_size
+            near = f"the nearest that do are {below} and {above}" if below else f"the nearest that does is {above}"
             raise ConfigError(
-                f"{self.size_key}={order.prompts_per_rollout} does not divide over {world_size} ranks: "
-                f"{_nearest_multiples(order.prompts_per_rollout, world_size)}."
+                f"{self.size_key}={order.prompts_per_rollout} does not divide over {world_size} ranks: {near}."
             )
         self.order = order
         self.slots = slots
@@ -191,23 +193,19 @@ def accept_changed_data(loader: SlottedLoader[Any], state: Mapping[str, Any], sl
     Raises:
         DataError: names the settings that changed; where none did, the rows themselves.
     """
-    before, now = state.get("made_by", {}), loader.made_by(slots)
+    before, now = state["made_by"], loader.made_by(slots)
     changed = [name for name in now if name in before and name != "rows" and before[name] != now[name]]
     said = [f"{name} {_describe_change(before[name], now[name])}" for name in changed]
-    if not said and before:
-        counts = [before["rows"], now["rows"]]
-        said = [f"the rows themselves, {counts[0]} -> {counts[1]} of them" if counts[0] != counts[1] else _SAME_COUNT]
-    if not said:
-        said = [f"the rows, their order or the micro-batches of a step ({loader.cut_keys}) changed"]
+    if not said and before["rows"] != now["rows"]:
+        said = [f"the rows themselves, {before['rows']} -> {now['rows']} of them"]
+    elif not said:
+        said = ["the rows themselves (as many as before: their texts, their columns or their order in the file)"]
     if not allowed:
         raise DataError(
             f"The data is not the checkpoint's: {', '.join(said)}. So the run cannot go on exactly. Restore "
             f"{'it' if len(said) == 1 else 'them'}, or accept it with data.allow_changed=true."
         )
     rank_zero_info(f"Going on with other data than the checkpoint's run (data.allow_changed=true): {', '.join(said)}.")
-
-
-_SAME_COUNT = "the rows themselves (as many as before: their texts, their columns or their order in the file)"
 
 
 def _describe_change(before: Any, now: Any) -> str:
@@ -230,7 +228,7 @@ def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def world_size_changed(state: Mapping[str, Any], world_size: int) -> bool:
     """Tell whether a loader's state was taken with another world size."""
-    return state.get("world_size", world_size) != world_size
+    return state["world_size"] != world_size
 
 
 def whole_steps(batches: int, slots: int) -> int:
@@ -317,11 +315,6 @@ class EvalLoader:
     def __iter__(self) -> Iterator[PromptBatch]:
         for start in range(0, len(self._rows), self.batch_size):
             yield self.data.batch(self._rows[start : start + self.batch_size])
-
-
-def _nearest_multiples(value: int, of: int) -> str:
-    below = value // of * of
-    return f"the nearest that do are {below} and {below + of}" if below else f"the nearest that does is {of}"
 
 
 _APART = 2**40

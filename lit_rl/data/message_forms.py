@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lit_rl.core.chat_template import THOUGHTS, call_arguments
-from lit_rl.core.errors import DataError
-from lit_rl.data.checks import excerpt
+from lit_rl.core.errors import DataError, excerpt
 from lit_rl.data.readers import ARGUMENTS, without_none
 
 ROLES = {
@@ -301,7 +300,9 @@ def normalize_messages(row: Mapping[str, Any], where: str, *keys: str) -> tuple[
         found = _messages_of(value, f"{where}: {name}")
         if found is not value:
             row[name] = found
-            notes.append(f"{name} is read as a list of messages: it came as {_form_of(value)}")
+            form = "one message" if isinstance(value, Mapping) else "messages of other keys"
+            form = "text" if isinstance(value, str) else form
+            notes.append(f"{name} is read as a list of messages: it came as {form}")
     if SHAREGPT in row and SHAREGPT not in keys and isinstance(row[SHAREGPT], list):
         target = "prompt" if {"chosen", "rejected"} <= row.keys() else "messages"
         if row.get(target) is None:
@@ -341,9 +342,8 @@ def tools_argument(tools: Any) -> dict[str, Any]:
 def parse_nested_literal(text: str) -> Any:
     """Return the value that a text writes out, as JSON or as Python does; the text itself where it is neither."""
     value = parse_literal(text)
-    return (
-        parse_nested_literal(value) if isinstance(value, str) and value is not text and _BEGINS.match(value) else value
-    )
+    nested = isinstance(value, str) and value is not text and _BEGINS.match(value)
+    return parse_nested_literal(value) if nested else value
 
 
 def parse_list(value: Any) -> Any:
@@ -385,9 +385,11 @@ def _messages_of(value: Any, where: str) -> Any:
     ]
     if not all(_is_message(message) for message in each):
         return value
-    if isinstance(value, str) and not any(
-        map(_has_known_speaker, each)
-    ):  # an object to be written, such as a payment's
+    known = any(
+        str(message.get("role")).lower() in ROLES or str(message.get("from")).lower() in (*ROLES, _CALL)
+        for message in each
+    )
+    if isinstance(value, str) and not known:  # an object to be written, such as a payment's
         return value
     found = [_renamed(message, f"{where}: message {i}") for i, message in enumerate(each)]
     found = normalize_calls(found, where)
@@ -400,11 +402,6 @@ def _is_message(value: Any) -> bool:
         return False
     spoken = ("content", "tool_calls", "function_call")
     return ("role" in value and any(key in value for key in spoken)) or {"from", "value"} <= value.keys()
-
-
-def _has_known_speaker(message: Mapping[str, Any]) -> bool:
-    """Tell whether a message has a known speaker."""
-    return str(message.get("role")).lower() in ROLES or str(message.get("from")).lower() in (*ROLES, _CALL)
 
 
 def _renamed(message: Mapping[str, Any], where: str) -> Any:
@@ -430,9 +427,3 @@ def _with_system(messages: list[Any], row: dict[str, Any]) -> list[Any]:
         return messages
     del row["system"]
     return [{"role": "system", "content": text}, *messages] if text.strip() else messages
-
-
-def _form_of(value: Any) -> str:
-    if isinstance(value, str):
-        return "text"
-    return "one message" if isinstance(value, Mapping) else "messages of other keys"

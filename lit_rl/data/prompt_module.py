@@ -101,7 +101,7 @@ class RolloutDataModule(SourcedDataModule):
 
     @property
     def report(self) -> dict[str, dict[str, int]]:
-        """Counts of each set, `train` and `val` or `val/<name>`, by filter: see `read_corpus`."""
+        """Counts of each set, `train` and `val` or `val/<name>`, by filter: see `read_prompt_corpus`."""
         return self._prepared().report
 
     @property
@@ -207,17 +207,17 @@ class RolloutDataModule(SourcedDataModule):
 
     def _read(self, tokenizer: PreTrainedTokenizerBase, processor: Processor | None) -> PromptCorpus:
         val = self.val_rows()
-        self.say_if_unvalidated(val)
+        self.log_if_unvalidated(val)
         fraction = self.held_out(val)
         how = {"processor": processor, "val_fraction": fraction, "seed": self.seed}
         corpus = read_prompt_corpus(self.train_rows(), val, tokenizer, self.options, **how)
         limit = f"data.max_prompt_tokens={self.options.max_prompt_tokens}"
-        self.say_what_became_of(corpus.report, limit, repeats=isinstance(self.task, Repeated))
+        self.log_row_counts(corpus.report, limit, repeats=isinstance(self.task, Repeated))
         return corpus
 
     def _order(self, shuffle: bool) -> RolloutOrder:
         corpus, key = self._prepared(), "data.prompts_per_rollout"
-        return self.order_of(corpus.sizes, self.prompts_per_rollout, shuffle, key, corpus.report["train"])
+        return self.make_order(corpus.sizes, self.prompts_per_rollout, shuffle, key, corpus.report["train"])
 
     def _prepared(self) -> PromptCorpus:
         if self._corpus is None:

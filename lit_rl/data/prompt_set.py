@@ -11,16 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lit_rl.core.errors import ConfigError, DataError, in_range
+from lit_rl.core.errors import ConfigError, DataError, in_range, one_of
 from lit_rl.core.progress_bar import delayed_progress
 from lit_rl.core.rollout import Prompt, PromptBatch
 from lit_rl.core.vision_inputs import PromptVision
-from lit_rl.data.checks import one_of
 from lit_rl.data.message_forms import read_tools
 from lit_rl.data.readers import ON_BAD_ROW, OnBadRow
 from lit_rl.data.rendering import (
     KWARGS_COLUMN,
-    LeftOut,
+    TemplateOmissions,
     check_template_kwargs,
     control_tokens,
     encode_prompt,
@@ -165,7 +164,7 @@ def read_prompts(
     tokenizer: PreTrainedTokenizerBase,
     options: PromptOptions,
     processor: Processor | None = None,
-    left_out: LeftOut | None = None,
+    left_out: TemplateOmissions | None = None,
     chat: bool = False,
 ) -> tuple[list[PromptExample], Counter[str]]:
     """Return every row that passes the filters, and the number that each filter took. With `chat` plain texts are read
@@ -181,7 +180,7 @@ def read_prompts(
     counts = Counter(
         rows=len(rows) + rows.skipped, bad=rows.skipped, empty=0, overlong=0, truncated=0, kept=0, longest=0
     )
-    left_out = left_out or LeftOut(tokenizer, options.chat_template_kwargs)
+    left_out = left_out or TemplateOmissions(tokenizer, options.chat_template_kwargs)
     reader = _PromptReader(tokenizer, options, processor, rows.folder, left_out, chat)
     kept, first_error = [], None
     for i in delayed_progress(range(len(rows)), "tokenising prompts", "row"):
@@ -198,7 +197,9 @@ def read_prompts(
             continue
         counts["longest"] = max(counts["longest"], len(example.prompt_ids))
         if len(example.prompt_ids) <= options.max_prompt_tokens:
-            kept.append(reader.keep(example))
+            if example.shown is not None:
+                reader.videos.add(example.shown.visuals, example.where)
+            kept.append(example)
         elif options.overlong == "truncate_left" and example.shown:
             raise ConfigError(
                 f"{example.where}: the prompt has {len(example.prompt_ids)} tokens with its images, "
@@ -212,7 +213,11 @@ def read_prompts(
         elif options.overlong == "drop":
             counts["overlong"] += 1
         else:
-            raise DataError(_too_long(example, options.max_prompt_tokens))
+            raise DataError(
+                f"{example.where}: the prompt has {len(example.prompt_ids)} tokens, "
+                f"data.max_prompt_tokens={options.max_prompt_tokens}. Raise it, or set data.overlong to drop or "
+                "truncate_left."
+            )
     if first_error and counts["bad"] - rows.skipped == len(rows):
         raise first_error
     if reader.rows.mixed:
@@ -231,7 +236,7 @@ class _PromptReader:
         options: PromptOptions,
         processor: Processor | None,
         folder: Path | None,
-        left_out: LeftOut,
+        left_out: TemplateOmissions,
         chat: bool,
     ) -> None:
         self.tokenizer, self.processor, self.left_out = tokenizer, processor, left_out
@@ -295,12 +300,6 @@ class _PromptReader:
             return None
         return tools
 
-    def keep(self, example: PromptExample) -> PromptExample:
-        """Return the example, and compare later ones with its videos."""
-        if example.shown is not None:
-            self.videos.add(example.shown.visuals, example.where)
-        return example
-
     def check_whole(self) -> None:
         self.left_out.say()
         if len(self.kinds) > 1:
@@ -310,13 +309,6 @@ class _PromptReader:
             )
         self.rows.check_renamed()
         self.rows.say()
-
-
-def _too_long(example: PromptExample, limit: int) -> str:
-    return (
-        f"{example.where}: the prompt has {len(example.prompt_ids)} tokens, data.max_prompt_tokens={limit}. Raise it, "
-        "or set data.overlong to drop or truncate_left."
-    )
 
 
 def _column(name: str, examples: Sequence[PromptExample]) -> list[Any]:

@@ -16,8 +16,39 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from lit_rl.core.errors import DataError
-from lit_rl.data.checks import excerpt, one_of, refuse_other_files
+from lit_rl.core.errors import DataError, excerpt, one_of
+
+_BEGINNINGS = {
+    b"\x1f\x8b": "packed by gzip: unpack it first",
+    b"PK\x03\x04": "a zip archive: unpack it first",
+    b"\x28\xb5\x2f\xfd": "packed by zstd: unpack it first",
+    b"BZh91AY&SY": "packed by bzip2: unpack it first",
+    b"PAR1\x15": "parquet: name it .parquet",
+    b"version https://git-lfs": "a pointer of Git LFS, without the data: fetch them with `git lfs pull`",
+    b"<!DOCTYPE": "a web page: download the file itself (of the hub, by its `resolve` address)",
+    b"<!doctype": "a web page: download the file itself (of the hub, by its `resolve` address)",
+    b"<html": "a web page: download the file itself (of the hub, by its `resolve` address)",
+    b"\xff\xfe": "UTF-16: save it as UTF-8",
+    b"\xfe\xff": "UTF-16: save it as UTF-8",
+}
+"""First bytes of files that are mistaken for text, with the advice for each."""
+
+
+def refuse_other_files(path: Path, beginning: bytes, named: str = "text in UTF-8") -> None:
+    """Refuse a file by its first bytes: a reader would refuse its lines, or all of it, and not say why.
+
+    Args:
+        path: The file.
+        beginning: First bytes of the file, at least 32 where it has as many.
+        named: Type that the file's name promises.
+
+    Raises:
+        DataError: it is packed, parquet, in UTF-16, a web page, or a pointer to a file that was not fetched.
+    """
+    for magic, what in _BEGINNINGS.items():
+        if beginning.lstrip(b" \r\n\t").startswith(magic):
+            raise DataError(f"{path}: is {what}. Its name says that it is {named}.")
+
 
 OnBadRow = Literal["error", "skip"]
 ON_BAD_ROW = ("error", "skip")
@@ -58,11 +89,6 @@ class JsonlReader:
                 self.skipped += 1
                 continue
             yield number, row
-
-
-def read_jsonl(path: str | Path, *, on_bad_row: OnBadRow = "error") -> JsonlReader:
-    """Return the `(line number, row)` pairs of a file; `.skipped` of the result counts the bad lines left out."""
-    return JsonlReader(path, on_bad_row=on_bad_row)
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_rl.core.errors import ConfigError, DataError, did_you_mean
+from lit_rl.core.errors import ConfigError, DataError, did_you_mean, excerpt
 from lit_rl.core.visuals import IMAGE_COLUMNS, ImageRef, VideoRef, Visual, as_png, as_rgb, digest_of, is_pillow, pillow
 from lit_rl.core.visuals import VIDEO_COLUMNS as VIDEO_COLUMNS
-from lit_rl.data.checks import excerpt
 
 MAX_IMAGE_PIXELS = 40_000_000
 """Width times height of an image that a data set may hold, by default: 120 MB as RGB."""
@@ -333,7 +332,10 @@ class ImageReader:
             DataError: an image or a video cannot be used, parts and what they show are not as many, or images come
                 without a prompt.
         """
-        row = {**row, **{key: [_copied(each) for each in row[key]] for key in keys if isinstance(row.get(key), list)}}
+        row = {**row}
+        for key in keys:
+            if isinstance(row.get(key), list):
+                row[key] = [dict(each) if isinstance(each, Mapping) else each for each in row[key]]
         given = {kind.name: self._of_columns(kind, row, where) for kind in _KINDS}
         if self.chat or any(given.values()):
             texts = [key for key in keys if isinstance(row.get(key), str)]
@@ -407,10 +409,6 @@ def images_in(row: Mapping[str, Any], *keys: str) -> str:
     held += [f"column {name!r}" for name in VIDEO_COLUMNS if lists_frames(row.get(name))]
     shown = [key for key in keys if any(_shows(message) for message in _messages(row.get(key)))]
     return ", ".join([*held, *(f"parts of {key!r}" for key in shown)])
-
-
-def _copied(message: Any) -> Any:
-    return dict(message) if isinstance(message, Mapping) else message
 
 
 class RowImages:

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from lit_rl.core.episode import Message, Prompt
-from lit_rl.core.errors import ConfigError, DataError, LitRLError, describe_error, did_you_mean
-from lit_rl.core.model_paths import FUNCTION_FORM
+from lit_rl.core.errors import ConfigError, DataError, LitRLError, describe_error, did_you_mean, excerpt
 from lit_rl.core.process_state import is_raised_by_user_code, mix_seed, temporarily_seeded
-from lit_rl.core.user_functions import is_file_path, load_by_path
+from lit_rl.core.user_functions import FUNCTION_FORM, is_file_path, load_by_path
 from lit_rl.core.visuals import Visual
-from lit_rl.data.checks import excerpt
 from lit_rl.data.message_forms import normalize_messages, to_plain
 from lit_rl.data.row_visuals import KEYS_OF_IMAGES, RowImages, check_parts, text_of
 
@@ -80,7 +78,7 @@ def read_row(
     map_row: RowFunction | None = None,
     keys: Sequence[str] = (),
 ) -> ReadRow:
-    """Map a row, rename its columns, and normalize its messages (`in_our_form`).
+    """Map a row, rename its columns, and normalize its messages (`normalize_messages`).
 
     Raises:
         DataError: the function raised or returned no dict, two columns would have one name, or messages are of no
@@ -218,18 +216,14 @@ def _check_calls(calls: Any, where: str) -> None:
 
 
 def _sound_text(text: str, where: str) -> str:
-    for name, bad in (("a NUL character", "\0" in text), ("half of a surrogate pair", not _encodes(text))):
-        if bad:
-            raise DataError(f"{where} holds {name}, which no tokenizer keeps: {excerpt(text)}")
-    return text
-
-
-def _encodes(text: str) -> bool:
     try:
         text.encode()
+        bad = "a NUL character" if "\0" in text else ""
     except UnicodeEncodeError:
-        return False
-    return True
+        bad = "a NUL character" if "\0" in text else "half of a surrogate pair"
+    if bad:
+        raise DataError(f"{where} holds {bad}, which no tokenizer keeps: {excerpt(text)}")
+    return text
 
 
 class RowSettings(Protocol):

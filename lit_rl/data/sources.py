@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from lit_rl.core.errors import BackendError, ConfigError, DataError, did_you_mean
+from lit_rl.core.errors import BackendError, ConfigError, DataError, did_you_mean, excerpt, one_of
 from lit_rl.core.machine import go_offline_if_unreachable
-from lit_rl.data.checks import excerpt, one_of, refuse_other_files
 from lit_rl.data.kinds import COLUMNS
 from lit_rl.data.message_forms import MESSAGES, SHAREGPT
 from lit_rl.data.readers import (
@@ -23,6 +22,7 @@ from lit_rl.data.readers import (
     OnBadRow,
     parse_json,
     refuse_duplicate_key,
+    refuse_other_files,
     refuse_other_parquet,
     row_of_table,
     rows_of_cells,
@@ -37,147 +37,11 @@ else:
     GivenRows = list[dict[str, Any]]
 
 
-MANY = 1_000_000
-"""Rows of a stream after which the user is warned that it may be endless."""
-LONG = 30.0
-"""Seconds of reading after which the user is warned, too."""
-
-
-def is_data_set(given: Any) -> bool:
-    """Tell whether a value is a data set of `datasets`, without importing that library."""
-    datasets = sys.modules.get("datasets")
-    return datasets is not None and isinstance(given, datasets.Dataset | datasets.IterableDataset)
-
-
-def rows_of_object(key: str, given: Any) -> Any:
-    """Return all rows of a data set of `datasets`, read in one pass where it is an `IterableDataset`; any other value
-    as it is.
-
-    Args:
-        key: Name of the rows in messages.
-        given: The user's value for rows.
-
-    Raises:
-        DataError: it has several splits, or a row cannot be read.
-    """
-    datasets = sys.modules.get("datasets")
-    if datasets is not None and isinstance(given, datasets.DatasetDict | datasets.IterableDatasetDict):
-        raise DataError(f"{key} is a {type(given).__name__} with the splits {', '.join(given)}: give one of them.")
-    if datasets is None or not is_data_set(given):
-        return given
-    try:
-        rows = given.to_list() if isinstance(given, datasets.Dataset) else _all_of_stream(key, given)
-    except Exception as error:  # `datasets` raises errors of many classes for bad data
-        raise DataError(f"{key}: cannot be read: {excerpt(str(error), 300)}") from error
-    return [row_of_table(row) for row in rows]
-
-
-def _all_of_stream(key: str, stream: IterableDataset) -> list[dict[str, Any]]:
-    """Return all rows of a stream. It may be endless, so a warning tells meanwhile how to cut it."""
-    from lightning.pytorch.utilities import rank_zero_info  # loads torch, which the command line's first checks do not
-
-    from lit_rl.core.progress_bar import delayed_progress
-
-    rows, began, times = [], time.monotonic(), 1
-    for row in delayed_progress(stream, f"reading the stream {key}", "row"):
-        rows.append(dict(row))
-        if len(rows) >= MANY * times or time.monotonic() - began >= LONG * times:
-            times *= 2  # warn at doubling intervals
-            rank_zero_info(
-                f"Reading the stream {key}: {len(rows):,} rows so far, all kept in memory. A stream that does not end "
-                "must be cut: hand over stream.take(N)."
-            )
-    return rows
-
-
-def load_saved(path: Path, *, split: str | None = None, name: str | None = None) -> list[dict[str, Any]]:
-    """Return all rows of the data set that `open_saved` opens."""
-    return [row_of_table(row) for row in open_saved(path, split=split, name=name).to_list()]
-
-
-def open_saved(path: Path, *, split: str | None = None, name: str | None = None, **how: Any) -> Any:
-    """Open a folder as a data set: one written by `datasets.save_to_disk`, or one that holds data files.
-
-    Args:
-        path: The folder.
-        split: The split, for what has several.
-        name: The configuration, for a folder of data files that has several.
-        how: Further arguments of `datasets.load_dataset`; a saved folder is mapped into memory without any.
-
-    Raises:
-        DataError: the folder holds no data set, or not this split.
-        ConfigError: `name` is set for a saved folder, or `split` for one that has no splits.
-    """
-    import datasets
-
-    saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
-    if saved and name is not None:
-        raise ConfigError(f"data.name={name!r} came with the saved folder {path}, which has none: remove data.name.")
-    try:
-        if saved:
-            data = datasets.load_from_disk(str(path))
-        else:
-            data = datasets.load_dataset(str(path), name, split=split, **how)
-    except Exception as error:  # `datasets` raises errors of many classes for bad data
-        raise DataError(f"data.path={path}: cannot be read as a data set: {excerpt(str(error), 300)}") from error
-    if saved and isinstance(data, datasets.Dataset) and split is not None:
-        raise ConfigError(f"data.split={split!r} came with {path}, one saved data set without splits: remove it.")
-    return _the_split(data, str(path), split)
-
-
-def load_hub(path: str, *, split: str | None = None, name: str | None = None) -> list[dict[str, Any]]:
-    """Return all rows of the data set that `open_hub` opens."""
-    return [row_of_table(row) for row in open_hub(path, split=split, name=name).to_list()]
-
-
-def open_hub(path: str, *, split: str | None = None, name: str | None = None, **how: Any) -> Any:
-    """Open a data set of the hub, or its copy in the local cache.
-
-    Args:
-        path: Id of the data set.
-        split: The split, for what has several.
-        name: The configuration, for what has several.
-        how: Further arguments of `datasets.load_dataset`.
-
-    Raises:
-        BackendError: the hub cannot be reached, has no such data set, or refuses it.
-        DataError: the data set has no such split or configuration.
-    """
-    import datasets
-    from datasets.exceptions import DatasetNotFoundError
-
-    go_offline_if_unreachable()
-    try:
-        data = datasets.load_dataset(path, name, split=split, **how)
-    except DatasetNotFoundError as error:
-        raise BackendError(
-            f"data.path={path}: no file or folder of this name here, and the hub has no such data set or keeps it "
-            "gated; check the name, or log in with `hf auth login`."
-        ) from error
-    except OSError as error:
-        raise BackendError(
-            f"data.path={path}: no file or folder of this name here, and the hub cannot be reached (offline?): "
-            f"{excerpt(str(error), 200)}. Fetch it once where there is a network: `hf download --repo-type dataset "
-            f"{path}`, or copy it here and name its folder."
-        ) from error
-    except ValueError as error:
-        raise DataError(f"data.path={path} data.name={name} data.split={split}: {excerpt(str(error), 300)}") from error
-    return _the_split(data, path, split)
-
-
-def _the_split(data: Any, path: str, split: str | None) -> Any:
-    """Return a `Dataset`, or the requested split of a `DatasetDict`."""
-    if not isinstance(data, dict):
-        return data
-    splits = list(data)
-    if split is None and len(splits) == 1:
-        return data[splits[0]]
-    if split not in data:
-        came = "no data.split came" if split is None else f"data.split={split!r} is none of them"
-        hint = did_you_mean(split, splits) if split else ""
-        raise DataError(f"data.path={path} has the splits {', '.join(splits)} and {came}.{hint}")
-    return data[split]
-
+SEVERAL_PATHS = (
+    "data.path takes one file, folder or hub id. Several are 'data.sources=[{path:A},{path:B}]', each with a weight, "
+    "a rename or a map_row of its own where it needs one."
+)
+"""The message where a list was given as a path."""
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
 PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
@@ -249,9 +113,9 @@ def load_rows(
     one_of("data.on_bad_row", on_bad_row, ON_BAD_ROW)
     local = local_path(path)
     if local is None:
-        rows = Rows(hub_name(path, split), load_hub(str(path), split=split, name=name))
+        rows = Rows(hub_name(path, split), _all_rows(open_hub(str(path), split=split, name=name)))
     elif local.is_dir():
-        rows = Rows(str(local), load_saved(local, split=split, name=name))
+        rows = Rows(str(local), _all_rows(open_saved(local, split=split, name=name)))
     else:
         rows = _read_file(local, split, name, on_bad_row)
     if local is not None:
@@ -308,6 +172,10 @@ def suffix_of(path: Path, split: str | None, name: str | None) -> str:
     return suffix
 
 
+def _all_rows(data: Any) -> list[dict[str, Any]]:
+    return [row_of_table(row) for row in data.to_list()]
+
+
 def _read_file(path: Path, split: str | None, name: str | None, on_bad_row: OnBadRow) -> Rows:
     suffix = suffix_of(path, split, name)
     if suffix in (".jsonl", ".ndjson"):
@@ -331,7 +199,10 @@ def _read_lines(path: Path, on_bad_row: OnBadRow) -> Rows:
 def _read_json(path: Path, on_bad_row: OnBadRow) -> Rows:
     if not is_one_value(path):
         return _read_lines(path, on_bad_row)
-    data = _bytes(path)
+    try:
+        data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     refuse_other_files(path, data[:64])
     try:
         value = parse_json(data)
@@ -375,7 +246,11 @@ def is_one_value(path: Path) -> bool:
     try:
         value = parse_json(first)
     except ValueError:  # the first line of many may be cut off, too: then the others are objects
-        return first.startswith(b"{") and not first.endswith(b"}") and not (_is_object(second) and _ends(third))
+        return (
+            first.startswith(b"{")
+            and not first.endswith(b"}")
+            and not (_is_object(second) and (not third or _is_object(third)))
+        )
     return not second and isinstance(value, dict) and _tables_in(value, path) is not None
 
 
@@ -384,11 +259,6 @@ def _is_object(line: bytes) -> bool:
         return isinstance(parse_json(line.strip()), dict)
     except ValueError:
         return False
-
-
-def _ends(line: bytes) -> bool:
-    """Tell whether a line may come behind a row of JSON Lines: there is none, or it is one."""
-    return not line or _is_object(line)
 
 
 def _rows_in(value: Any, path: Path) -> list[Any]:
@@ -466,13 +336,6 @@ def _read_csv(path: Path, on_bad_row: OnBadRow, delimiter: str) -> Rows:
     return Rows(str(path), rows, lines=lines, skipped=skipped)
 
 
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes().removeprefix(b"\xef\xbb\xbf")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-
-
 def _looks_like_a_path(text: str) -> bool:
     # A hub id is `name` or `owner/name`.
     return text.lower().endswith(SUFFIXES) or text.startswith((".", "/", "~")) or "\\" in text or text.count("/") > 1
@@ -482,11 +345,139 @@ def _nearest(path: Path) -> str:
     folder = next((parent for parent in path.parents if parent.is_dir()), Path())
     if folder != path.parent:
         return f" The folder {path.parent} does not exist."
-    return did_you_mean(path.name, _names(folder))
-
-
-def _names(folder: Path) -> Iterator[str]:
     try:
-        yield from (entry.name for entry in folder.iterdir())
+        return did_you_mean(path.name, [entry.name for entry in folder.iterdir()])
     except OSError:
-        return
+        return ""
+
+
+MANY = 1_000_000
+"""Rows of a stream after which the user is warned that it may be endless."""
+LONG = 30.0
+"""Seconds of reading after which the user is warned, too."""
+
+
+def is_data_set(given: Any) -> bool:
+    """Tell whether a value is a data set of `datasets`, without importing that library."""
+    datasets = sys.modules.get("datasets")
+    return datasets is not None and isinstance(given, datasets.Dataset | datasets.IterableDataset)
+
+
+def rows_of_object(key: str, given: Any) -> Any:
+    """Return all rows of a data set of `datasets`, read in one pass where it is an `IterableDataset`; any other value
+    as it is.
+
+    Args:
+        key: Name of the rows in messages.
+        given: The user's value for rows.
+
+    Raises:
+        DataError: it has several splits, or a row cannot be read.
+    """
+    datasets = sys.modules.get("datasets")
+    if datasets is not None and isinstance(given, datasets.DatasetDict | datasets.IterableDatasetDict):
+        raise DataError(f"{key} is a {type(given).__name__} with the splits {', '.join(given)}: give one of them.")
+    if datasets is None or not is_data_set(given):
+        return given
+    try:
+        rows = given.to_list() if isinstance(given, datasets.Dataset) else _all_of_stream(key, given)
+    except Exception as error:  # `datasets` raises errors of many classes for bad data
+        raise DataError(f"{key}: cannot be read: {excerpt(str(error), 300)}") from error
+    return [row_of_table(row) for row in rows]
+
+
+def _all_of_stream(key: str, stream: IterableDataset) -> list[dict[str, Any]]:
+    """Return all rows of a stream. It may be endless, so a warning tells meanwhile how to cut it."""
+    from lightning.pytorch.utilities import rank_zero_info  # loads torch, which the command line's first checks do not
+
+    from lit_rl.core.progress_bar import delayed_progress
+
+    rows, began, times = [], time.monotonic(), 1
+    for row in delayed_progress(stream, f"reading the stream {key}", "row"):
+        rows.append(dict(row))
+        if len(rows) >= MANY * times or time.monotonic() - began >= LONG * times:
+            times *= 2  # warn at doubling intervals
+            rank_zero_info(
+                f"Reading the stream {key}: {len(rows):,} rows so far, all kept in memory. A stream that does not end "
+                "must be cut: hand over stream.take(N)."
+            )
+    return rows
+
+
+def open_saved(path: Path, *, split: str | None = None, name: str | None = None, **how: Any) -> Any:
+    """Open a folder as a data set: one written by `datasets.save_to_disk`, or one that holds data files.
+
+    Args:
+        path: The folder.
+        split: The split, for what has several.
+        name: The configuration, for a folder of data files that has several.
+        how: Further arguments of `datasets.load_dataset`; a saved folder is mapped into memory without any.
+
+    Raises:
+        DataError: the folder holds no data set, or not this split.
+        ConfigError: `name` is set for a saved folder, or `split` for one that has no splits.
+    """
+    import datasets
+
+    saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+    if saved and name is not None:
+        raise ConfigError(f"data.name={name!r} came with the saved folder {path}, which has none: remove data.name.")
+    try:
+        if saved:
+            data = datasets.load_from_disk(str(path))
+        else:
+            data = datasets.load_dataset(str(path), name, split=split, **how)
+    except Exception as error:  # `datasets` raises errors of many classes for bad data
+        raise DataError(f"data.path={path}: cannot be read as a data set: {excerpt(str(error), 300)}") from error
+    if saved and isinstance(data, datasets.Dataset) and split is not None:
+        raise ConfigError(f"data.split={split!r} came with {path}, one saved data set without splits: remove it.")
+    return _the_split(data, str(path), split)
+
+
+def open_hub(path: str, *, split: str | None = None, name: str | None = None, **how: Any) -> Any:
+    """Open a data set of the hub, or its copy in the local cache.
+
+    Args:
+        path: Id of the data set.
+        split: The split, for what has several.
+        name: The configuration, for what has several.
+        how: Further arguments of `datasets.load_dataset`.
+
+    Raises:
+        BackendError: the hub cannot be reached, has no such data set, or refuses it.
+        DataError: the data set has no such split or configuration.
+    """
+    import datasets
+    from datasets.exceptions import DatasetNotFoundError
+
+    go_offline_if_unreachable()
+    try:
+        data = datasets.load_dataset(path, name, split=split, **how)
+    except DatasetNotFoundError as error:
+        raise BackendError(
+            f"data.path={path}: no file or folder of this name here, and the hub has no such data set or keeps it "
+            "gated; check the name, or log in with `hf auth login`."
+        ) from error
+    except OSError as error:
+        raise BackendError(
+            f"data.path={path}: no file or folder of this name here, and the hub cannot be reached (offline?): "
+            f"{excerpt(str(error), 200)}. Fetch it once where there is a network: `hf download --repo-type dataset "
+            f"{path}`, or copy it here and name its folder."
+        ) from error
+    except ValueError as error:
+        raise DataError(f"data.path={path} data.name={name} data.split={split}: {excerpt(str(error), 300)}") from error
+    return _the_split(data, path, split)
+
+
+def _the_split(data: Any, path: str, split: str | None) -> Any:
+    """Return a `Dataset`, or the requested split of a `DatasetDict`."""
+    if not isinstance(data, dict):
+        return data
+    splits = list(data)
+    if split is None and len(splits) == 1:
+        return data[splits[0]]
+    if split not in data:
+        came = "no data.split came" if split is None else f"data.split={split!r} is none of them"
+        hint = did_you_mean(split, splits) if split else ""
+        raise DataError(f"data.path={path} has the splits {', '.join(splits)} and {came}.{hint}")
+    return data[split]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -166,8 +166,8 @@ def parse_sources(sources: Sequence[Mapping[str, Any]]) -> list[RowSource]:
         raise ConfigError(
             "data.sources is empty; it takes a list of {path, split, name, weight, map_row, rename, columns}."
         )
-    shared, own = ("path", "split", "name", "weight"), ("map_row", "rename", "columns")
-    allowed = (*shared, *own)
+    shared = ("path", "split", "name", "weight")
+    allowed = (*shared, "map_row", "rename", "columns")
     for i, source in enumerate(sources):
         if not isinstance(source, Mapping) or "path" not in source:
             raise ConfigError(f"data.sources[{i}]={source!r} needs a path; allowed keys are {', '.join(allowed)}.")
@@ -176,18 +176,13 @@ def parse_sources(sources: Sequence[Mapping[str, Any]]) -> list[RowSource]:
                 hint = did_you_mean(str(key), allowed)
                 raise ConfigError(f"data.sources[{i}].{key}: unknown key; allowed are {', '.join(allowed)}.{hint}")
         in_range(f"data.sources[{i}].weight", source.get("weight", 1.0), low=0, open_low=True)
-    return [
-        RowSource(
-            **{key: source[key] for key in shared if key in source},
-            own=_columns_of_source(f"data.sources[{i}]", {key: source[key] for key in own if key in source}),
-        )
-        for i, source in enumerate(sources)
-    ]
-
-
-def _columns_of_source(key: str, given: dict[str, Any]) -> SourceColumns:
-    map_row = row_function(given.pop("map_row", None), f"{key}.map_row")
-    return SourceColumns(key, map_row, **given)
+    found = []
+    for i, source in enumerate(sources):
+        map_row = row_function(source.get("map_row"), f"data.sources[{i}].map_row")
+        given = {key: source[key] for key in ("rename", "columns") if key in source}
+        own = SourceColumns(f"data.sources[{i}]", map_row, **given)
+        found.append(RowSource(**{key: source[key] for key in shared if key in source}, own=own))
+    return found
 
 
 def val_sources(
@@ -249,12 +244,6 @@ def hold_out(
         train.append([example for example, name in zip(source, names) if name not in held])
         val.extend(example for example, name in zip(source, names) if name in held)
     return train, val
-
-
-def count_overlap(train: Iterable[str], val: Iterable[str]) -> int:
-    """Return the number of validation keys that a training row has too."""
-    seen = set(train)
-    return sum(key in seen for key in val)
 
 
 def prompt_key(prompt: Prompt, shown: PromptVisuals | None = None) -> str:

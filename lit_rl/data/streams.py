@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,16 +19,13 @@ from typing import Any, NamedTuple
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_info
 
-from lit_rl.core.errors import BackendError, ConfigError, DataError
+from lit_rl.core.errors import BackendError, ConfigError, DataError, excerpt, one_of
 from lit_rl.core.examples import ExampleBatch
-from lit_rl.data.checks import excerpt, one_of
 from lit_rl.data.corpus import (
-    ExampleCorpus,
     add_counts,
     list_counts,
     pad_id,
     read_more_examples,
-    streamed_corpus,
     training_set,
 )
 from lit_rl.data.data_module import SourcedDataModule
@@ -303,7 +300,7 @@ class Windows:
         packed = {} if self.options.packing == "none" else {"packed_rows": self.seen.packed_rows}
         return {**self.seen.counts, **packed, "held_out": 0}
 
-    def take_steps_of(self, batch_size: int) -> None:
+    def set_batch_size(self, batch_size: int) -> None:
         """Set the rows of a step. The window is read again, since positions count steps."""
         self.batch_size, self._held = batch_size, None
 
@@ -465,30 +462,6 @@ class StreamLoader:
     def fingerprint(self) -> str:
         """Equal where the same position in this window means the same batch."""
         return self._loader().fingerprint
-
-
-def stream_corpus(
-    windows: Windows, val: Mapping[str, Rows], encoder: Encoder, options: ExampleOptions
-) -> ExampleCorpus:
-    """Return the validation sets of a run whose training rows are a stream, and the stream's report, without training
-    rows.
-
-    The first window is read, so that bad data shows at once.
-
-    Args:
-        windows: The windows of the stream.
-        val: The rows of the validation sets, by name.
-        encoder: Encoder of the policy.
-        options: Options for reading rows.
-
-    Raises:
-        DataError: a set cannot be used.
-        ConfigError: a source cannot be read bit by bit.
-        BackendError: the hub cannot be reached.
-    """
-    first = windows.at(windows.start)
-    corpus = streamed_corpus(first.data, first.sizes, windows.formats, val, encoder, options)
-    return replace(corpus, train=replace(first.data, examples=(), packs=None))
 
 
 def check_stream_settings(data: SourcedDataModule, size: int, *, batch_size: int, max_length: int | None) -> None:

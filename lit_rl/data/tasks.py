@@ -389,7 +389,7 @@ class DigitTexts(Digits):
     """The same images with the reply that is wanted, as a message of the assistant, in the column `completion`."""
 
     def _rows(self) -> list[dict[str, Any]]:
-        return [{**row, "completion": [{"role": "assistant", "content": row["answer"]}]} for row in super()._rows()]
+        return [{**row, "completion": _reply(row["answer"])} for row in super()._rows()]
 
 
 def _png(greys: list[int]) -> bytes:

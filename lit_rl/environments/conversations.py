@@ -23,13 +23,14 @@ from lit_rl.core.errors import DataError, LitRLError
 from lit_rl.core.process_state import is_raised_by_user_code
 from lit_rl.core.rollout import Message, Prompt
 from lit_rl.core.vision_inputs import Later
-from lit_rl.data.visual_prompts import count_placeholders
+from lit_rl.data.visual_prompts import Processor, count_placeholders
 from lit_rl.environments.environment_base import Environment, Opening, Reply, Turn
 from lit_rl.environments.episode_replay import FailedBefore, error_line
 from lit_rl.environments.factory import EnvironmentFactory
-from lit_rl.environments.frames import ChatFrames, Frames
-from lit_rl.environments.observations import IMAGE_LIMIT, Content, texts_of_content, with_texts
+from lit_rl.environments.frames import ChatFrames, Frames, literal_ids
+from lit_rl.environments.observations import IMAGE_LIMIT, texts_of_content, with_texts
 from lit_rl.environments.runner import GRACE, Runner, RunningTask, TimedOut, TimedTask
+from lit_rl.environments.thoughts import speaks_on_channels, split_thoughts
 
 _log = logging.getLogger(__name__)
 
@@ -37,23 +38,53 @@ _ODD, _LARGEST_SEED = 0x9E3779B1, (1 << 32) - 1
 """Global generators are seeded anew for each turn: an odd factor makes the seeds of a row's turns differ."""
 
 
-@dataclass(frozen=True)
 class TurnCodec:
-    """A codec between tokens of the policy and text, and between replies and tokens."""
+    """A decoder of the policy's turns, which also cuts replies to a number of tokens.
 
-    text: Callable[[Sequence[int]], str]
-    """Without special tokens, and without what is thought apart."""
-    thought: Callable[[Sequence[int]], str]
-    """Decode only the thoughts that stand apart."""
-    written: Callable[[Sequence[int]], str]
-    """With them."""
-    shortened: Callable[[str, int], str]
-    """Cut a text to a number of tokens, with a mark."""
-    eos_ids: frozenset[int]
-    placeholders: frozenset[int] = frozenset()
-    """Tokens that stand for images."""
-    max_image_pixels: int | None = None
-    """Width times height of an image that answers; None: the policy reads text."""
+    Args:
+        tokenizer: Tokenizer of the policy.
+        eos_ids: Every token that ends a turn.
+        processor: Processor of a policy over images; None: it reads text.
+        max_image_pixels: Width times height of an image in a reply, at most.
+    """
+
+    def __init__(
+        self, tokenizer: Any, eos_ids: Sequence[int], processor: Processor | None, max_image_pixels: int
+    ) -> None:
+        self._tokenizer, self._on_channels = tokenizer, speaks_on_channels(tokenizer)
+        self._eos_ids = frozenset(eos_ids)
+        self.placeholders = frozenset(() if processor is None else processor.placeholders)
+        """Tokens that stand for images."""
+        self.max_image_pixels = None if processor is None else max_image_pixels
+        """None: the policy reads text."""
+
+    def turn(self, said: PolicyTurn) -> Turn:
+        """Return a turn as text, with its special tokens and without, and its thoughts apart."""
+        ids = said.token_ids
+        written = str(self._tokenizer.decode(ids[:-1] if self.is_closed(ids) else ids))
+        thought = split_thoughts(str(self._tokenizer.decode(ids)))[1] if self._on_channels else ""
+        return Turn(self.text(ids), written, cut=not said.ended, thought=thought)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return the text of a turn without special tokens, and without thoughts that stand apart."""
+        if self._on_channels:
+            return split_thoughts(str(self._tokenizer.decode(ids)))[0]
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def is_closed(self, ids: Sequence[int]) -> bool:
+        """Tell whether a turn ends with a token that ends turns."""
+        return bool(ids) and ids[-1] in self._eos_ids
+
+    def shorten(self, text: str, most: int) -> str:
+        """Cut a text to a number of tokens, with a mark where there is room for one."""
+        if len(text.encode()) <= most:  # a token is a byte or more
+            return text
+        ids = literal_ids(self._tokenizer, text)
+        if len(ids) <= most:
+            return text
+        mark = f" [cut: of {len(ids)} tokens]"
+        room = most - len(literal_ids(self._tokenizer, mark))
+        return f"{self._tokenizer.decode(ids[:room])}{mark}" if room > 0 else str(self._tokenizer.decode(ids[:most]))
 
 
 @dataclass
@@ -125,24 +156,24 @@ class Conversations(Responder):
     Args:
         rows: Rows of the completions, in their order.
         factory: Factory with the limits.
-        reading: Codec of the policy's tokenizer.
+        codec: Codec of the policy's tokenizer.
         max_new_tokens: Tokens of one turn.
         runner: Runs what the environments do.
-        told: Failures that were logged already; new ones are added.
+        logged: Failures that were logged already; new ones are added.
     """
 
     def __init__(
         self,
         rows: Sequence[EpisodeRow],
         factory: EnvironmentFactory,
-        reading: TurnCodec,
+        codec: TurnCodec,
         *,
         max_new_tokens: int,
         runner: Runner,
-        told: set[str],
+        logged: set[str],
     ) -> None:
-        self._rows, self._factory, self._reading = rows, factory, reading
-        self._max_new_tokens, self._runner, self._told = max_new_tokens, runner, told
+        self._rows, self._factory, self._codec = rows, factory, codec
+        self._max_new_tokens, self._runner, self._logged = max_new_tokens, runner, logged
         self._answered: list[EnvironmentTurn] = []
         self._waiting: list[tuple[PolicyTurn, TimedTask]] = []
         self._arrived: queue.SimpleQueue[tuple[PolicyTurn, float, RunningTask]] = queue.SimpleQueue()
@@ -166,14 +197,14 @@ class Conversations(Responder):
     def open(self) -> list[Opening]:
         """Make every environment and reset it; what each row begins with."""
         openings = self._each(self._rows, _SeedOffset.RESET, _make_and_reset)
-        return [self._sound(row, opening) for row, opening in zip(self._rows, openings)]
+        return [self._unless_failed(row, opening) for row, opening in zip(self._rows, openings)]
 
     def episodes(self) -> tuple[Episode, ...]:
         """Return every row's episode with its environment's reward, once all are over."""
         rows = [row for row in self._rows if not row.failed and row.environment is not None]
         rewards = self._each(rows, _SeedOffset.REWARD, lambda row: row.made.reward())
         for row, reward in zip(rows, rewards):
-            row.reward = self._sound(row, reward)
+            row.reward = self._unless_failed(row, reward)
         return tuple(row.episode() for row in self._rows)
 
     def close(self) -> None:
@@ -187,7 +218,7 @@ class Conversations(Responder):
         rows = [row for row in self._rows if row.environment is not None]
         self._each(rows, _SeedOffset.CLOSE, lambda row: row.made.close())
 
-    def _sound(self, row: EpisodeRow, given: Any) -> Any:
+    def _unless_failed(self, row: EpisodeRow, given: Any) -> Any:
         """Return a result, or record a failure in the row and return None."""
         if isinstance(given, _EnvironmentFailure):
             row.end, row.error = given.end, given.error
@@ -201,12 +232,12 @@ class Conversations(Responder):
         row.tokens += len(said.token_ids)
         row.started = time.perf_counter() if row.started is None else row.started
         if row.end is None and time.perf_counter() > self._end_of(row):
-            self._answered.append(self._heard(said, self._too_late(row), 0.0))
+            self._answered.append(self._record_reply(said, self._too_late(row), 0.0))
             return
         if row.end is not None or row.environment is None:
             self._answered.append(EnvironmentTurn(said.row, None, ended=False))
             return
-        task = self._task(partial(self._answer, row.environment, said), row, _SeedOffset.TURN + said.turn)
+        task = self._task(partial(row.environment.answer, self._codec.turn(said)), row, _SeedOffset.TURN + said.turn)
         if self._factory.is_async:
             self._ask(said, task)
         else:
@@ -215,7 +246,7 @@ class Conversations(Responder):
     def answers(self, *, wait: bool) -> list[EnvironmentTurn]:
         self._answer_in_order()
         while not self._arrived.empty():
-            self._take(*self._arrived.get())
+            self._collect(*self._arrived.get())
         while wait and not self._answered:
             self._wait()
         given, self._answered = self._answered, []
@@ -231,7 +262,7 @@ class Conversations(Responder):
             replies = self._runner.in_order([task for _, task in waiting])
         seconds = (time.perf_counter() - begun) / len(waiting)
         for (said, _), reply in zip(waiting, replies, strict=True):
-            self._answered.append(self._heard(said, self._in_time(reply, self._rows[said.row]), seconds))
+            self._answered.append(self._record_reply(said, self._in_time(reply, self._rows[said.row]), seconds))
 
     def _ask(self, said: PolicyTurn, task: TimedTask) -> None:
         begun, now = self._runner.begin(task), time.perf_counter()
@@ -246,39 +277,30 @@ class Conversations(Responder):
         try:
             with self._time_waited():
                 arrived = self._arrived.get(timeout=min(limit, 0.2))
-            self._take(*arrived)
+            self._collect(*arrived)
         except queue.Empty:
             if not self._is_blocked(limit):
                 return
-            self._runner.leave()
+            self._runner.abandon()
             asked, self._asked = self._asked, {}
             for said, begun in asked.values():
-                if begun.leave():
-                    self._answered.append(self._heard(said, self._too_late(self._rows[said.row]), limit))
+                if begun.abandon():
+                    self._answered.append(self._record_reply(said, self._too_late(self._rows[said.row]), limit))
                 else:
                     self._ask(said, begun.task)
 
-    def _take(self, said: PolicyTurn, since: float, begun: RunningTask) -> None:
+    def _collect(self, said: PolicyTurn, since: float, begun: RunningTask) -> None:
         if self._asked.get(said.row, (None, None))[1] is begun:  # otherwise it was abandoned
             self._asked.pop(said.row)
             reply = self._result(begun, self._rows[said.row])
-            self._answered.append(self._heard(said, reply, time.perf_counter() - since))
+            self._answered.append(self._record_reply(said, reply, time.perf_counter() - since))
 
-    def _answer(self, environment: Environment, said: PolicyTurn) -> Coroutine[Any, Any, Reply]:
-        ids, closed = said.token_ids, self._closed(said)
-        written = self._reading.written(ids[:-1] if closed else ids)
-        turn = Turn(self._reading.text(ids), written, cut=not said.ended, thought=self._reading.thought(ids))
-        return environment.answer(turn)
-
-    def _closed(self, said: PolicyTurn) -> bool:
-        return bool(said.token_ids) and said.token_ids[-1] in self._reading.eos_ids
-
-    def _heard(self, said: PolicyTurn, reply: Reply | _EnvironmentFailure, seconds: float) -> EnvironmentTurn:
+    def _record_reply(self, said: PolicyTurn, reply: Reply | _EnvironmentFailure, seconds: float) -> EnvironmentTurn:
         """Record the reply to a turn, and return the row's tokens of it."""
         row, factory = self._rows[said.row], self._factory
         row.seconds += seconds
         if isinstance(reply, _EnvironmentFailure):
-            row.messages.append({"role": "assistant", "content": self._reading.text(said.token_ids)})
+            row.messages.append({"role": "assistant", "content": self._codec.text(said.token_ids)})
             row.end, row.error = reply.end, reply.error
             return EnvironmentTurn(said.row, None, ended=False)
         messages = self._shortened(reply.messages)
@@ -293,7 +315,7 @@ class Conversations(Responder):
             row.end = "max_turns"
             return EnvironmentTurn(said.row, None, ended=False)
         try:
-            ids, seen = self._encoded(row, messages, closed=self._closed(said))
+            ids, seen = self._encoded(row, messages, closed=self._codec.is_closed(said.token_ids))
         except _ObservationTooLong as why:
             row.end, row.error = "failed", str(why)
             return EnvironmentTurn(said.row, None, ended=False)
@@ -314,7 +336,7 @@ class Conversations(Responder):
             ids, seen = row.frames.encode_seen(messages, closed=closed)
         except DataError as error:
             raise _ObservationTooLong(str(error)) from error
-        count = count_placeholders(self._reading.placeholders, ids)
+        count = count_placeholders(self._codec.placeholders, ids)
         most = self._factory.max_observation_tokens
         if count > most:
             raise _ObservationTooLong(
@@ -324,13 +346,15 @@ class Conversations(Responder):
         return ids, seen
 
     def _shortened(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages with their texts cut to equal shares of the longest reply."""
         share = max(1, self._factory.max_observation_tokens // max(1, len(messages)))
-        return [{**message, "content": self._shortened_content(message["content"], share)} for message in messages]
-
-    def _shortened_content(self, content: Content, share: int) -> Content:
-        texts = texts_of_content(content)
-        each = max(1, share // max(1, len(texts)))
-        return with_texts(content, [self._reading.shortened(text, each) for text in texts])
+        found = []
+        for message in messages:
+            texts = texts_of_content(message["content"])
+            most = max(1, share // max(1, len(texts)))
+            shortened = [self._codec.shorten(text, most) for text in texts]
+            found.append({**message, "content": with_texts(message["content"], shortened)})
+        return found
 
     # ------------------------------------------------------------------ calls of environments, with limits
 
@@ -346,28 +370,23 @@ class Conversations(Responder):
         self, rows: Sequence[EpisodeRow], place: int, ask: Callable[[EpisodeRow], Coroutine[Any, Any, Any]]
     ) -> list[Any]:
         """Return each row's result of a call, or its failure."""
-        with self._time_waited():
-            return self._each_given(rows, place, ask)
-
-    def _each_given(
-        self, rows: Sequence[EpisodeRow], place: int, ask: Callable[[EpisodeRow], Coroutine[Any, Any, Any]]
-    ) -> list[Any]:
         tasks = [self._task(partial(ask, row), row, place) for row in rows]
-        if not self._factory.is_async:
-            return [self._in_time(given, row) for given, row in zip(self._runner.in_order(tasks), rows)]
-        begun = [self._runner.begin(task) for task in tasks]
-        limit = self._factory.step_timeout + GRACE
-        while not all(each.future.done() for each in begun):
-            futures.wait([each.future for each in begun], timeout=min(limit, 0.2))
-            if self._is_blocked(limit):
-                self._runner.leave()
-                begun = [
-                    self._runner.begin(each.task) if not (each.future.done() or each.leave()) else each
-                    for each in begun
-                ]
-                break
-        futures.wait([each.future for each in begun], timeout=limit)
-        return [self._result(each, row) for each, row in zip(begun, rows)]
+        with self._time_waited():
+            if not self._factory.is_async:
+                return [self._in_time(given, row) for given, row in zip(self._runner.in_order(tasks), rows)]
+            begun = [self._runner.begin(task) for task in tasks]
+            limit = self._factory.step_timeout + GRACE
+            while not all(each.future.done() for each in begun):
+                futures.wait([each.future for each in begun], timeout=min(limit, 0.2))
+                if self._is_blocked(limit):
+                    self._runner.abandon()
+                    begun = [
+                        self._runner.begin(each.task) if not (each.future.done() or each.abandon()) else each
+                        for each in begun
+                    ]
+                    break
+            futures.wait([each.future for each in begun], timeout=limit)
+            return [self._result(each, row) for each, row in zip(begun, rows)]
 
     def _is_blocked(self, limit: float) -> bool:
         """Tell whether a call blocks the event loop's thread; calls in workers cannot."""
@@ -376,7 +395,7 @@ class Conversations(Responder):
     def _task(self, ask: Callable[[], Coroutine[Any, Any, Any]], row: EpisodeRow, place: int) -> TimedTask:
         until = self._end_of(row) if place < _SeedOffset.REWARD else math.inf  # reward, close: no limit
         seed, in_worker = (row.seed + place * _ODD) & _LARGEST_SEED, self._factory.pool is not None
-        return TimedTask(self._guarded(ask), self._factory.step_timeout, seed, until=until, in_worker=in_worker)
+        return TimedTask(self._catching_errors(ask), self._factory.step_timeout, seed, until=until, in_worker=in_worker)
 
     def _in_time(self, given: Any, row: EpisodeRow) -> Any:
         return self._too_late(row) if isinstance(given, TimedOut) else given
@@ -389,9 +408,9 @@ class Conversations(Responder):
         except TimedOut:
             return self._too_late(row)
 
-    async def _guarded(self, ask: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    async def _catching_errors(self, ask: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         """Return what it gives, or that it raised: the episode fails, and the others go on."""
-        IMAGE_LIMIT.set(self._reading.max_image_pixels)
+        IMAGE_LIMIT.set(self._codec.max_image_pixels)
         try:
             return await ask()
         except (LitRLError, TimedOut):
@@ -402,8 +421,8 @@ class Conversations(Responder):
             if not is_raised_by_user_code(error):
                 raise
             kind = error_line(error)
-            if kind not in self._told:
-                self._told.add(kind)
+            if kind not in self._logged:
+                self._logged.add(kind)
                 _log.warning("an environment raised; its episode fails, and it is logged once:", exc_info=True)
             return _EnvironmentFailure("failed", kind)
 

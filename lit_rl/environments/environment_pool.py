@@ -101,18 +101,18 @@ class Pool:
             life: In which the object was made; None: it is to be made, or there is none.
 
         Raises:
-            Late: it took longer. Its worker is ended.
+            TimedOut: it exceeded its limit. Its worker is ended.
             WorkerLost: its worker ended.
-            Gone: the life of the object is over.
+            ObjectLost: the object's worker had ended.
             GenerationError: no worker can be started.
         """
-        place = self._freest(call) if life is None else life.place
+        place = self._least_busy_slot(call) if life is None else life.place
         place.waiting += 1
         try:
             async with place.lock:
                 if life is not None and not (place.life is life and life.process.alive):
                     raise ObjectLost("its worker has ended")
-                alive = await self._alive(place)
+                alive = await self._live_worker(place)
                 if life is None and call.object is not None:
                     alive.objects += 1
                 if not (limit := asked.left):  # the wait for the worker used it up
@@ -121,21 +121,21 @@ class Pool:
         finally:
             place.waiting -= 1
 
-    def _freest(self, call: WorkerCall) -> _WorkerSlot:
+    def _least_busy_slot(self, call: WorkerCall) -> _WorkerSlot:
         if self._pid != os.getpid():  # forked: the workers belong to the parent process
             self._reset()
         if call.object is None:
             return min(self._places, key=lambda place: place.waiting)
         return min(self._places, key=lambda place: place.objects)
 
-    async def _alive(self, place: _WorkerSlot) -> _WorkerLife:
+    async def _live_worker(self, place: _WorkerSlot) -> _WorkerLife:
         if place.life is not None and not place.life.process.alive:
             place.life.end()
         if place.life is None:
-            place.life = await self._started(place)
+            place.life = await self._start_worker(place)
         return place.life
 
-    async def _started(self, place: _WorkerSlot) -> _WorkerLife:
+    async def _start_worker(self, place: _WorkerSlot) -> _WorkerLife:
         try:
             process = WorkerProcess("env", [*self.modules, "lit_rl.environments.environment_worker"])
         except OSError as error:
@@ -151,7 +151,7 @@ class Pool:
             )
         return _WorkerLife(place, process, self.memory_mb)
 
-    async def let_go(self, call: WorkerCall, asked: CallContext, life: _WorkerLife) -> None:
+    async def release(self, call: WorkerCall, asked: CallContext, life: _WorkerLife) -> None:
         """Close an object, if it lives."""
         if life.place.life is life:
             life.objects -= 1
@@ -235,7 +235,7 @@ class WorkerObject:
         life, self._life = self._life, None
         if life is not None:
             call = WorkerCall(self._target, self._number, "close", (), {}, CALL_CONTEXT.get().next_seed())
-            await _run_in_loop(self._pool.let_go(call, CALL_CONTEXT.get(), life))
+            await _run_in_loop(self._pool.release(call, CALL_CONTEXT.get(), life))
 
     async def _call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         asked = CALL_CONTEXT.get()

@@ -105,7 +105,7 @@ class _Objects:
         if call.object is None:
             return target(*call.arguments, **call.keywords)
         if call.method == "close":
-            return getattr(self._objects.pop(call.object, None), "close", _nothing)()
+            return getattr(self._objects.pop(call.object, None), "close", lambda: None)()
         if call.object not in self._objects:
             self._objects[call.object] = target(**keywords)
         return getattr(self._objects[call.object], call.method)(*call.arguments, **call.keywords)
@@ -119,9 +119,6 @@ class _Objects:
         if self._loop is None:  # one for all calls: a client may keep its connections
             self._loop = asyncio.new_event_loop()
         return self._loop.run_until_complete(awaited())
-
-
-def _nothing() -> None: ...
 
 
 def _sendable(value: Any) -> Any:

@@ -25,10 +25,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from lit_rl.core.episode import End
-from lit_rl.core.errors import ConfigError, LitRLError, StorageError
+from lit_rl.core.errors import ConfigError, LitRLError, StorageError, excerpt
 from lit_rl.core.process_state import is_raised_by_user_code
 from lit_rl.core.visuals import ImageRef
-from lit_rl.data.checks import excerpt
 from lit_rl.environments.environment_base import Environment, Opening, Reply, Turn
 from lit_rl.environments.environment_pool import ObjectLost
 from lit_rl.environments.runner import CALL_CONTEXT, NoReply, TimedOut
@@ -119,7 +118,9 @@ class Journal:
             if self._file is None:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._file = io.FileIO(self._path, "a")
-            _write_all(self._file, f"{line}\n".encode())
+            data = f"{line}\n".encode()
+            while data:  # a system may take less than it is given, where the disk is nearly full
+                data = data[self._file.write(data) or 0 :]
         except OSError as error:
             raise StorageError(f"env.journal: {self._path} cannot be written: {error}.") from error
 
@@ -130,7 +131,9 @@ class Journal:
     def _open(self, rollout: int) -> None:
         self._rollout, self._file, self._requests, self._entries = rollout, None, [], {}
         if self._path.exists():
-            _cut_torn_line(self._path)
+            data = self._path.read_bytes()
+            if data and not data.endswith(b"\n"):  # a process was killed while it wrote
+                os.truncate(self._path, data.rfind(b"\n") + 1)
         for path in sorted(self._folder.glob(f"rollout_{rollout}.rank_*.jsonl")):
             self._read(path)
 
@@ -216,26 +219,13 @@ def _with_images(given: Any) -> Any:
     for each in given:
         if "role" in each:
             found.append({**each, "content": _with_images(each["content"])})
+        elif "image" in each:
+            held = each["image"]
+            image = ImageRef.held(held["name"], held["width"], held["height"], base64.b64decode(held["data"]))
+            found.append({**each, "image": image})
         else:
-            found.append({**each, "image": _image(each["image"])} if "image" in each else each)
+            found.append(each)
     return found
-
-
-def _image(written: dict[str, Any]) -> ImageRef:
-    return ImageRef.held(written["name"], written["width"], written["height"], base64.b64decode(written["data"]))
-
-
-def _write_all(file: io.FileIO, data: bytes) -> None:
-    """Write all bytes: a system may take fewer at a time where the disk is nearly full."""
-    while data:
-        data = data[file.write(data) or 0 :]
-
-
-def _cut_torn_line(path: Path) -> None:
-    """Remove what a process was writing when it was killed."""
-    data = path.read_bytes()
-    if data and not data.endswith(b"\n"):
-        os.truncate(path, data.rfind(b"\n") + 1)
 
 
 _Ask = Callable[[Environment], Coroutine[Any, Any, Any]]
@@ -312,7 +302,7 @@ class ReplayableEnvironment(Environment):
         self._at = at, action
         seed, entry = CALL_CONTEXT.get().seed, self._journal and self._journal.known(at, action)
         if entry is None:
-            given = await self._asked_now(ask)
+            given = await self._call_now(ask)
         elif entry.failed is not None:
             raise FailedBefore(*entry.failed)
         else:
@@ -320,10 +310,10 @@ class ReplayableEnvironment(Environment):
         self._said.append(_PastCall(ask, seed, given))
         return given
 
-    async def _asked_now(self, ask: _Ask) -> Any:
+    async def _call_now(self, ask: _Ask) -> Any:
         while True:
             try:
-                given = await ask(await self._living())
+                given = await ask(await self._live_environment())
             except ObjectLost:
                 self._made = None
                 continue
@@ -337,25 +327,25 @@ class ReplayableEnvironment(Environment):
             self._write(JournalEntry(given=given))
             return given
 
-    async def _living(self) -> Environment:
+    async def _live_environment(self) -> Environment:
         """Return the environment, made again and with the past calls replayed where it was lost."""
         if self._made is None:
             self._made = self._make()
             if self._has_state and self._said:
-                await self._tell_again(self._made)
+                await self._replay(self._made)
         return self._made
 
-    async def _tell_again(self, made: Environment) -> None:
+    async def _replay(self, made: Environment) -> None:
         now = CALL_CONTEXT.get()
         for said in self._said:
-            CALL_CONTEXT.set(now.once_more(said.seed))
+            CALL_CONTEXT.set(now.with_seed(said.seed))
             given = await said.ask(made)
             if canonical_json(given) != canonical_json(said.given):
                 raise ReplayDiverged(
                     f"made anew in the middle of its episode, it gave {_short_reply(given)} and not "
                     f"{_short_reply(said.given)}"
                 )
-        CALL_CONTEXT.set(now.once_more(now.seed))
+        CALL_CONTEXT.set(now.with_seed(now.seed))
 
     def _write(self, entry: JournalEntry, *, last: bool = False) -> None:
         """Write to the journal, unless the episode has ended at a limit meanwhile."""

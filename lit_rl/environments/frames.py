@@ -19,11 +19,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lit_rl.core.chat_template import apply_chat_template
-from lit_rl.core.errors import ConfigError
+from lit_rl.core.errors import ConfigError, excerpt
 from lit_rl.core.rollout import Message
 from lit_rl.core.vision_inputs import Later, PromptVision
 from lit_rl.core.visuals import ImageRef
-from lit_rl.data.checks import excerpt
 from lit_rl.data.rendering import control_tokens
 from lit_rl.data.visual_prompts import Processor, PromptVisuals, count_placeholders
 from lit_rl.environments.observations import (
@@ -123,7 +122,7 @@ class ChatFrames(Frames):
         self._name = template_name(tokenizer)
         self._settings = {"tools": list(tools) if tools else None, **(chat_template_kwargs or {})}
         self._control = sorted({*control_tokens(tokenizer), *(() if processor is None else processor.reserved)})
-        self._skeletons: dict[AnswerRole, _Skeleton] = {kind: self._tried(kind) for kind in kinds}
+        self._skeletons: dict[AnswerRole, _Skeleton] = {kind: self._find_skeleton(kind) for kind in kinds}
         self._ends: dict[tuple[AnswerRole, int], int | None] = {}
         for kind in kinds:
             self._ends[kind, 1] = self._ends_before(self._skeletons[kind], 1)
@@ -274,10 +273,13 @@ class ChatFrames(Frames):
 
     # ------------------------------------------------------------------ trying the template
 
-    def _tried(self, kind: AnswerRole) -> _Skeleton:
+    def _find_skeleton(self, kind: AnswerRole) -> _Skeleton:
         """Return the first skeleton that the template renders whole."""
         why = ""
-        for skeleton in self._skeletons_of(kind):
+        forms: Sequence[_Skeleton] = (_Skeleton(kind, "mapping"), _Skeleton(kind, "text"))
+        if kind == "user" or self._calls_are_text:
+            forms = (_Skeleton(kind),)
+        for skeleton in forms:
             try:
                 text = self._rendered(skeleton, _probes(kind, 1))
             except ConfigError:
@@ -296,11 +298,6 @@ class ChatFrames(Frames):
             f"The {self._name} cannot render the answers of the {kind} behind a turn of the assistant: {why}. Give "
             "one that does with model.chat_template=FILE, or take another model."
         )
-
-    def _skeletons_of(self, kind: AnswerRole) -> Sequence[_Skeleton]:
-        if kind == "user" or self._calls_are_text:
-            return (_Skeleton(kind),)
-        return (_Skeleton(kind, "mapping"), _Skeleton(kind, "text"))
 
     def _ends_before(self, skeleton: _Skeleton, count: int) -> int:
         """Return the number of EOS tokens before the one that ends the assistant's turn, in a rendering of `count`

@@ -255,16 +255,15 @@ class CalculatorDemonstrations(Products):
         return []
 
     def _turns(self, a: int, b: int, draw: random.Random) -> list[dict[str, Any]]:
-        pressed = self._another(b, draw) if draw.random() < self.wrong else b
+        pressed = b
+        if draw.random() < self.wrong:
+            other = draw.randint(LOWEST, self.max_operand - 1)
+            pressed = other + (other >= b)
         prompt, call, answer = f"{a}*{b}=", f"mul({a},{pressed})", mul(a, pressed)
         return [
             {"prompt": prompt, "completion": call},
             {"prompt": f"{prompt}{call}{self.end}{answer}", "completion": answer.removesuffix("=")},
         ]
-
-    def _another(self, operand: int, draw: random.Random) -> int:
-        other = draw.randint(LOWEST, self.max_operand - 1)
-        return other + (other >= operand)
 
 
 def _assistant_message(text: str) -> dict[str, str]:

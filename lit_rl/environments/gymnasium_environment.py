@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Literal
 
-from lit_rl.core.errors import BackendError, ConfigError, did_you_mean, one_of
+from lit_rl.core.errors import BackendError, ConfigError, did_you_mean, excerpt, one_of
 from lit_rl.core.process_state import preserve_process_state
 from lit_rl.core.user_functions import load_by_path
-from lit_rl.data.checks import excerpt
 from lit_rl.environments.environment_base import Environment
 from lit_rl.environments.environment_pool import target_of
 from lit_rl.environments.environment_worker import Target
@@ -30,12 +29,8 @@ from lit_rl.environments.text_game import (
 from lit_rl.environments.tool_parsers import Parser
 from lit_rl.environments.user_environments import SteppedEnvironment, UserClass
 
-_WORKER_MODULES = [
-    "lit_rl.data.checks",
-    "lit_rl.environments.text_game",
-    "lit_rl.environments.text_game",
-    "lit_rl.environments.text_game",
-]
+_WORKER_MODULE = "lit_rl.environments.text_game"
+"""The module that makes environments in workers."""
 
 
 class GymnasiumEnvironment(EnvironmentFactory):
@@ -89,9 +84,9 @@ class GymnasiumEnvironment(EnvironmentFactory):
         if self.pool is not None:
             keywords = {"id": id, "options": self._options, "words": list(actions), "rendered": observation == "render"}
             keywords |= {"read": _function_path(read, "env.read"), "show": _function_path(show, "env.show")}
-            target = Target("lit_rl.environments.text_game", None, "made_in_worker", keywords)
+            target = Target(_WORKER_MODULE, None, "made_in_worker", keywords)
             described.make = self.pool.objects(target, described.methods)
-            self.pool.modules += _WORKER_MODULES
+            self.pool.modules.append(_WORKER_MODULE)
         self._kinds = {"gymnasium": _GymnasiumKind(described)}
 
     @property

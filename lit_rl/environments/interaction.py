@@ -11,11 +11,10 @@ from functools import partial
 from typing import Any
 
 from lit_rl.core.chat_template import apply_chat_template
-from lit_rl.core.errors import ConfigError, DataError, GenerationError
+from lit_rl.core.errors import ConfigError, DataError, GenerationError, excerpt
 from lit_rl.core.rollout import Completions, Message, Prompt, PromptBatch
 from lit_rl.core.vision_inputs import PromptVision
 from lit_rl.core.visuals import ImageRef
-from lit_rl.data.checks import excerpt
 from lit_rl.data.message_forms import tools_argument
 from lit_rl.data.rendering import control_tokens, encode_prompt, render_prompt, row_template_kwargs
 from lit_rl.data.row_visuals import MAX_IMAGE_PIXELS
@@ -35,7 +34,6 @@ from lit_rl.environments.observations import (
 )
 from lit_rl.environments.runner import Runner
 from lit_rl.environments.template_checks import CHECK_EVERY, TemplateRewriteCheck
-from lit_rl.environments.thoughts import speaks_on_channels, split_thoughts
 from lit_rl.environments.tool_parsers import Parser, RegexParser, parser_for
 
 
@@ -79,26 +77,26 @@ class PromptOpener:
             self._control = sorted({*self._control, *processor.reserved})
             _refuse_spelled_placeholders(tokenizer, processor)
 
-    def told(self, plain: OpenedPrompt, where: str, template_kwargs: Mapping[str, Any]) -> OpenedPrompt:
+    def with_tools(self, plain: OpenedPrompt, where: str, template_kwargs: Mapping[str, Any]) -> OpenedPrompt:
         """Return the prompt of a row, rendered with its tools."""
         if not template_kwargs.get("tools"):
             return plain
         return self._rendered(plain.prompt, plain.seen, where, template_kwargs)
 
-    def begun(
+    def with_opening(
         self, plain: OpenedPrompt, opening: str | Sequence[Message], where: str, template_kwargs: Mapping[str, Any]
     ) -> OpenedPrompt:
         """Return the prompt with the first observation, in which control tokens are text.
 
         Args:
-            plain: Told of its tools.
-            opening: Goes on the end of the last message, or behind the messages.
+            plain: The prompt with its tools.
+            opening: The first observation, for the end of the last message, or messages after it.
             where: The prompt, for messages.
             template_kwargs: Arguments that it is rendered with.
 
         Raises:
-            CannotBegin: the environment begins with too much, with a control token beside images, or with an image that
-                the processor refuses.
+            OpeningFailed: the first observation is too long, has a control token beside images, or an image that the
+                processor refuses.
             ImageReturned: it begins with an image, and the prompt is plain text.
         """
         found = self._with(plain, opening, where, template_kwargs)
@@ -275,23 +273,14 @@ class Interaction(EpisodeSource):
         self.journal = journal
         self.factory, self._tokenizer, self._eos_ids = factory, tokenizer, tuple(eos_ids)
         self._chat, self._template_kwargs = chat, dict(template_kwargs)
-        self._ready = {name: self._made_ready(kind, {}) for name, kind in factory.kinds.items()}
-        self._ready_of_rows: dict[tuple[str, str], _PreparedKind] = {}
+        self._prepared = {name: self._prepare_kind(kind, {}) for name, kind in factory.kinds.items()}
+        self._prepared_of_rows: dict[tuple[str, str], _PreparedKind] = {}
         """Prepared kinds of the latest rows with chat template arguments of their own, by the kind and these."""
         self._tools_of_rows = 0
         """Tokens of the longest tools of such a row."""
-        self._reading = TurnCodec(
-            self._text,
-            self._thought,
-            self._written,
-            self._shortened,
-            frozenset(eos_ids),
-            placeholders=frozenset(() if processor is None else processor.placeholders),
-            max_image_pixels=None if processor is None else max_image_pixels,
-        )
-        self._on_channels = speaks_on_channels(tokenizer)
-        self._opener = PromptOpener(tokenizer, processor, self._shortened, factory.max_observation_tokens)
-        self._runner, self._told = Runner(), set[str]()
+        self._codec = TurnCodec(tokenizer, eos_ids, processor, max_image_pixels)
+        self._opener = PromptOpener(tokenizer, processor, self._codec.shorten, factory.max_observation_tokens)
+        self._runner, self._logged = Runner(), set[str]()
         self._rewriting = TemplateRewriteCheck(tokenizer)
 
     @property
@@ -310,20 +299,20 @@ class Interaction(EpisodeSource):
     @property
     def max_image_pixels(self) -> int | None:
         """Largest image that a tool or an environment may return, in pixels; None: the policy reads text."""
-        return self._reading.max_image_pixels
+        return self._codec.max_image_pixels
 
     @property
     def parsers(self) -> dict[str, Parser | None]:
         """Parsers of tool calls, by the kind of environment; None where it has no tools."""
-        return {name: ready.parser for name, ready in self._ready.items()}
+        return {name: ready.parser for name, ready in self._prepared.items()}
 
     # ------------------------------------------------------------------ lengths
 
     def lengths(self, longest: int) -> dict[str, int]:
-        opens = any(ready.kind.opens for ready in self._ready.values())
+        opens = any(ready.kind.opens for ready in self._prepared.values())
         return {
             "the longest prompt": longest,
-            "the tools": max(self._tools_of_rows, *map(self._tool_tokens, self._ready.values())),
+            "the tools": max(self._tools_of_rows, *map(self._tool_tokens, self._prepared.values())),
             "env.max_observation_tokens": self.factory.max_observation_tokens if opens else 0,
             "env.max_tokens": self.factory.max_tokens,
         }
@@ -370,7 +359,7 @@ class Interaction(EpisodeSource):
             rollout = request.batch.rollout
             due = rollout >= 0 and rollout % CHECK_EVERY == 0  # validations are below 0
             if due and (frames := conversations.chat_frames):
-                self._rewriting.look(drawn, frames)
+                self._rewriting.check(drawn, frames)
         self.waited += conversations.waited
         return drawn
 
@@ -410,10 +399,10 @@ class Interaction(EpisodeSource):
         conversations = Conversations(
             rows,
             self.factory,
-            self._reading,
+            self._codec,
             max_new_tokens=max_new_tokens,
             runner=self._runner,
-            told=self._told,
+            logged=self._logged,
         )
         try:
             openings = conversations.open()
@@ -455,10 +444,12 @@ class Interaction(EpisodeSource):
         ready = self.ready_for(rows[0].columns)
         kwargs = {**tools_argument(rows[0].columns.get("tools")), **ready.template_kwargs}
         where = f"the prompt of row {batch.rows[number]}"
-        opened = self._opener.told(OpenedPrompt(batch.prompts[number], batch.prompt_ids[number], seen), where, kwargs)
+        opened = self._opener.with_tools(
+            OpenedPrompt(batch.prompts[number], batch.prompt_ids[number], seen), where, kwargs
+        )
         if opening is not None:
             try:
-                opened = self._opener.begun(opened, opening, where, kwargs)
+                opened = self._opener.with_opening(opened, opening, where, kwargs)
             except OpeningFailed as why:
                 for row in rows:
                     row.end, row.error = "failed", str(why)
@@ -476,18 +467,18 @@ class Interaction(EpisodeSource):
         """
         kind, own = self.factory.kind_of(columns), row_template_kwargs(columns, "a row of env=") if self._chat else {}
         if not own:
-            return self._ready[kind]
+            return self._prepared[kind]
         key = kind, json.dumps(own, sort_keys=True, default=str)
-        ready = self._ready_of_rows.pop(key, None)
+        ready = self._prepared_of_rows.pop(key, None)
         if ready is None:
-            ready = self._made_ready(self.factory.kinds[kind], own)
+            ready = self._prepare_kind(self.factory.kinds[kind], own)
             self._tools_of_rows = max(self._tools_of_rows, self._tool_tokens(ready))
-            if len(self._ready_of_rows) >= _MAX_PREPARED:
-                del self._ready_of_rows[next(iter(self._ready_of_rows))]  # least recently used
-        self._ready_of_rows[key] = ready
+            if len(self._prepared_of_rows) >= _MAX_PREPARED:
+                del self._prepared_of_rows[next(iter(self._prepared_of_rows))]  # least recently used
+        self._prepared_of_rows[key] = ready
         return ready
 
-    def _made_ready(self, kind: EnvironmentKind, own: Mapping[str, Any]) -> _PreparedKind:
+    def _prepare_kind(self, kind: EnvironmentKind, own: Mapping[str, Any]) -> _PreparedKind:
         chat, template_kwargs = self._chat, {**self._template_kwargs, **own}
         tools = kind.toolbox.schemas if kind.toolbox is not None else None
         parser = None
@@ -512,24 +503,3 @@ class Interaction(EpisodeSource):
             if not isinstance(parser, RegexParser):  # prompts themselves describe a custom form of calls
                 check_tools_are_rendered(self._tokenizer, tools, settings)
         return _PreparedKind(kind, frames, parser, settings)
-
-    def _text(self, ids: Sequence[int]) -> str:
-        if self._on_channels:
-            return split_thoughts(self._written(ids))[0]
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
-
-    def _thought(self, ids: Sequence[int]) -> str:
-        return split_thoughts(self._written(ids))[1] if self._on_channels else ""
-
-    def _written(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(ids))
-
-    def _shortened(self, text: str, most: int) -> str:
-        if len(text.encode()) <= most:  # a token is a byte or more
-            return text
-        ids = literal_ids(self._tokenizer, text)
-        if len(ids) <= most:
-            return text
-        mark = f" [cut: of {len(ids)} tokens]"
-        room = most - len(literal_ids(self._tokenizer, mark))
-        return f"{self._tokenizer.decode(ids[:room])}{mark}" if room > 0 else str(self._tokenizer.decode(ids[:most]))

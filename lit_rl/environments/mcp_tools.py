@@ -27,9 +27,8 @@ from jsonschema.validators import Draft202012Validator, validator_for
 from referencing import Registry
 
 from lit_rl.core import supervisor
-from lit_rl.core.errors import BackendError, ConfigError, did_you_mean
+from lit_rl.core.errors import BackendError, ConfigError, did_you_mean, excerpt
 from lit_rl.core.event_loops import BackgroundLoop
-from lit_rl.data.checks import excerpt
 from lit_rl.environments.factory import EnvironmentFactory, EnvironmentKind
 from lit_rl.environments.observations import IMAGE_LIMIT, content_of, replace_surrogates
 from lit_rl.environments.tools import Tool, ToolAnswer, Toolbox
@@ -117,7 +116,7 @@ class MCPServer:
         """Call a tool and return its result. Awaited in any event loop.
 
         Raises:
-            Lost: the server ended meanwhile, or could not be started again.
+            ServerLost: the server ended meanwhile, or could not be started again.
             Exception: of the package, where the server says that the call is wrong, or gives what it may not.
         """
         return await asyncio.wrap_future(_LOOP.submit(self._call(tool, arguments)))
@@ -179,10 +178,10 @@ class _Session:
         self._loop, self.pid = asyncio.get_running_loop(), os.getpid()
         self._client: asyncio.Future[Client] = self._loop.create_future()
         self._asked_to_end = asyncio.Event()
-        self._task = asyncio.create_task(self._hold())
+        self._task = asyncio.create_task(self._run())
         self.gone = futures.Future[None]()
         _SESSIONS.add(self)
-        self._task.add_done_callback(lambda done: self._is_gone())
+        self._task.add_done_callback(lambda done: self._note_end())
 
     @property
     def is_over(self) -> bool:
@@ -198,7 +197,7 @@ class _Session:
         """Return the client of the session, once it has started.
 
         Raises:
-            Lost: it could not be started.
+            ServerLost: it could not be started.
         """
         return await asyncio.shield(self._client)
 
@@ -211,18 +210,18 @@ class _Session:
         """End it. Called in any thread."""
         self._loop.call_soon_threadsafe(self._asked_to_end.set)
 
-    async def _hold(self) -> None:
+    async def _run(self) -> None:
         """Start it, and wait until it is to end: the task that entered a client has to leave it too."""
         from mcp import Client
 
         try:
             async with asyncio.timeout(self._place.seconds) as limit, Client(self._transport()) as client:
                 limit.reschedule(None)
-                self._heard_alone()
+                self._close_our_stderr_end()
                 self._client.set_result(client)
                 await self._asked_to_end.wait()
         except Exception as error:
-            self._heard_alone()
+            self._close_our_stderr_end()
             if self._client.done():
                 _log.debug("the MCP server %r ended with an error:", self._place.name, exc_info=True)
                 return
@@ -244,12 +243,12 @@ class _Session:
         process = StdioServerParameters(command=sys.executable, args=watched, env=self._place.variables)
         return stdio_client(process, errlog=self._said.file)
 
-    def _heard_alone(self) -> None:
+    def _close_our_stderr_end(self) -> None:
         """Close our end of its stderr, so that the end of the stream is the end of the process."""
         if self._said is not None:
             self._said.file.close()
 
-    def _is_gone(self) -> None:
+    def _note_end(self) -> None:
         _SESSIONS.discard(self)
         self.gone.set_result(None)
 

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from lit_rl.core.errors import ConfigError, DataError
+from lit_rl.core.errors import ConfigError, DataError, excerpt
 from lit_rl.core.visuals import ImageRef, VideoRef, is_pillow
-from lit_rl.data.checks import excerpt
 from lit_rl.data.row_visuals import image_of
 from lit_rl.environments.runner import NoReply
 from lit_rl.rewards.jobs import number_of

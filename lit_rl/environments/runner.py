@@ -53,7 +53,7 @@ class CallContext:
         self._calls += 1
         return (self.seed + (self._calls - 1) * _ODD) & _LARGEST_SEED
 
-    def once_more(self, seed: int) -> CallContext:
+    def with_seed(self, seed: int) -> CallContext:
         """Return a context for repeating an earlier call, with that call's seed."""
         return CallContext(self.seconds, seed, until=self.until, alone=self.alone)
 
@@ -132,13 +132,13 @@ class Runner:
                 turn = _SequentialTasks(tasks[len(given) :])
                 future = self._loop.submit(turn.run())
                 while not _wait_until(future, turn.deadline):
-                    if turn.leave():
-                        self.leave()
+                    if turn.abandon():
+                        self.abandon()
                         break
                 given += turn.given
         return given
 
-    def leave(self) -> None:
+    def abandon(self) -> None:
         """Abandon the blocked thread: later tasks go to another one."""
         self._loop = BackgroundLoop("lit_rl-environments")
 
@@ -149,7 +149,7 @@ class _SequentialTasks:
     def __init__(self, tasks: Sequence[TimedTask]) -> None:
         self._tasks = tasks
         self._lock = threading.Lock()
-        self._left = False
+        self._abandoned = False
         self.given: list[Any] = []
         self.deadline = time.perf_counter() + tasks[0].left + GRACE
         """Deadline of the running task."""
@@ -161,17 +161,17 @@ class _SequentialTasks:
             CALL_CONTEXT.set(CallContext(task.seconds, task.seed, until=task.until, alone=True))
             result = await task.coroutine if left else _expired(task)
             with self._lock:
-                if self._left:  # abandoned: other tasks run by now
+                if self._abandoned:  # abandoned: other tasks run by now
                     return
                 self.given.append(result)
 
-    def leave(self) -> bool:
-        """Give up the task that runs, if its time is over."""
+    def abandon(self) -> bool:
+        """Abandon the running task, if its time is over."""
         with self._lock:
-            self._left = len(self.given) < len(self._tasks) and time.perf_counter() > self.deadline
-            if self._left:
+            self._abandoned = len(self.given) < len(self._tasks) and time.perf_counter() > self.deadline
+            if self._abandoned:
                 self.given.append(TimedOut())
-        return self._left
+        return self._abandoned
 
 
 def _expired(task: TimedTask) -> TimedOut:
@@ -196,12 +196,12 @@ class RunningTask:
         self.task = task
         self.future: Future[Any] = Future()
         self._lock = threading.Lock()
-        self._runs = self._left = False
+        self._runs = self._abandoned = False
 
     async def run(self, runner: Runner) -> Any:
         """Run the task and return its result. Its time begins here, and not while others block the thread."""
         with self._lock:
-            if self._left:
+            if self._abandoned:
                 return None
             self._runs = True
         runner.moved = time.perf_counter()
@@ -216,8 +216,8 @@ class RunningTask:
         finally:
             runner.moved = time.perf_counter()
 
-    def leave(self) -> bool:
+    def abandon(self) -> bool:
         """Give it up. Returns whether it had begun; else it can be begun in another thread."""
         with self._lock:
-            self._left = True
+            self._abandoned = True
         return self._runs

@@ -15,9 +15,8 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.core.episode import Episode
-from lit_rl.core.errors import ConfigError
+from lit_rl.core.errors import ConfigError, excerpt
 from lit_rl.core.rollout import Completions, Message
-from lit_rl.data.checks import excerpt
 from lit_rl.environments.frames import ChatFrames, template_name
 from lit_rl.environments.observations import without_payload
 from lit_rl.environments.thoughts import CHANNEL_TOKEN, KNOWN_MARKS, MESSAGE_TOKEN
@@ -52,7 +51,7 @@ class TemplateRewriteCheck:
         self._tokenizer, self._warned = tokenizer, False
         self._counted: tuple[int, int] | None = None
 
-    def look(self, completions: Completions, frames: Sequence[ChatFrames]) -> None:
+    def check(self, completions: Completions, frames: Sequence[ChatFrames]) -> None:
         """Check the episodes of some completions, except failed ones and those answered with images; counts accumulate
         until `pop_metrics`.
 
@@ -68,7 +67,7 @@ class TemplateRewriteCheck:
             for row, each in enumerate(completions.episodes)
             if not each.failed and each.turns and not (later and later[row])  # placeholders that a processor expanded
         ]
-        told = [self._compared(held[row], completions.episodes[row], frames[row]) for row in looked_at]
+        told = [self._describe_change(held[row], completions.episodes[row], frames[row]) for row in looked_at]
         rewritten, looked = self._counted or (0, 0)
         differ = [each for each in told if each is not None]
         self._counted = rewritten + len(differ), looked + len(looked_at)
@@ -81,21 +80,22 @@ class TemplateRewriteCheck:
         counted, self._counted = self._counted, None
         return {} if counted is None else {"template/rewritten": counted}
 
-    def _compared(self, held: list[int], episode: Episode, frames: ChatFrames) -> str | None:
+    def _describe_change(self, held: list[int], episode: Episode, frames: ChatFrames) -> str | None:
         """Describe the template's change to an episode; empty where it is other tokens of the same text, None where it
         is none."""
         if episode.turns == 1:
             return None
-        said: list[Message] = [*_bare(episode.prompt), *_before_last_message(episode.messages)]
+        last = max(place for place, message in enumerate(episode.messages) if message["role"] == "assistant")
+        said: list[Message] = [*_bare(episode.prompt), *episode.messages[:last]]
         try:
             anew = frames.history(said)
         except ConfigError:
             raise
         except Exception as error:  # a template may raise anything
             return f"refuse it: {excerpt(str(error), 200)}"
-        return None if anew == held else self._words(held, anew)
+        return None if anew == held else self._describe_difference(held, anew)
 
-    def _words(self, held: Sequence[int], anew: Sequence[int]) -> str:
+    def _describe_difference(self, held: Sequence[int], anew: Sequence[int]) -> str:
         before, after = str(self._tokenizer.decode(held)), str(self._tokenizer.decode(anew))
         if before == after:
             return ""
@@ -146,11 +146,6 @@ def _bare(prompt: str | Sequence[Message]) -> list[Message]:
     """Return the messages of a prompt, with images bare."""
     assert not isinstance(prompt, str)
     return [{**message, "content": without_payload(message["content"])} for message in prompt]
-
-
-def _before_last_message(messages: Sequence[Message]) -> Sequence[Message]:
-    """Return the messages before the policy's last turn."""
-    return messages[: max(place for place, message in enumerate(messages) if message["role"] == "assistant")]
 
 
 def _thoughts(text: str) -> list[str]:

@@ -11,9 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lit_rl.core.errors import ConfigError
+from lit_rl.core.errors import ConfigError, excerpt
 from lit_rl.core.user_functions import load_source
-from lit_rl.data.checks import excerpt
 
 _CODES = re.compile(r"\x1b\[([0-9;]*)m")
 _NAMES = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
@@ -63,7 +62,7 @@ class ActionReader(Protocol):
         """Return the action.
 
         Raises:
-            NoAction: the text is none.
+            InvalidAction: the text is none.
         """
         ...
 

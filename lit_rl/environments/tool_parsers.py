@@ -19,8 +19,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from lit_rl.core.chat_template import apply_chat_template
-from lit_rl.core.errors import ConfigError, one_of
-from lit_rl.data.checks import excerpt
+from lit_rl.core.errors import ConfigError, excerpt, one_of
 from lit_rl.data.rendering import control_tokens
 from lit_rl.environments.thoughts import (
     BRACKETS,
@@ -158,7 +157,7 @@ class Blocks:
         at: int,
         thought: int,
         calls_of: Callable[[str], list[AnyCall]],
-        end_of: Callable[[str, int], int | None] = lambda *_: None,
+        end_of: Callable[[str, int], int | None],
     ) -> FoundCalls | None:
         """Return the next block.
 
@@ -194,13 +193,37 @@ def _found(text: str, begin: int, end: int, calls: list[AnyCall]) -> FoundCalls:
     return FoundCalls(begin, end, tuple(calls))
 
 
-class HermesParser(ScanningParser):
+class BlockParser(ScanningParser, ABC):
+    """A parser of calls that stand between an opening and a closing mark."""
+
+    _BLOCKS: ClassVar[Blocks]
+
+    def _find(self, text: str, at: int, thought: int) -> FoundCalls | None:
+        return self._BLOCKS.find(text, at, thought, self._calls, self._end)
+
+    @abstractmethod
+    def _calls(self, inside: str) -> list[AnyCall]:
+        """Return the calls of a block."""
+
+    @abstractmethod
+    def _end(self, text: str, at: int) -> int | None:
+        """Return the end of a block's content by its grammar; None where it cannot be read. See `Blocks.find`."""
+
+
+class HermesParser(BlockParser):
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, once or more: Qwen 2.5 and 3, Hermes, SmolLM3."""
 
     _BLOCKS = Blocks("<tool_call>", "</tool_call>")
 
-    def _find(self, text: str, at: int, thought: int) -> FoundCalls | None:
-        return self._BLOCKS.find(text, at, thought, lambda inside: [_call_of(inside)], json_end)
+    def _calls(self, inside: str) -> list[AnyCall]:
+        try:
+            value = json.loads(inside)
+        except UNREADABLE as error:
+            return [BadCall(inside, f"the call is no JSON: {error}")]
+        return [call_from(value, inside)]
+
+    def _end(self, text: str, at: int) -> int | None:
+        return json_end(text, at)
 
 
 class Llama3Parser(ScanningParser):
@@ -247,7 +270,7 @@ class Llama3Parser(ScanningParser):
         """Read every object from a place on. An unreadable one extends to the end of the text or the next thought."""
         calls: list[AnyCall] = []
         while True:
-            at = _behind_blanks(text, at)
+            at = _behind(_BLANKS, text, at)
             try:
                 value, end = _decoded(text, at)
             except UNREADABLE as error:
@@ -255,8 +278,8 @@ class Llama3Parser(ScanningParser):
                 calls.append(BadCall(text[at:end], f"the call is no JSON: {error}"))
                 return FoundCalls(begin, end, tuple(calls))
             calls.append(call_from(value, text[at:end]))
-            at = _behind_blanks(text, end)
-            at = _behind_blanks(text, at + 1) if text.startswith(";", at) else at
+            at = _behind(_BLANKS, text, end)
+            at = _behind(_BLANKS, text, at + 1) if text.startswith(";", at) else at
             if not text.startswith("{", at):
                 return FoundCalls(begin, at if at == len(text) else end, tuple(calls))
 
@@ -292,7 +315,7 @@ class MistralParser(ScanningParser):
         inside = begin + len(self._TAG)
         named = self._NAMED.match(text, inside)
         try:
-            value, end = _decoded(text, _behind_blanks(text, named.end() if named else inside))
+            value, end = _decoded(text, _behind(_BLANKS, text, named.end() if named else inside))
         except UNREADABLE as error:
             end = text.find(self._TAG, inside)
             end = min(len(text) if end < 0 else end, thought if thought > begin else len(text))
@@ -445,7 +468,7 @@ def _filled(transform: Any, values: Mapping[str, str]) -> Any:
 def json_end(text: str, at: int) -> int | None:
     """Return the place after a JSON value; None where there is none."""
     try:
-        return _decoded(text, _behind_blanks(text, at))[1]
+        return _decoded(text, _behind(_BLANKS, text, at))[1]
     except UNREADABLE:
         return None
 
@@ -458,21 +481,19 @@ def _decoded(text: str, at: int) -> tuple[Any, int]:
         raise json.JSONDecodeError(error.msg, text[at:], error.pos - at) from error
 
 
-_BLANKS = re.compile(r"\s*")
+_BLANKS, _COMMA = re.compile(r"\s*"), re.compile(r"\s*,")
 
 
-def _behind_blanks(text: str, at: int) -> int:
-    found = _BLANKS.match(text, at)
-    assert found is not None
+def _behind(pattern: re.Pattern[str], text: str, at: int) -> int:
+    """Return the place after what a pattern matches at a place of a text.
+
+    Raises:
+        ValueError: it matches nothing there.
+    """
+    found = pattern.match(text, at)
+    if found is None:
+        raise ValueError(f"something else stands at {text[at : at + 20]!r}")
     return found.end()
-
-
-def _call_of(text: str) -> AnyCall:
-    try:
-        value = json.loads(text)
-    except UNREADABLE as error:
-        return BadCall(text, f"the call is no JSON: {error}")
-    return call_from(value, text)
 
 
 _CALL_KEYS = frozenset(("name", "type", "id", "index", "function"))
@@ -546,7 +567,7 @@ class GptOssParser(Parser):
         return split_thoughts(super()._content(pieces))[0]
 
 
-class DeepSeekV3Parser(ScanningParser):
+class DeepSeekV3Parser(BlockParser):
     """``<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME`` before a block of JSON: DeepSeek V3."""
 
     _BLOCKS = Blocks("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
@@ -556,7 +577,7 @@ class DeepSeekV3Parser(ScanningParser):
     _AROUND = re.compile(r"\s*<｜tool▁calls▁(?:(?P<begin>begin)|end)｜>\s*")
 
     def _find(self, text: str, at: int, thought: int) -> FoundCalls | None:
-        found, around = self._BLOCKS.find(text, at, thought, self._call, self._end), self._AROUND.search(text, at)
+        found, around = super()._find(text, at, thought), self._AROUND.search(text, at)
         if around is None or (found is not None and found.begin < around.start()):
             return found
         begin, end = around.span()
@@ -571,7 +592,7 @@ class DeepSeekV3Parser(ScanningParser):
         fence = None if value is None else self._FENCE.match(text, value)
         return None if fence is None else fence.end()
 
-    def _call(self, inside: str) -> list[AnyCall]:
+    def _calls(self, inside: str) -> list[AnyCall]:
         found = self._CALL.fullmatch(inside)
         if found is None:
             return [BadCall(inside, "a call is function<｜tool▁sep｜>NAME, and a block of ```json on the next line")]
@@ -593,15 +614,13 @@ def named_call(name: str, arguments: str, text: str) -> AnyCall:
     return call_from({"name": name, "arguments": read}, text)
 
 
-class TaggedParser(ScanningParser, ABC):
+class TaggedParser(BlockParser, ABC):
     """The common base of parsers for tagged arguments.
 
     Args:
         schemas: Schemas of the tools, for the types of their arguments.
     """
 
-    _BLOCKS: ClassVar[Blocks]
-    """The block of a call."""
     _CALL: ClassVar[re.Pattern[str]]
     """The whole inside of a block: groups ``name`` and ``body``."""
     _ARGUMENT: ClassVar[re.Pattern[str]]
@@ -619,9 +638,6 @@ class TaggedParser(ScanningParser, ABC):
         functions = [schema["function"] for schema in schemas]
         self._properties = {f["name"]: f.get("parameters", {}).get("properties", {}) for f in functions}
 
-    def _find(self, text: str, at: int, thought: int) -> FoundCalls | None:
-        return self._BLOCKS.find(text, at, thought, self._call, self._end)
-
     def _end(self, text: str, at: int) -> int | None:
         """Return the place after the last of consecutive arguments, and the end of the call."""
         found = self._HEAD.match(text, at)
@@ -630,7 +646,7 @@ class TaggedParser(ScanningParser, ABC):
         closed = self._TAIL.match(text, at)
         return None if closed is None else closed.end()
 
-    def _call(self, inside: str) -> list[AnyCall]:
+    def _calls(self, inside: str) -> list[AnyCall]:
         found = self._CALL.fullmatch(inside)
         if found is None:
             return [BadCall(inside, f"a call is {self._FORM}")]
@@ -743,24 +759,45 @@ def _types(schema: Any) -> set[str]:
 T = TypeVar("T")
 
 
-class Lfm2Parser(ScanningParser):
+class LiteralParser(BlockParser, ABC):
+    """The common base of parsers for arguments that are written as literals."""
+
+    _FORM: ClassVar[str]
+    """The form of the inside, in words."""
+
+    def _calls(self, inside: str) -> list[AnyCall]:
+        try:
+            calls, end = self._read(inside, 0)
+            if inside[end:].strip():
+                raise ValueError(f"the call ends before {inside[end : end + 20]!r}")
+        except UNREADABLE as error:
+            return [BadCall(inside, f"{self._FORM}: {error}")]
+        return list(calls)
+
+    def _end(self, text: str, at: int) -> int | None:
+        try:
+            return self._read(text, at)[1]
+        except UNREADABLE:
+            return None
+
+    @abstractmethod
+    def _read(self, text: str, at: int) -> tuple[list[ToolCall], int]:
+        """Return the calls at a place of a text, and the place after them.
+
+        Raises:
+            ValueError: there are none.
+        """
+
+
+class Lfm2Parser(LiteralParser):
     """``<|tool_call_start|>[name(key='text', other=3), name()]<|tool_call_end|>``: LFM 2 and 2.5."""
 
     _BLOCKS = Blocks("<|tool_call_start|>", "<|tool_call_end|>")
     _OPEN, _NAME = re.compile(r"\s*\["), re.compile(r"\s*(?P<name>[^\s(,\[\]'\"]+)\(")
 
-    def _find(self, text: str, at: int, thought: int) -> FoundCalls | None:
-        return self._BLOCKS.find(text, at, thought, self._listed, lambda text, at: _end(self._list, text, at))
+    _FORM = "the calls are no list like [name(key=1), name(key='text')]"
 
-    def _listed(self, inside: str) -> list[AnyCall]:
-        try:
-            calls, end = self._list(inside, 0)
-            _nothing_behind(inside, end)
-        except UNREADABLE as error:
-            return [BadCall(inside, f"the calls are no list like [name(key=1), name(key='text')]: {error}")]
-        return list(calls)
-
-    def _list(self, text: str, at: int) -> tuple[list[ToolCall], int]:
+    def _read(self, text: str, at: int) -> tuple[list[ToolCall], int]:
         return _sequence(text, _behind(self._OPEN, text, at), "]", self._call)
 
     def _call(self, text: str, at: int) -> tuple[ToolCall, int]:
@@ -769,36 +806,19 @@ class Lfm2Parser(ScanningParser):
         return ToolCall(text[at : end - 1].strip(), dict(pairs)), closed
 
 
-class Gemma4Parser(ScanningParser):
+class Gemma4Parser(LiteralParser):
     """``<|tool_call>call:name{key:<|"|>text<|"|>,other:3}<tool_call|>``: Gemma 4, DiffusionGemma."""
 
     thoughts = Thoughts((THINK, CHANNEL))
     _BLOCKS = Blocks("<|tool_call>", "<tool_call|>")
     _NAME = re.compile(r"\s*call:(?P<name>[^\s{]+)\{")
 
-    def _find(self, text: str, at: int, thought: int) -> FoundCalls | None:
-        return self._BLOCKS.find(text, at, thought, self._calls, lambda text, at: _end(self._named, text, at))
+    _FORM = 'a call is call:name{key:<|"|>text<|"|>,other:3}'
 
-    def _calls(self, inside: str) -> list[AnyCall]:
-        try:
-            call, end = self._named(inside, 0)
-            _nothing_behind(inside, end)
-        except UNREADABLE as error:
-            return [BadCall(inside, f'a call is call:name{{key:<|"|>text<|"|>,other:3}}: {error}')]
-        return [call]
-
-    def _named(self, text: str, at: int) -> tuple[ToolCall, int]:
+    def _read(self, text: str, at: int) -> tuple[list[ToolCall], int]:
         end = _behind(self._NAME, text, at)
         pairs, closed = _sequence(text, end, "}", lambda text, at: _GEMMA.pair(text, at, _COLON))
-        return ToolCall(text[at:end].strip()[len("call:") : -1], dict(pairs)), closed
-
-
-def _end(read: Callable[[str, int], tuple[Any, int]], text: str, at: int) -> int | None:
-    """Return the place after what a reader reads; None where it cannot."""
-    try:
-        return read(text, at)[1]
-    except UNREADABLE:
-        return None
+        return [ToolCall(text[at:end].strip()[len("call:") : -1], dict(pairs))], closed
 
 
 @dataclass(frozen=True)
@@ -815,7 +835,7 @@ class _Literals:
         Raises:
             ValueError: there is none.
         """
-        at = _behind(_BLANK, text, at)
+        at = _behind(_BLANKS, text, at)
         if (found := self.quoted.match(text, at)) is not None:
             return self.unescaped(found[found.lastindex or 0]), found.end()
         if text.startswith("[", at):
@@ -834,7 +854,7 @@ class _Literals:
     ) -> tuple[tuple[str, Any], int]:
         """Return a key and its value, and the place after them. The key may go without quotes."""
         bare, assign = assigned
-        at = _behind(_BLANK, text, at)
+        at = _behind(_BLANKS, text, at)
         if (found := self.quoted.match(text, at)) is not None:
             key, at = self.unescaped(found[found.lastindex or 0]), found.end()
         else:
@@ -844,7 +864,6 @@ class _Literals:
         return (key, value), at
 
 
-_BLANK, _COMMA = re.compile(r"\s*"), re.compile(r"\s*,")
 _COLON = (re.compile(r"[^:,{}\[\]]+"), re.compile(r"\s*:"))
 _EQUALS = (re.compile(r"[^=,()\[\]{}'\"]+"), re.compile(r"\s*="))
 _NUMBER = re.compile(r"-?\d+(?P<broken>(?:\.\d*)?(?:[eE][+-]?\d+)?)")
@@ -859,24 +878,12 @@ _ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f", "v": "\v", "a
 def _sequence(text: str, at: int, close: str, one: Callable[[str, int], tuple[T, int]]) -> tuple[list[T], int]:
     """Return the items between commas up to a bracket, and the place after it."""
     found: list[T] = []
-    at = _behind(_BLANK, text, at)
+    at = _behind(_BLANKS, text, at)
     while not text.startswith(close, at):
         item, at = one(text, _behind(_COMMA, text, at) if found else at)
         found.append(item)
-        at = _behind(_BLANK, text, at)
+        at = _behind(_BLANKS, text, at)
     return found, at + len(close)
-
-
-def _behind(pattern: re.Pattern[str], text: str, at: int) -> int:
-    found = pattern.match(text, at)
-    if found is None:
-        raise ValueError(f"something else stands at {text[at : at + 20]!r}")
-    return found.end()
-
-
-def _nothing_behind(text: str, at: int) -> None:
-    if text[at:].strip():
-        raise ValueError(f"the call ends before {text[at : at + 20]!r}")
 
 
 def _pythonic(inside: str) -> str:
@@ -1046,11 +1053,9 @@ def _family_of(tokenizer: Any) -> str | None:
         return None
     turns = list(rendered_call(tokenizer, _PROBE, [_PROBE_SCHEMA]))
     for name, parser in _FAMILIES.items():
-        if any(_asks_the_probe(parser([_PROBE_SCHEMA]).parse(turn)) for turn in turns):
-            return name
+        for turn in turns:
+            calls = parser([_PROBE_SCHEMA]).parse(turn).calls
+            if [isinstance(call, ToolCall) and replace(call, id=None) for call in calls] == [_PROBE]:
+                return name
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
     return next((name for mark, name in _TOLD.items() if mark in template), None)
-
-
-def _asks_the_probe(turn: ParsedTurn) -> bool:
-    return [isinstance(call, ToolCall) and replace(call, id=None) for call in turn.calls] == [_PROBE]

@@ -77,7 +77,7 @@ class Tool(ABC):
         """Return the same tool of another object, where it is a method."""
         return self
 
-    def wrong_with(self, arguments: Mapping[str, Any]) -> str | None:
+    def argument_error(self, arguments: Mapping[str, Any]) -> str | None:
         """Return the error in the arguments of a call; None where there is none."""
         error = next(
             iter(sorted(self._validator.iter_errors(dict(arguments)), key=lambda e: list(map(str, e.path)))), None
@@ -93,7 +93,7 @@ class Tool(ABC):
         The tool gets copies: the call stays what the policy wrote, in its context, in the record and for rewards.
         """
         arguments = _whole(copy.deepcopy(dict(arguments)), self._validator.schema, self._validator)
-        if wrong := self.wrong_with(arguments):
+        if wrong := self.argument_error(arguments):
             return ToolAnswer(f"error: {self.name}: {wrong}", failed=True)
         return await self._answer(arguments)
 
@@ -344,16 +344,16 @@ def _strict(schema: Any) -> Any:
     """Return the schema made strict: no additional arguments, and null only where it is allowed."""
     if not isinstance(schema, dict):
         return schema
-    strict = {key: _strict_part(key, value) for key, value in schema.items() if key != "nullable"}
+    strict: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "properties":
+            strict[key] = {name: _strict(part) for name, part in value.items()}
+        elif key != "nullable":
+            listed = isinstance(value, list) and key != "enum"
+            strict[key] = [_strict(part) for part in value] if listed else _strict(value)
     if schema.get("type") == "object" and "properties" in schema:
         strict.setdefault("additionalProperties", False)
     return {"anyOf": [strict, {"type": "null"}]} if schema.get("nullable") else strict
-
-
-def _strict_part(key: str, value: Any) -> Any:
-    if key == "properties":
-        return {name: _strict(part) for name, part in value.items()}
-    return [_strict(part) for part in value] if isinstance(value, list) and key != "enum" else _strict(value)
 
 
 def _whole(value: Any, schema: Any, validator: Validator) -> Any:

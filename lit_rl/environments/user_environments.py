@@ -14,12 +14,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from lit_rl.core.errors import ConfigError, RewardError, describe_error, did_you_mean, one_of
+from lit_rl.core.errors import ConfigError, RewardError, describe_error, did_you_mean, excerpt, one_of
 from lit_rl.core.event_loops import BackgroundLoop
 from lit_rl.core.process_state import is_raised_by_user_code, preserve_process_state
 from lit_rl.core.rollout import Message
 from lit_rl.core.user_functions import load_by_path
-from lit_rl.data.checks import excerpt
 from lit_rl.environments.environment_base import Environment, Opening, Reply, Turn
 from lit_rl.environments.environment_pool import Pool, target_of
 from lit_rl.environments.factory import EnvironmentFactory, EnvironmentKind, Functions
@@ -68,7 +67,8 @@ class UserClass:
                 f"env: {name} makes a {type(first).__name__}, which has no method reset. An environment has "
                 "reset(self, *, seed=None, **row) and either step(self, action) or methods that are tools."
             )
-        public = _public_methods(first)
+        public = [name for name in dir(type(first)) if not name.startswith("_") and name not in _NO_TOOLS]
+        public = [name for name in public if inspect.isroutine(inspect.getattr_static(first, name))]
         has_step = callable(getattr(first, "step", None))
         self.style = self._style(style, public, has_step=has_step)
         self.reads_seed, self._reset_names = _parameters(first.reset)
@@ -137,10 +137,6 @@ class UserClass:
         if self._reset_names is None:
             return offered
         return {name: value for name, value in offered.items() if name in self._reset_names}
-
-    def tools_of(self, made: Any) -> Toolbox | None:
-        """Return the tools of one object."""
-        return None if self.toolbox is None else self.toolbox.of(made)
 
 
 async def call_maybe_async(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
@@ -219,11 +215,6 @@ async def close_object(made: Any) -> None:
     """Close an object of the user's, where it can be closed."""
     if close := getattr(made, "close", None):
         await call_maybe_async(close)
-
-
-def _public_methods(made: Any) -> list[str]:
-    names = [name for name in dir(type(made)) if not name.startswith("_") and name not in _NO_TOOLS]
-    return [name for name in names if inspect.isroutine(inspect.getattr_static(made, name))]
 
 
 def _parameters(reset: Callable[..., Any]) -> tuple[bool, dict[str, bool] | None]:
@@ -380,14 +371,14 @@ class ToolMethodsEnvironment(ToolEnvironment):
 def _turn_message(turn: Turn, content: str, calls: Sequence[ToolCall | BadCall]) -> Message:
     """Return the policy's turn with its calls as templates expect them. An unreadable one is text."""
     unread = "".join(call.text for call in calls if isinstance(call, BadCall))
-    written = [_call_message(call) for call in calls if isinstance(call, ToolCall)]
+    written: list[Message] = []
+    for call in calls:
+        if isinstance(call, ToolCall):
+            function = {"name": call.name, "arguments": dict(call.arguments)}
+            named = {} if call.id is None else {"id": call.id}
+            written.append({**named, "type": "function", "function": function})
     message = turn.message(content + unread)
     return message | {"tool_calls": written} if written else message
-
-
-def _call_message(call: ToolCall) -> Message:
-    written: Message = {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
-    return written if call.id is None else {"id": call.id, **written}
 
 
 class FunctionTools(EnvironmentFactory):
@@ -440,12 +431,11 @@ def make_toolbox(functions: Functions, key: str, pool: Pool | None = None) -> To
         raise ConfigError(f"{key}={functions!r:.80}: give a function, its path, or a list of these.")
     if pool is None:
         return Toolbox([load_by_path(each, key).value if isinstance(each, str) else each for each in listed])
-    return Toolbox([_worker_tool(each, key, pool) for each in listed])
-
-
-def _worker_tool(function: str | Callable[..., Any], key: str, pool: Pool) -> FunctionTool:
-    named, target = target_of(function, key)
-    return FunctionTool(named.value).by(pool.function(target))
+    tools = []
+    for each in listed:
+        named, target = target_of(each, key)
+        tools.append(FunctionTool(named.value).by(pool.function(target)))
+    return Toolbox(tools)
 
 
 ENVIRONMENT_COLUMN = "environment"
@@ -541,10 +531,10 @@ class _UserClassKind(EnvironmentKind):
 
     def make(self, parser: Parser | None) -> Environment:
         made = self._described.make()
-        toolbox = self._described.tools_of(made)
-        if toolbox is None:
+        if self._described.toolbox is None:
             return SteppedEnvironment(made, self._described)
         assert parser is not None
+        toolbox = self._described.toolbox.of(made)
         toolbox = toolbox if self._beside is None else toolbox.beside(self._beside)
         return ToolMethodsEnvironment(made, self._described, toolbox, parser)
 

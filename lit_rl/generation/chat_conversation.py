@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from lit_rl.core.errors import excerpt
 from lit_rl.core.rollout import Message
-from lit_rl.data.checks import excerpt
 from lit_rl.environments.frames import AnswerRole, ChatFrames, check_tools_are_rendered
 from lit_rl.environments.thoughts import speaks_on_channels, split_thoughts
 from lit_rl.environments.tool_parsers import UNREADABLE, BadCall, Parser, RegexParser, ToolCall, parser_for

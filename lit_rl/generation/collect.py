@@ -97,9 +97,9 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
             )
         if interaction is not None and not interaction.settings.converses:
             raise ConfigError("A rollout function would not see the images of the prompts: leave env=rollout_func out.")
-    held_back = partial(with_blocked_eos, eos_ids=vocabulary.eos_ids, sampling=sampling)
+    block_eos = partial(with_blocked_eos, eos_ids=vocabulary.eos_ids, sampling=sampling)
     if interaction is None:
-        return lambda: held_back(generator.generate(replace(asked, on_finished=on_finished), sampling))
+        return lambda: block_eos(generator.generate(replace(asked, on_finished=on_finished), sampling))
     # Each rank asks by itself where the policy itself generates.
     agree: RunTogether = (lambda work: work()) if generator.exact else run_on_all_ranks
     of_rows = row_keys(keys, group_size).tolist()
@@ -109,7 +109,7 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
     def draw() -> Completions:
         drawn = interaction.draw(wanted)
         moved = {name: value.to(device) for name, value in vars(drawn).items() if isinstance(value, Tensor)}
-        return held_back(replace(drawn, version=version, **moved))
+        return block_eos(replace(drawn, version=version, **moved))
 
     return partial(_retry_once_where_lost, draw, partial(generator.sync, policy, version))
 
@@ -119,7 +119,7 @@ def with_blocked_eos(completions: Completions, eos_ids: Sequence[int], sampling:
     if not sampling.min_new_tokens or not eos_ids:
         return completions
     held = torch.tensor(eos_ids, device=completions.response_ids.device)
-    return replace(completions, held_back=held.repeat(len(completions), 1))
+    return replace(completions, blocked_eos=held.repeat(len(completions), 1))
 
 
 def _retry_once_where_lost(draw: Callable[[], Completions], bring_back: Callable[[], None]) -> Completions:

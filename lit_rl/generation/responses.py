@@ -216,11 +216,11 @@ class Responses:
             return 0
         begin = self._known[row]
         end = begin + len(ids)
-        limit = min(end + heard.room, end + self._per_turn)
-        if heard.room < 1 or limit > self._longest:
+        limit = min(end + heard.max_new_tokens, end + self._per_turn)
+        if heard.max_new_tokens < 1 or limit > self._longest:
             raise GenerationError(
-                f"Row {row} heard {len(ids)} tokens after {begin}, and may say {heard.room} more; it takes 1 or more, "
-                f"and no more than {self._longest} in all."
+                f"Row {row} heard {len(ids)} tokens after {begin}, and may say {heard.max_new_tokens} more; it takes 1 "
+                f"or more, and no more than {self._longest} in all."
             )
         self._ids[row, begin:end] = torch.tensor(ids, dtype=torch.long, device=self._ids.device)
         self._turns.index[row, begin:end] = self._turns.now[row]

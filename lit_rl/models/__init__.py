@@ -1,4 +1,4 @@
-"""Models: load a policy and what its KL is measured against, score with it, shard it, export it."""
+"""Models: policies, references, critics and scoring models; their loading, passes, sharding and export."""
 
 from lit_rl.models.adapters import Lora
 from lit_rl.models.language_model import LanguageModel

@@ -37,7 +37,7 @@ def check_targets(key: str, targets: str | Sequence[str]) -> None:
         raise ConfigError(f'{key}={targets!r} {why}. Use "all-linear", or layer names.')
 
 
-def asks_for(targets: str | Sequence[str], module: str) -> bool:
+def targets_match(targets: str | Sequence[str], module: str) -> bool:
     """Tell whether targets other than "all-linear" name a module, as PEFT reads them.
 
     Args:
@@ -142,7 +142,7 @@ class Lora:
         """Refuse targets that are in frozen parts alone."""
         if self.targets == "all-linear":
             return
-        matches = [name for name, _ in model.named_modules() if asks_for(self.targets, name)]
+        matches = [name for name, _ in model.named_modules() if targets_match(self.targets, name)]
         if matches and set(matches) <= set(unasked):
             asked = self.targets if isinstance(self.targets, str) else list(self.targets)
             raise ConfigError(
@@ -155,12 +155,12 @@ class Lora:
         """Return the rows to train, by module. Those of a module that is trained in full are among them anyway."""
         from torch import nn
 
-        from lit_rl.models.loading import RulingHead
+        from lit_rl.models.loading import BanningHead
 
         if not tokens:
             return None
         head = model.get_output_embeddings()
-        if isinstance(head, RulingHead):
+        if isinstance(head, BanningHead):
             raise ConfigError(
                 "model.chat_template brings new tokens, and model.lora cannot train their rows in the head of a policy "
                 "over images. Name a template without new tokens, or train in full (model.lora=null)."

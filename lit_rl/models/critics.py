@@ -28,7 +28,8 @@ from lit_rl.models.language_model import DEFAULT, LanguageModel
 from lit_rl.models.loading import Float32Head, disable_dropout
 from lit_rl.models.modes import set_checkpointing
 from lit_rl.models.scoring import SEQUENCES, is_scoring, load_scoring_base
-from lit_rl.models.trunk import copied_trunk, frozen_trunk, hidden_size, trunk_of
+from lit_rl.models.tokenizer import different_tokens
+from lit_rl.models.trunk import copied_trunk, frozen_trunk, hidden_size, recorded_outputs, trunk_of
 from lit_rl.models.vision_parts import PARTS, excluded_layers
 
 
@@ -160,7 +161,7 @@ class SeparateCritic(_OwnTrunk):
             )
         ours, theirs = self.model.tokenizer.get_vocab(), model.tokenizer.get_vocab()
         if ours != theirs:
-            other = sorted({token for token, _ in ours.items() ^ theirs.items()})
+            other = different_tokens(ours, theirs)
             raise ConfigError(
                 f"algo.critic.model={self.model.name!r} has another vocabulary than model.name={model.name!r} "
                 f"({len(ours)} and {len(theirs)} tokens, {len(other)} with other ids, such as {other[:3]}), so it "
@@ -289,7 +290,7 @@ class SharedTrunk:
         return list(module.parameters())
 
     def values(self, policy: nn.Module, module: nn.Module, completions: Completions) -> Tensor:
-        with _hidden_states(policy) as seen, known_masks(completions.on_host.attention_mask):
+        with recorded_outputs(trunk_of(policy)) as seen, known_masks(completions.on_host.attention_mask):
             # Through the policy's own forward, whose hooks bring sharded weights together. Its head gets one position.
             policy(**trunk_inputs(policy, completions), logits_to_keep=1, use_cache=False)
         return module(_of_response(seen, completions))
@@ -299,25 +300,15 @@ class SharedTrunk:
     ) -> tuple[forward.TokenScores, Tensor]:
         # One pass over whole rows, whose hidden states are those that the value head reads.
         terms["options"] = terms.get("options", DEFAULT).in_one_call
-        with _hidden_states(policy) as seen:
+        with recorded_outputs(trunk_of(policy)) as seen:
             scores = forward.score(policy, completions, sampling, **terms)
         return scores, module(_of_response(seen, completions))
 
 
-@contextmanager
-def _hidden_states(policy: nn.Module) -> Iterator[list[Tensor]]:
-    """Yield a list that gets the hidden states ``(b, s, h)`` of every forward pass of the policy, inside the
-    context."""
-    seen: list[Tensor] = []
-    hook = trunk_of(policy).register_forward_hook(lambda part, inputs, output: seen.append(output.last_hidden_state))
-    try:
-        yield seen
-    finally:
-        hook.remove()
-
-
-def _of_response(seen: list[Tensor], completions: Completions) -> Tensor:
-    hidden = seen[-1]  # of the pass that was scored: the first one of a model may come after a trial of its head
+def _of_response(seen: list[Any], completions: Completions) -> Tensor:
+    hidden = seen[
+        -1
+    ].last_hidden_state  # of the pass that was scored: the first one of a model may come after a trial of its head
     return hidden[:, -(completions.response_ids.shape[1] + 1) : -1]
 
 

@@ -9,24 +9,26 @@ there is nothing to save.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lit_rl.core.errors import ConfigError, GenerationError, LitRLError
+from lit_rl.core.errors import ConfigError, GenerationError
 from lit_rl.core.examples import TokenBatch
 from lit_rl.models.forward import text_logits
-from lit_rl.models.head import can_stand_apart, factors, linear_head, without_head
+from lit_rl.models.head import factors, has_separable_head, linear_head, without_head
 from lit_rl.models.language_model import LanguageModel
-from lit_rl.models.references import Held, OnCPU, Scorer
-from lit_rl.ops.fused_head import of_whole_rows
+from lit_rl.models.references import Held, OnCPU, Scorer, rename_keys
+from lit_rl.models.tokenizer import different_tokens
+from lit_rl.ops.fused_head import measure_rows
 from lit_rl.ops.logprobs import logprobs_and_entropy
 from lit_rl.ops.token_statistics import token_stats
+
+_AS_TEACHER = ((r"\bmodel\.(?=[a-z])", "algo.teacher."), (r"reference\.device", "algo.teacher_device"))
 
 
 class Teacher(Held):
@@ -42,7 +44,7 @@ class Teacher(Held):
     """
 
     def __init__(self, model: LanguageModel | str, student: LanguageModel, device: Literal["cpu"] | None) -> None:
-        with _keys_of_the_teacher():
+        with rename_keys(*_AS_TEACHER):
             super().__init__(device)
             like_student = {"dtype": student.dtype, "attn_implementation": student.attn_implementation}
             model = LanguageModel.of(model, "algo.teacher", **like_student)
@@ -62,7 +64,7 @@ class Teacher(Held):
             ConfigError: it has another vocabulary than the student, or its settings are wrong.
         """
         self.check_vocabulary()
-        with _keys_of_the_teacher():
+        with rename_keys(*_AS_TEACHER):
             model = self.model.load()
         held = self.hold(model)
         if isinstance(held, OnCPU):
@@ -76,10 +78,10 @@ class Teacher(Held):
         Raises:
             ConfigError: the two do not have the same tokens under the same ids.
         """
-        with _keys_of_the_teacher():
+        with rename_keys(*_AS_TEACHER):
             theirs, rows = self.model.tokenizer.get_vocab(), self.model.config.get_text_config().vocab_size
         ours, needed = self.student.tokenizer.get_vocab(), self.student.config.get_text_config().vocab_size
-        different = sorted(t for t in theirs.keys() | ours.keys() if theirs.get(t, -1) != ours.get(t, -1))
+        different = different_tokens(theirs, ours)
         if different:
             how = (
                 f"{len(different)} tokens are not the same token under the same id "
@@ -127,16 +129,6 @@ class Teacher(Held):
 
 def _weights(model: LanguageModel) -> tuple[Any, ...]:
     return model.path, model.revision, model.adapter, model.init_kwargs
-
-
-@contextmanager
-def _keys_of_the_teacher() -> Iterator[None]:
-    """Rewrite the policy's keys in the loader's errors, and the reference's of a held module, as the teacher's."""
-    try:
-        yield
-    except LitRLError as error:
-        message = re.sub(r"\bmodel\.(?=[a-z])", "algo.teacher.", str(error))
-        raise type(error)(message.replace("reference.device", "algo.teacher_device")) from error
 
 
 LOGITS_PER_BLOCK = 1 << 24
@@ -187,10 +179,11 @@ def distillation_scores(
     Raises:
         ConfigError: the student has no router whose load could be balanced.
     """
-    columns = _learned_columns(tokens)
+    columns = tokens.learned.any(0).nonzero().flatten()
+    columns = columns if len(columns) else columns.new_zeros(1)  # one where none is learned, so that a loss has a graph
     at = tokens.learned[:, columns].flatten().nonzero().flatten()
     ids = tokens.input_ids[:, 1:][:, columns].flatten()[at]
-    in_blocks = fused and can_stand_apart(student) and can_stand_apart(teacher)
+    in_blocks = fused and has_separable_head(student) and has_separable_head(teacher)
     with torch.no_grad():
         theirs, _ = _last(teacher, tokens, columns, router_aux=False, headless=in_blocks)
     ours, aux_loss = _last(student, tokens, columns, router_aux=router_aux, headless=in_blocks)
@@ -212,7 +205,7 @@ def distillation_scores(
     size = max(1, LOGITS_PER_BLOCK // max(each.weight.shape[0] for each in (head, head_of_teacher)))  # pyright: ignore
     if len(at) <= size:
         return DistillationScores(*compared(slice(None), head(mine)), aux_loss=aux_loss)
-    return DistillationScores(*of_whole_rows(*factors(mine, head), compared, size=size), aux_loss=aux_loss)  # pyright: ignore
+    return DistillationScores(*measure_rows(*factors(mine, head), compared, size=size), aux_loss=aux_loss)  # pyright: ignore
 
 
 def _last(
@@ -221,10 +214,3 @@ def _last(
     """Return `(b, c, ...)` of the given columns: logits, or the inputs of the head; and the router's loss."""
     with without_head(model) if headless else nullcontext():
         return text_logits(model, tokens, columns, router_aux)
-
-
-def _learned_columns(tokens: TokenBatch) -> Tensor:
-    """Return the columns that predict a learned token in some row; one where there are none, so that a loss has a
-    graph."""
-    columns = tokens.learned.any(0).nonzero().flatten()
-    return columns if len(columns) else columns.new_zeros(1)

@@ -227,7 +227,11 @@ def fingerprint(policy: nn.Module) -> tuple[tuple[str, int, int], ...]:
     """
     reshard(policy)
     held = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
-    held |= {name: tensor for name, tensor in policy.state_dict(keep_vars=True).items() if _is_buffer(tensor)}
+    held |= {
+        name: tensor
+        for name, tensor in policy.state_dict(keep_vars=True).items()
+        if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter)
+    }
     if not held:
         return ()
     sums = [_bit_sums(own_part(tensor)) for tensor in held.values()]
@@ -297,10 +301,6 @@ def _as_stored(base: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
     if getattr(base, "_weight_conversions", None) == []:
         return {name: tensor}
     return revert_weight_conversion(base, {name: tensor})
-
-
-def _is_buffer(tensor: Any) -> bool:
-    return isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter)
 
 
 def _bit_sums(tensor: Tensor) -> Tensor:

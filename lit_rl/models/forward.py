@@ -30,7 +30,7 @@ from lit_rl.models.forward_inputs import (
     text_inputs,
     trunk_inputs,
 )
-from lit_rl.models.head import Targets, TargetScores, fused_accumulation, run
+from lit_rl.models.head import Targets, TargetScores, fused_accumulation, score_targets
 from lit_rl.models.language_model import DEFAULT, ForwardOptions
 from lit_rl.models.modes import evaluation_mode
 from lit_rl.models.sharding import device_of
@@ -95,8 +95,9 @@ def score(
             )
         if not isinstance(output.aux_loss, Tensor):
             raise no_router(model)
-        return _token_scores(scores, output.aux_loss)
-    return _token_scores(_run(model, completions, sampling, distribution, options))
+        return TokenScores(scores.logprobs, scores.entropy, output.aux_loss)
+    scores = _run(model, completions, sampling, distribution, options)
+    return TokenScores(scores.logprobs, scores.entropy)
 
 
 def response_logprobs(
@@ -125,11 +126,11 @@ def _run_by_length(
 
     if not options.rows_by_length or isinstance(model, FSDPModule):
         return called(completions)
-    calls = bucket_by_length(completions.on_host.attention_mask.sum(1), completions.response_ids.device)
-    if len(calls) == 1:
+    buckets = bucket_by_length(completions.on_host.attention_mask.sum(1), completions.response_ids.device)
+    if len(buckets) == 1:
         return called(completions)
-    parts = [called(trim(select(completions, call.rows))) for call in calls]
-    return TargetScores.of_calls(parts, calls, completions.response_ids.shape[1])
+    parts = [called(trim(select(completions, bucket.rows))) for bucket in buckets]
+    return TargetScores.of_buckets(parts, buckets, completions.response_ids.shape[1])
 
 
 def _one_call(
@@ -141,10 +142,11 @@ def _one_call(
     **extra: Any,
 ) -> tuple[TargetScores, Any]:
     ids, host, history = completions.response_ids, completions.on_host, _history(completions, sampling)
-    targets = Targets(ids, host.response_mask, first=-_kept(completions), history=history)
-    inputs = {**trunk_inputs(model, completions), "logits_to_keep": _kept(completions), "use_cache": False}
+    kept = ids.shape[1] + 1  # positions that predict a response token, and the last one
+    targets = Targets(ids, host.response_mask, first=-kept, history=history)
+    inputs = {**trunk_inputs(model, completions), "logits_to_keep": kept, "use_cache": False}
     with known_masks(host.attention_mask):
-        return run(model, targets, distribution, fused=options.fused_head, **inputs, **extra)
+        return score_targets(model, targets, distribution, fused=options.fused_head, **inputs, **extra)
 
 
 def _distribution(sampling: Sampling, **wanted: bool) -> Distribution:
@@ -153,29 +155,20 @@ def _distribution(sampling: Sampling, **wanted: bool) -> Distribution:
 
 def _history(completions: Completions, sampling: Sampling) -> History | None:
     """Return how earlier tokens change the logits of each response token; None where they do not."""
-    holds = sampling.min_new_tokens > 0 and completions.held_back is not None
+    holds = sampling.min_new_tokens > 0 and completions.blocked_eos is not None
     if sampling.repetition_penalty == 1 and not holds:
         return None
     ids, p = completions.response_ids, completions.prompt_ids.shape[1]
     rows, columns = (torch.arange(size, device=ids.device) for size in ids.shape)
-    ends = completions.held_back[0] if holds and completions.held_back is not None else ids.new_empty(0)
+    ends = completions.blocked_eos[0] if holds and completions.blocked_eos is not None else ids.new_empty(0)
     return History(
-        early=completions.spoken < sampling.min_new_tokens,
+        early=completions.index_in_turn < sampling.min_new_tokens,
         row=rows[:, None].expand(ids.shape),
         place=(p + columns).expand(ids.shape),
         texts=torch.cat([completions.prompt_ids, ids], 1).masked_fill(~completions.attention_mask, -1),
         ends=ends,
         penalty=float(sampling.repetition_penalty),
     )
-
-
-def _token_scores(found: TargetScores, aux_loss: Tensor | None = None) -> TokenScores:
-    return TokenScores(found.logprobs, found.entropy, aux_loss)
-
-
-def _kept(completions: Completions) -> int:
-    """Return the number of positions that the head works on: those that predict a response token, and the last one."""
-    return completions.response_ids.shape[1] + 1
 
 
 def no_router(model: nn.Module) -> ConfigError:
@@ -232,25 +225,27 @@ def score_texts(
     """
     tokens = tokens.with_host()
     width, distribution = tokens.input_ids.shape[1] - 1, Distribution(entropy=entropy, stats=stats)
-    calls = [] if router_aux or isinstance(model, FSDPModule) else _text_calls(tokens, options)
+    buckets = [] if router_aux or isinstance(model, FSDPModule) else _text_buckets(tokens, options)
     with fused_accumulation(model, options):
-        if len(calls) < 2:
+        if len(buckets) < 2:
             found, aux_loss = _one_text_call(model, tokens, distribution, router_aux, options)
         else:
             parts = [
-                _one_text_call(model, tokens.take(call.rows, call.width), distribution, False, options)[0]
-                for call in calls
+                _one_text_call(model, tokens.take(bucket.rows, bucket.width), distribution, False, options)[0]
+                for bucket in buckets
             ]
-            found, aux_loss = TargetScores.of_calls(parts, calls, width), None
+            found, aux_loss = TargetScores.of_buckets(parts, buckets, width), None
     return TextScores(found.logprobs, found.entropy, found.stats, aux_loss)
 
 
-def _text_calls(tokens: TokenBatch, options: ForwardOptions) -> list[Bucket]:
+def _text_buckets(tokens: TokenBatch, options: ForwardOptions) -> list[Bucket]:
     """Return the rows of each call of the model, all of them together."""
-    calls = [Bucket(torch.arange(len(tokens)), tokens.input_ids.shape[1])]
+    buckets = [Bucket(torch.arange(len(tokens)), tokens.input_ids.shape[1])]
     if options.rows_by_length and tokens.segment is None:
-        calls = bucket_by_length(tokens.on_host.attention_mask.sum(1), tokens.input_ids.device)
-    return calls if options.most_rows is None or torch.is_grad_enabled() else split_buckets(calls, options.most_rows)
+        buckets = bucket_by_length(tokens.on_host.attention_mask.sum(1), tokens.input_ids.device)
+    return (
+        buckets if options.most_rows is None or torch.is_grad_enabled() else split_buckets(buckets, options.most_rows)
+    )
 
 
 def _one_text_call(
@@ -264,7 +259,7 @@ def _one_text_call(
     inputs, shape = _inputs(model, tokens, columns, router_aux)
     ids, learned = tokens.input_ids[:, 1:][:, columns], host.learned[:, known]
     with known_masks(host.attention_mask) if tokens.segment is None else known_masks(positions=host.position_ids):
-        found, output = run(
+        found, output = score_targets(
             model,
             Targets(ids.reshape(shape), learned.reshape(shape)),
             distribution,

@@ -84,7 +84,7 @@ def position_ids(model: nn.Module, completions: Completions) -> Tensor:
         last = counted[rows, p - 1 : p]
         found[:, rows, p:] = counted[rows, p:] - last + axes[:, -1].max()
     later = [tuple(each.moved(p) for each in of) for of in completions.vision.later]
-    return _turned(finds, found, torch.cat([completions.prompt_ids, completions.response_ids], 1), later)
+    return _rotate_images(finds, found, torch.cat([completions.prompt_ids, completions.response_ids], 1), later)
 
 
 def later_positions(model: nn.Module, positions: Tensor, ids: Tensor, later: Sequence[tuple[Later, ...]]) -> Tensor:
@@ -98,10 +98,10 @@ def later_positions(model: nn.Module, positions: Tensor, ids: Tensor, later: Seq
         later: The images of each row, at their columns.
     """
     finds = axes_of(model)
-    return positions if finds is None else _turned(finds, positions.expand(3, -1, -1).clone(), ids, later)
+    return positions if finds is None else _rotate_images(finds, positions.expand(3, -1, -1).clone(), ids, later)
 
 
-def _turned(finds: Any, found: Tensor, ids: Tensor, later: Sequence[tuple[Later, ...]]) -> Tensor:
+def _rotate_images(finds: Any, found: Tensor, ids: Tensor, later: Sequence[tuple[Later, ...]]) -> Tensor:
     """Return positions ``(3, b, s)`` of text, in which those of images are rotated and those behind count on."""
     for row, of in enumerate(later):
         for each in of:
@@ -200,7 +200,7 @@ def axes_of(model: nn.Module) -> Any:
 
 
 _MASK: ContextVar[Tensor | None] = ContextVar("known_mask", default=None)
-_HIDES: ContextVar[bool] = ContextVar("mask_hides", default=False)
+_NO_SYNC: ContextVar[bool] = ContextVar("mask_hides", default=False)
 _POSITIONS: ContextVar[Tensor | None] = ContextVar("known_positions", default=None)
 
 
@@ -229,11 +229,11 @@ def masks_that_hide(device: torch.device) -> Iterator[None]:
     Args:
         device: Where the models are.
     """
-    token = _HIDES.set(device.type != "cpu")
+    token = _NO_SYNC.set(device.type != "cpu")
     try:
         yield
     finally:
-        _HIDES.reset(token)
+        _NO_SYNC.reset(token)
 
 
 def _sdpa_mask(
@@ -246,7 +246,7 @@ def _sdpa_mask(
     **asked: Any,
 ) -> Tensor | None:
     """Return what transformers' ``sdpa_mask`` returns."""
-    if attention_mask is not None and _HIDES.get():
+    if attention_mask is not None and _NO_SYNC.get():
         allow_is_causal_skip = False
     known = _MASK.get()
     known = None if attention_mask is None or places or is_tracing(attention_mask) else known
@@ -257,7 +257,10 @@ def _sdpa_mask(
             if whole and q_length in (1, kv_length) and bool(known.all()):
                 return None
             # Queries that are fewer than the keys, without a cache before them, are a static cache's: let it look.
-            allow_is_causal_skip = whole and q_length != kv_length and _begins(asked.get("q_offset", 0))
+            # So is an offset on a device, which is not known.
+            offset = asked.get("q_offset", 0)
+            begins = isinstance(offset, Tensor) or offset == 0
+            allow_is_causal_skip = whole and q_length != kv_length and begins
     return sdpa_mask(
         batch_size,
         q_length,
@@ -267,11 +270,6 @@ def _sdpa_mask(
         allow_is_causal_skip=allow_is_causal_skip,
         **asked,
     )
-
-
-def _begins(offset: int | Tensor) -> bool:
-    """Tell whether queries may begin at the first key; yes for an offset on a device, which is not known."""
-    return isinstance(offset, Tensor) or offset == 0
 
 
 def _find_packed(position_ids: Tensor) -> Tensor | None:
@@ -304,7 +302,7 @@ class Bucket:
 
 
 def bucket_by_length(lengths: Tensor, device: torch.device) -> list[Bucket]:
-    """Return the calls in which a pass over rows is cheapest, from long rows to short ones; often one.
+    """Return the buckets in which a pass over rows is cheapest, from long rows to short ones; often one.
 
     Args:
         lengths: Long ``(b,)``, in the host's memory: columns that each row needs, b at least 1.
@@ -312,36 +310,30 @@ def bucket_by_length(lengths: Tensor, device: torch.device) -> list[Bucket]:
     """
     order = lengths.argsort(descending=True, stable=True)
     falling = lengths[order].tolist()
-    beside = CALL_ON_CPU if device.type == "cpu" else CALL_ON_GPU
-    costs = {calls: _cost(falling, calls) + calls * beside for calls in range(1, min(MAX_BUCKETS, len(falling)) + 1)}
-    calls = min(costs, key=lambda number: (costs[number], number))
-    return [
-        Bucket(rows, int(falling[start])) for rows, start in zip(order.tensor_split(calls), _starts(falling, calls))
-    ]
+    call = CALL_ON_CPU if device.type == "cpu" else CALL_ON_GPU
+
+    def starts(count: int) -> list[int]:
+        """Return the places where `tensor_split` cuts, the end included."""
+        size, more = divmod(len(falling), count)
+        return [i * size + min(i, more) for i in range(count + 1)]
+
+    def cost(count: int) -> int:
+        """Return the tokens of all calls, padding included, and those that could run in the time of the calls."""
+        return sum(falling[start] * (stop - start) for start, stop in pairwise(starts(count))) + count * call
+
+    count = min(range(1, min(MAX_BUCKETS, len(falling)) + 1), key=lambda number: (cost(number), number))
+    return [Bucket(rows, int(falling[start])) for rows, start in zip(order.tensor_split(count), starts(count))]
 
 
-def split_buckets(calls: Sequence[Bucket], most: int) -> list[Bucket]:
-    """Split calls into calls of at most ``most`` rows."""
-    return [Bucket(rows, call.width) for call in calls for rows in call.rows.split(most)]
+def split_buckets(buckets: Sequence[Bucket], most: int) -> list[Bucket]:
+    """Split buckets into ones of at most ``most`` rows."""
+    return [Bucket(rows, bucket.width) for bucket in buckets for rows in bucket.rows.split(most)]
 
 
-def _starts(falling: list[int], calls: int) -> list[int]:
-    """Return the places where `tensor_split` cuts, the end included."""
-    size, more = divmod(len(falling), calls)
-    return [i * size + min(i, more) for i in range(calls + 1)]
-
-
-def _cost(falling: list[int], calls: int) -> int:
-    """Return the tokens of all calls, padding included."""
-    starts = _starts(falling, calls)
-    return sum(falling[start] * (stop - start) for start, stop in pairwise(starts))
-
-
-def join_buckets(parts: Sequence[Tensor], calls: Sequence[Bucket], width: int) -> Tensor:
-    """Return ``(b, width)`` of the ``(rows, columns)`` of each call, whose columns are the first ones; 0 in the
-    others."""
+def join_buckets(parts: Sequence[Tensor], buckets: Sequence[Bucket], width: int) -> Tensor:
+    """Return ``(b, width)`` of the ``(rows, columns)`` of each bucket, whose columns are the first; 0 in the others."""
     wide = torch.cat([F.pad(part, (0, width - part.shape[1])) for part in parts])
-    order = torch.cat([call.rows for call in calls]).argsort()
+    order = torch.cat([bucket.rows for bucket in buckets]).argsort()
     return wide.index_select(0, to_device(order, wide.device))
 
 
@@ -381,12 +373,7 @@ def _noise(tokens: TokenBatch, width: int, alpha: float, keys: Sequence[int]) ->
     for row, (key, length) in enumerate(zip(keys, attended.sum(1).tolist(), strict=True)):
         generator = torch.Generator().manual_seed(key)
         torch.rand((length, width), generator=generator, out=noise[row, :length]).mul_(2).sub_(1)
-    return noise * (alpha / (_text_lengths(attended, host.segment) * width).sqrt()).unsqueeze(-1)
-
-
-def _text_lengths(mask: Tensor, segment: Tensor | None) -> Tensor:
-    """Return float32 `(b, s)`: tokens of the text that each token belongs to, at least 1."""
-    attended = mask.long()
-    segment = torch.zeros_like(attended) if segment is None else segment
-    counts = torch.zeros_like(attended).scatter_add(1, segment, attended)
-    return counts.gather(1, segment).clamp(min=1).float()
+    counted = attended.long()
+    segment = torch.zeros_like(counted) if host.segment is None else host.segment
+    tokens_of_text = torch.zeros_like(counted).scatter_add(1, segment, counted).gather(1, segment).clamp(min=1).float()
+    return noise * (alpha / (tokens_of_text * width).sqrt()).unsqueeze(-1)

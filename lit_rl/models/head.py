@@ -27,7 +27,7 @@ from lit_rl.core.transfers import to_device
 from lit_rl.models.forward_inputs import Bucket, join_buckets
 from lit_rl.models.kernels import compiler_of
 from lit_rl.models.language_model import ForwardOptions
-from lit_rl.models.loading import Float32Head, RulingHead
+from lit_rl.models.loading import BanningHead, Float32Head
 from lit_rl.models.modes import evaluation_mode
 from lit_rl.models.sharding import has_partitions
 from lit_rl.models.trunk import base_of
@@ -60,7 +60,7 @@ def fused_accumulation(model: nn.Module, options: ForwardOptions) -> Iterator[No
                     _OPEN[id(layer.weight)] = SummedWeight.of(layer.weight)
                     opened.callback(_OPEN.pop, id(layer.weight))
             if _looks_up_rows(embedding) and (summed := summed_weight(embedding.weight)):
-                opened.enter_context(in_its_place(embedding, _lookup(embedding, summed)))
+                opened.enter_context(replaced_forward(embedding, lambda ids: summed.lookup(ids, embedding.padding_idx)))
         yield
 
 
@@ -70,7 +70,7 @@ def summed_weight(weight: Tensor) -> SummedWeight | None:
 
 
 @contextmanager
-def in_its_place(layer: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def replaced_forward(layer: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Replace the forward of this one module, inside the context; hooks on it still run."""
     before = vars(layer).get("forward")  # that of a library which wraps modules; else it is the class's
     layer.forward = forward
@@ -84,7 +84,7 @@ def in_its_place(layer: nn.Module, forward: Callable[[Tensor], Tensor]) -> Itera
 
 
 def _gets_a_gradient(layer: Any) -> bool:
-    if type(layer) not in (nn.Embedding, nn.Linear, Float32Head, RulingHead):
+    if type(layer) not in (nn.Embedding, nn.Linear, Float32Head, BanningHead):
         return False
     weight = layer.weight
     whole = weight.is_leaf and weight.dim() == 2 and not isinstance(weight, DTensor)
@@ -94,10 +94,6 @@ def _gets_a_gradient(layer: Any) -> bool:
 def _looks_up_rows(embedding: Any) -> bool:
     plain = type(embedding) is nn.Embedding and "forward" not in vars(embedding)
     return plain and embedding.max_norm is None and not (embedding.scale_grad_by_freq or embedding.sparse)
-
-
-def _lookup(embedding: nn.Embedding, summed: SummedWeight) -> Callable[[Tensor], Tensor]:
-    return lambda ids: summed.lookup(ids, embedding.padding_idx)
 
 
 @dataclass(frozen=True)
@@ -147,21 +143,23 @@ class TargetScores:
         )
 
     @staticmethod
-    def of_calls(parts: Sequence[TargetScores], calls: Sequence[Bucket], width: int) -> TargetScores:
-        """Return ``(b, width)``: the scores of each call, in the order of the rows."""
+    def of_buckets(parts: Sequence[TargetScores], buckets: Sequence[Bucket], width: int) -> TargetScores:
+        """Return ``(b, width)``: the scores of each bucket, in the order of the rows."""
 
         def joint(values: Sequence[Tensor | None]) -> Tensor | None:
             known = [value for value in values if value is not None]
-            return join_buckets(known, calls, width) if known else None
+            return join_buckets(known, buckets, width) if known else None
 
         logprobs = joint([part.logprobs for part in parts])
         assert logprobs is not None
         found = [part.stats for part in parts if part.stats is not None]
-        stats = {name: join_buckets([getattr(each, name) for each in found], calls, width) for name in _STATS if found}
+        stats = {
+            name: join_buckets([getattr(each, name) for each in found], buckets, width) for name in _STATS if found
+        }
         return TargetScores(logprobs, joint([part.entropy for part in parts]), TokenStats(**stats) if stats else None)
 
 
-def run(
+def score_targets(
     model: nn.Module, targets: Targets, distribution: Distribution, *, fused: bool, **inputs: Any
 ) -> tuple[TargetScores, Any]:
     """Run one forward pass; return the scores of the targets, and the model's own output.
@@ -174,17 +172,17 @@ def run(
         inputs: Of the model.
     """
     head = linear_head(model) if fused and has_linear_head(model) else None
-    if head is None or not _returns_what_its_head_does(model, head):
+    if head is None or not _returns_head_output(model, head):
         output = model(**inputs)
-        return _of_logits(targets.columns_of(output.logits), targets, distribution), output
-    with in_its_place(
-        head, lambda hidden: _packed(_of_hidden(targets.columns_of(hidden), head, targets, distribution))
+        return _scores_of_logits(targets.columns_of(output.logits), targets, distribution), output
+    with replaced_forward(
+        head, lambda hidden: _pack(_scores_of_hidden(targets.columns_of(hidden), head, targets, distribution))
     ):
         output = model(**inputs)
-    return _unpacked(output.logits, distribution), output
+    return _unpack(output.logits, distribution), output
 
 
-def can_stand_apart(model: nn.Module) -> bool:
+def has_separable_head(model: nn.Module) -> bool:
     """Tell whether the logits of a model are its head alone applied to its last hidden states, at any time.
 
     The weights of a sharded head are whole only while the model runs.
@@ -193,20 +191,20 @@ def can_stand_apart(model: nn.Module) -> bool:
         return False
     if not has_linear_head(model):
         return False
-    return _returns_what_its_head_does(model, linear_head(model))
+    return _returns_head_output(model, linear_head(model))
 
 
 @contextmanager
 def without_head(model: nn.Module) -> Iterator[None]:
-    """Let a model that `can_stand_apart` return the input of its head in place of logits, inside the context."""
-    with in_its_place(linear_head(model), lambda hidden: hidden):
+    """Let a model that `has_separable_head` return the input of its head in place of logits, inside the context."""
+    with replaced_forward(linear_head(model), lambda hidden: hidden):
         yield
 
 
 def has_linear_head(model: nn.Module) -> bool:
     """Tell whether the head of a model is a plain linear map: no adapter on it, no quantisation."""
     find = getattr(base_of(model), "get_output_embeddings", lambda: None)
-    return type(find()) in (nn.Linear, Float32Head, RulingHead)
+    return type(find()) in (nn.Linear, Float32Head, BanningHead)
 
 
 def linear_head(model: nn.Module) -> nn.Linear:
@@ -216,29 +214,30 @@ def linear_head(model: nn.Module) -> nn.Linear:
 
 def factors(hidden: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return hidden states, weight and bias in the type in which the head itself would multiply them."""
-    dtype = _dtype_of_product(hidden, head)
-    bias = head.ruling if isinstance(head, RulingHead) else head.bias
+    kind, dtype = hidden.device.type, head.weight.dtype
+    if isinstance(head, Float32Head) or (isinstance(head, BanningHead) and head.exact):
+        dtype = torch.float32
+    elif torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    bias = head.bias_with_bans if isinstance(head, BanningHead) else head.bias
     return hidden.to(dtype), head.weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-_RETURNS_IT: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+_RETURNS_HEAD_OUTPUT: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
-def _returns_what_its_head_does(model: nn.Module, head: nn.Linear) -> bool:
+def _returns_head_output(model: nn.Module, head: nn.Linear) -> bool:
     """Tell whether nothing is done to logits after the head: tried once a model, by two tokens without gradient."""
-    if model not in _RETURNS_IT:
+    if model not in _RETURNS_HEAD_OUTPUT:
         device = head.weight.device
         numbers = torch.tensor([[[7.0], [-77.0]]], device=device)
-        with torch.no_grad(), evaluation_mode(model), in_its_place(head, lambda hidden: numbers):
+        with torch.no_grad(), evaluation_mode(model), replaced_forward(head, lambda hidden: numbers):
             returned = model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device), use_cache=False).logits
-        _RETURNS_IT[model] = returned.shape == numbers.shape and torch.equal(returned.float(), numbers)
-    return _RETURNS_IT[model]
+        _RETURNS_HEAD_OUTPUT[model] = returned.shape == numbers.shape and torch.equal(returned.float(), numbers)
+    return _RETURNS_HEAD_OUTPUT[model]
 
 
-# ---------------------------------------------------------------- scores from hidden states, and from logits
-
-
-def _of_hidden(hidden: Tensor, head: nn.Linear, targets: Targets, distribution: Distribution) -> TargetScores:
+def _scores_of_hidden(hidden: Tensor, head: nn.Linear, targets: Targets, distribution: Distribution) -> TargetScores:
     at = to_device(targets.wanted.flatten().nonzero().flatten(), hidden.device)
     rows, weight, bias = factors(hidden.flatten(0, 1).index_select(0, at), head)
     summed = summed_weight(head.weight)
@@ -255,15 +254,7 @@ def _of_hidden(hidden: Tensor, head: nn.Linear, targets: Targets, distribution: 
     return TargetScores(found.logprobs, found.entropy, found.stats).mapped(spread)
 
 
-def _dtype_of_product(hidden: Tensor, head: nn.Linear) -> torch.dtype:
-    """Return the type in which the head itself would multiply."""
-    if isinstance(head, Float32Head) or (isinstance(head, RulingHead) and head.exact):
-        return torch.float32
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
-
-
-def _of_logits(logits: Tensor, targets: Targets, distribution: Distribution) -> TargetScores:
+def _scores_of_logits(logits: Tensor, targets: Targets, distribution: Distribution) -> TargetScores:
     logprobs, entropy = score_tokens(
         logits,
         targets.ids,
@@ -280,14 +271,14 @@ def _of_logits(logits: Tensor, targets: Targets, distribution: Distribution) -> 
 _STATS = tuple(field.name for field in fields(TokenStats))
 
 
-def _packed(scores: TargetScores) -> Tensor:
+def _pack(scores: TargetScores) -> Tensor:
     """Return ``(b, t, k)``: one tensor, as a head returns one."""
     stats = [getattr(scores.stats, name) for name in _STATS] if scores.stats else []
     parts = [part for part in (scores.logprobs, scores.entropy, *stats) if part is not None]
     return torch.stack([part.to(scores.logprobs.dtype) for part in parts], -1)
 
 
-def _unpacked(packed: Tensor, distribution: Distribution) -> TargetScores:
+def _unpack(packed: Tensor, distribution: Distribution) -> TargetScores:
     logprobs, *others = packed.unbind(-1)
     entropy = others.pop(0) if distribution.entropy else None
     if entropy is not None and not distribution.entropy_gradient:

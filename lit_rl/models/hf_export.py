@@ -94,7 +94,8 @@ def _rebuild(
         rebuilt: Any = unquantized(description).load_base()
         rebuilt.config.update({"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id, **extra})
     else:
-        rebuilt = _empty(config, description)
+        with torch.device("meta"):
+            rebuilt = made_by(auto_class(config), config, description)
     rebuilt.generation_config = generation_config
     return refilled(rebuilt, policy, state, description)
 
@@ -117,7 +118,19 @@ def refilled(
     if description.quantization is not None:
         needed = {name: parameter for name, parameter in needed.items() if parameter.requires_grad}
         state = {name: tensor for name, tensor in state.items() if name in needed}
-    _fill(rebuilt, state, needed, tie=partial(_tie, rebuilt, plain, model))
+    tensors = {name: tensor.detach().cpu() for name, tensor in state.items()}
+    try:
+        unexpected = rebuilt.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
+    except RuntimeError as error:
+        raise StorageError(f"The policy's weights do not fit its own config: {error}") from error
+    _tie(rebuilt, plain, model)
+    missing = [name for name, parameter in rebuilt.named_parameters() if parameter is needed.get(name)]
+    for problem, names in (("lacks", missing), ("also holds", unexpected)):
+        if names:
+            raise StorageError(
+                f"The state to export {problem} {len(names)} weights of the policy: {', '.join(sorted(names)[:5])}. "
+                "Was it gathered from every rank, under the policy's own names?"
+            )
     return rebuilt
 
 
@@ -132,11 +145,6 @@ def _give_storage(plain: PreTrainedModel) -> None:
     plain.to_empty(device="cpu")
     for tensor in (*plain.parameters(), *plain.buffers()):
         tensor.zero_()
-
-
-def _empty(config: PreTrainedConfig, description: LanguageModel) -> PreTrainedModel:
-    with torch.device("meta"):
-        return made_by(auto_class(config), config, description)
 
 
 def made_by(auto: Any, config: PreTrainedConfig, description: LanguageModel) -> Any:
@@ -154,25 +162,6 @@ def unquantized(description: LanguageModel) -> LanguageModel:
     whole = copy.copy(description)
     whole.quantization = None
     return whole
-
-
-def _fill(
-    model: nn.Module, state: Mapping[str, Tensor], needed: Mapping[str, nn.Parameter], *, tie: Callable[[], None]
-) -> None:
-    """Put ``state`` into ``model``, and ``tie`` what is one; refuse a state that leaves out what is ``needed``."""
-    tensors = {name: tensor.detach().cpu() for name, tensor in state.items()}
-    try:
-        unexpected = model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
-    except RuntimeError as error:
-        raise StorageError(f"The policy's weights do not fit its own config: {error}") from error
-    tie()
-    missing = [name for name, parameter in model.named_parameters() if parameter is needed.get(name)]
-    for problem, names in (("lacks", missing), ("also holds", unexpected)):
-        if names:
-            raise StorageError(
-                f"The state to export {problem} {len(names)} weights of the policy: {', '.join(sorted(names)[:5])}. "
-                "Was it gathered from every rank, under the policy's own names?"
-            )
 
 
 def _tie(rebuilt: nn.Module, plain: Any, model: nn.Module) -> None:

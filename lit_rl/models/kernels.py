@@ -73,9 +73,6 @@ LIGER_ACTIVATIONS = {
 }
 """Families (`model_type`) with the activation that Liger's MLP has built in: a test holds each against transformers."""
 
-_COMPILED = "lit_rl.models.kernels"
-"""The module whose forwards compute without gradient as their class does."""
-
 ROTATION = "apply_rotary_pos_emb"
 """The function that the attention of a model of transformers calls to rotate queries and keys."""
 
@@ -174,7 +171,7 @@ def with_rotation(rotation: Callable[..., Any], forward: Any) -> Callable[..., A
 def computes_as_its_class(module: nn.Module) -> bool:
     """Tell whether a module's own forward, where it has one, only replaces kernels of its class's computation."""
     own = vars(module).get("forward")
-    return own is None or getattr(own, "__module__", None) in (__name__, _COMPILED)
+    return own is None or getattr(own, "__module__", None) == __name__
 
 
 RECOMPILE_LIMIT = 64

@@ -452,7 +452,7 @@ class LanguageModel:
         if self.compile:
             compile_pieces(base)
         if self.sees:
-            loading.rule_out_placeholders(base)
+            loading.ban_placeholders(base)
         policy: PreTrainedModel | PeftModel = base
         if self.lora is not None:
             policy = self.lora.apply(base, new_tokens=self.new_tokens, frozen=self.frozen_parts)

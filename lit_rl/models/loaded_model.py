@@ -6,6 +6,8 @@ import copy
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+import torch
+
 from lit_rl.core.errors import ConfigError, did_you_mean
 from lit_rl.models import loading
 from lit_rl.models.adapters import PeftAdapter
@@ -137,7 +139,7 @@ class LoadedModel(LanguageModel):
         self.began_trained = given in _TRAINED
         base = base_of(given)
         if str(base.dtype) != f"torch.{self.dtype}":
-            base.to(self.config_dtype)
+            base.to(getattr(torch, self.dtype))
         loading.say_what_is_tied(base)
         if self.disable_dropout:
             loading.disable_dropout(base)
@@ -145,13 +147,6 @@ class LoadedModel(LanguageModel):
             given = self.lora.apply(base, task_type, head=head)
         set_checkpointing(base, self.checkpointing)
         return given.train()
-
-    @property
-    def config_dtype(self) -> Any:
-        """The type of the weights, as torch names it."""
-        import torch
-
-        return getattr(torch, self.dtype)
 
     def load_base(self) -> PreTrainedModel:
         raise ConfigError(

@@ -33,32 +33,32 @@ class Float32Head(nn.Linear):
             return F.linear(input.float(), self.weight.float(), bias)
 
 
-class RulingHead(nn.Linear):
+class BanningHead(nn.Linear):
     """A language-model head that gives no probability to tokens that no policy may sample: placeholders of images.
 
     A placeholder in a response would be taken for an image that is not there, and the pass over its whole micro-batch
-    would fail. Ruled out here, it is ruled out in every generator and in every score, so ratios stay 1. A soft cap
-    after the head lifts these logits to -cap, so `rule_out_placeholders` lets the model end with `ruled_again`.
+    would fail. Banned here, it is banned in every generator and in every score, so ratios stay 1. A soft cap
+    after the head lifts these logits to -cap, so `ban_placeholders` lets the model end with `ban_again`.
 
     Args:
         head: Whose weights are used, and kept as they are.
-        ruled_out: Token ids.
+        banned: Token ids.
     """
 
-    def __init__(self, head: nn.Linear, ruled_out: Sequence[int]) -> None:
+    def __init__(self, head: nn.Linear, banned: Sequence[int]) -> None:
         super().__init__(head.in_features, head.out_features, bias=head.bias is not None, device="meta")
         self.weight, self.bias = head.weight, head.bias
         self.exact = isinstance(head, Float32Head)
         """True where products are taken in float32."""
-        self.ruled_out = tuple(ruled_out)
+        self.banned = tuple(banned)
         self._made: Tensor | None = None
 
     @property
-    def ruling(self) -> Tensor:
+    def bias_with_bans(self) -> Tensor:
         """``(v,)`` in the type of the weight: the bias that is added to the logits. Finite, as 0 times infinity is no
         number."""
         whole = self.weight.new_zeros(self.out_features) if self.bias is None else self.bias.detach().clone()
-        whole[list(self.ruled_out)] = RULED_OUT
+        whole[list(self.banned)] = RULED_OUT
         return whole
 
     def forward(self, input: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class RulingHead(nn.Linear):
         self._made = self._fill(product(self, input))  # pyright: ignore
         return self._made
 
-    def ruled_again(self, logits: Tensor) -> Tensor:
+    def ban_again(self, logits: Tensor) -> Tensor:
         """Return the logits of a model that ran this head: filled again if they are no longer those the head returned.
 
         They come back as they are where the head did not compute (another `forward` stood in its place).
@@ -75,7 +75,7 @@ class RulingHead(nn.Linear):
         return logits if made is None or logits is made else self._fill(logits)
 
     def _fill(self, logits: Tensor) -> Tensor:
-        places = torch.tensor(self.ruled_out, device=logits.device)
+        places = torch.tensor(self.banned, device=logits.device)
         return logits.index_fill(-1, places, RULED_OUT)
 
 
@@ -218,7 +218,7 @@ def disable_dropout(module: nn.Module) -> None:
                 setattr(part, key, 0.0)
 
 
-def rule_out_placeholders(base: PreTrainedModel) -> None:
+def ban_placeholders(base: PreTrainedModel) -> None:
     """Let a model over images give its placeholders no probability, whatever it does to logits after its head.
 
     Raises:
@@ -227,17 +227,17 @@ def rule_out_placeholders(base: PreTrainedModel) -> None:
     head: Any = base.get_output_embeddings()
     if type(head) not in (nn.Linear, Float32Head):
         raise ConfigError(f"A model over images needs a plain linear head; this one's is {type(head).__name__}.")
-    base.set_output_embeddings(RulingHead(head, placeholder_ids(base.config)))
+    base.set_output_embeddings(BanningHead(head, placeholder_ids(base.config)))
     # In place of `forward`, as PEFT 0.18 runs no hooks of the model; a partial, as a copy of the model gets its own.
-    base.forward = functools.update_wrapper(functools.partial(_forward_ruled, base, base.forward), base.forward)
+    base.forward = functools.update_wrapper(functools.partial(_forward_with_bans, base, base.forward), base.forward)
 
 
-def _forward_ruled(base: PreTrainedModel, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
+def _forward_with_bans(base: PreTrainedModel, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
     output = forward(*given, **named)
     head: Any = base.get_output_embeddings()
     for part in head.modules():  # adapters may have wrapped the head, or copied it
-        if isinstance(part, RulingHead):
-            output.logits = part.ruled_again(output.logits)
+        if isinstance(part, BanningHead):
+            output.logits = part.ban_again(output.logits)
     return output
 
 

@@ -137,7 +137,9 @@ def layer_weights(policy: nn.Module, made: str = "The adapter") -> list[LayerWei
         fresh = {name: tensor for name, tensor in piece.stored.items() if id(tensor) not in owners}
         for name, tensor in piece.stored.items():
             first, layer = owners.setdefault(id(tensor), (name, piece.layer))
-            if layer is not piece.layer and not _follows(piece.layer):
+            # The trained rows of a layer may be those of the embedding that its weight is tied to.
+            follows = getattr(getattr(piece.layer, "token_adapter", None), "tied_adapter", None) is not None
+            if layer is not piece.layer and not follows:
                 _refuse_split(made, first, name)
         if fresh:
             kept.append(piece._replace(stored=fresh))
@@ -194,7 +196,9 @@ def check_merge(policy: nn.Module, made: str) -> None:
     for path, _, layer in layer_weights(policy, made):
         held: Any = layer.get_base_layer() if hasattr(layer, "get_base_layer") else None  # pyright: ignore
         # Of a quantised base another one is exported, and without storage there is nothing to run.
-        if held is None or not all(p.is_floating_point() for p in held.parameters()) or _has_no_storage(layer):
+        if layer is None or held is None or not all(p.is_floating_point() for p in held.parameters()):
+            continue
+        if any(p.is_meta for p in layer.parameters()):
             continue
         variants = tuple(type(each) for each in getattr(layer, "lora_variant", {}).values())
         kind = (type(layer), type(held), getattr(held, "bias", None) is None, variants)
@@ -216,10 +220,6 @@ def check_merge(policy: nn.Module, made: str) -> None:
 
 _MERGE_LIMIT = 1e-3
 """Share of a layer's output by which a merge in float32 may round."""
-
-
-def _has_no_storage(layer: nn.Module | None) -> bool:
-    return layer is not None and any(p.is_meta for p in layer.parameters())
 
 
 def _size(module: nn.Module | None) -> int:
@@ -276,11 +276,6 @@ def _pieces(module: nn.Module, prefix: str = "") -> Iterator[LayerWeights]:
                 yield LayerWeights(prefix, {prefix + name: tensor}, None)
     for name, child in module.named_children():
         yield from _pieces(child, f"{prefix}{name}.")
-
-
-def _follows(layer: nn.Module | None) -> bool:
-    """Tell whether a layer's trained rows are those of the embedding that its weight is tied to."""
-    return getattr(getattr(layer, "token_adapter", None), "tied_adapter", None) is not None
 
 
 def _refuse_split(made: str, first: str, name: str) -> None:

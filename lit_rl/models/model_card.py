@@ -124,7 +124,8 @@ class ModelName:
         if cached := _CACHED.search(folder.as_posix()):
             return cls("/".join(cached.groups()), "/".join(cached.groups()), is_folder=False)
         origin = next((each for each in _named_origins(folder) if is_hub_id(each)), None)
-        return cls(_own_name(folder), origin, is_folder=True)
+        own_names = [part for part in folder.resolve().parts[1:] if not _OF_A_RUN.fullmatch(part)]
+        return cls(own_names[-1] if own_names else "model", origin, is_folder=True)
 
     def __str__(self) -> str:
         return self.name
@@ -140,12 +141,6 @@ def is_hub_id(name: str) -> bool:
 def without_folders(word: str) -> str:
     """Return a word of a command, or the name of data, with `path/to/` in place of the folders of an absolute path."""
     return _FOLDERS.sub(r"\1path/to/", word)
-
-
-def _own_name(folder: Path) -> str:
-    """Return the last part of a path that is not the name of every export."""
-    names = [part for part in folder.resolve().parts[1:] if not _OF_A_RUN.fullmatch(part)]
-    return names[-1] if names else "model"
 
 
 def _named_origins(folder: Path) -> Iterator[str]:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lit_rl.models.adapters import asks_for
+from lit_rl.models.adapters import targets_match
 
 if TYPE_CHECKING:
     from torch import nn
@@ -121,10 +121,10 @@ class ModelShape:
         return self.head + sum(linear.inputs * linear.outputs * linear.count for linear in self.linears)
 
     def adapted(self, targets: str | list[str]) -> tuple[LinearLayers, ...]:
-        """Return the linear layers that get an adapter: all for "all-linear", or those that `asks_for` finds."""
+        """Return the linear layers that get an adapter: all for "all-linear", or those that `targets_match` finds."""
         if targets == "all-linear":
             return self.linears
-        asked = (linear.only(lambda path: asks_for(targets, path)) for linear in self.linears)
+        asked = (linear.only(lambda path: targets_match(targets, path)) for linear in self.linears)
         return tuple(linear for linear in asked if linear.paths)
 
 
@@ -268,11 +268,6 @@ def _wraps(part: Any) -> bool:
     return hasattr(part, "base_layer") or hasattr(part, "original_module")
 
 
-def _is_trained(part: Any) -> bool:
-    weight = getattr(part, "weight", None)
-    return weight is not None and weight.requires_grad
-
-
 class _Linear(NamedTuple):
     """A linear layer, or the matrices of an expert, in a decoder."""
 
@@ -389,7 +384,8 @@ def _linears(module: nn.Module, config: Any) -> Iterable[_Linear]:
             continue
         share = (chosen, experts) if re.search(r"experts\.\d+(\.|$)", path) and experts else (1, 1)
         if size := _multiplied(part):
-            yield _Linear(path, size * share[0] // share[1], _is_trained(part))
+            weight = getattr(part, "weight", None)
+            yield _Linear(path, size * share[0] // share[1], weight is not None and weight.requires_grad)
             continue
         for key, weight in part.named_parameters(recurse=False):
             if experts and weight.ndim in (2, 3) and weight.shape[0] == experts and not key.endswith("bias"):

@@ -28,17 +28,17 @@ from lit_rl.core.errors import ConfigError, LitRLError, StorageError, in_range
 from lit_rl.models import hub_files
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.loading import (
+    BanningHead,
     Float32Head,
-    RulingHead,
+    ban_placeholders,
     check_causal,
     continue_adapter,
-    rule_out_placeholders,
     use_float32_head,
 )
 from lit_rl.models.modes import evaluation_mode
 from lit_rl.models.sharding import at_least_float32, laid_out_like, local_shard, stored_parameters, values_for
-from lit_rl.models.tokenizer import load_tokenizer
-from lit_rl.models.trunk import trained_of_base, without_adapters
+from lit_rl.models.tokenizer import different_tokens, load_tokenizer
+from lit_rl.models.trunk import shared_copy, trained_of_base, without_adapters
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -243,13 +243,6 @@ class ReferenceFree(Fixed):
         raise ConfigError(
             "reference=free computes no log-probs, and this algorithm needs them: take another reference, such as auto."
         )
-
-
-def shared_copy(policy: nn.Module) -> nn.Module:
-    """Return a copy that shares the parameters without gradient: with an adapter, it costs no more than the adapter."""
-    # Parameters in the memo are taken as they are.
-    frozen = {id(p): p for p in policy.parameters() if not p.requires_grad}
-    return copy.deepcopy(policy, memo=frozen)
 
 
 def carries_fresh_adapter(policy: nn.Module) -> bool:
@@ -494,6 +487,21 @@ def _check(state: dict[str, Tensor], ours: dict[str, Tensor], kinds: Iterable[st
         )
 
 
+_AS_REFERENCE = (r"\bmodel\.(name|adapter|revision|trust_remote_code)\b", r"reference.\1")
+
+
+@contextmanager
+def rename_keys(*patterns: tuple[str, str]) -> Iterator[None]:
+    """Rename the policy's keys in the errors of its loader, by regular expressions and their replacements."""
+    try:
+        yield
+    except LitRLError as error:
+        message = str(error)
+        for pattern, replacement in patterns:
+            message = re.sub(pattern, replacement, message)
+        raise type(error)(message) from error
+
+
 class OtherModel(Held, Fixed):
     """Other weights than the policy's, frozen, in the policy's type: a model, an adapter on it, or an adapter alone.
 
@@ -534,14 +542,20 @@ class OtherModel(Held, Fixed):
         if adapter is not None:
             hub_files.resolve("reference.adapter", adapter)
         self._settings: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-        with _keys_of_the_reference():
+        with rename_keys(_AS_REFERENCE):
             self.model = None if name is None else LanguageModel(name, **self._settings)
 
     def module(self, policy: nn.Module) -> Scorer:
         """Load the module. Raise ConfigError for another vocabulary, and what loading a model raises."""
+        from peft import PeftModel
+
         found: Any = policy
-        with _keys_of_the_reference():
-            base = self._own_base(found) if self.model is None else self._load(self.model, found)
+        with rename_keys(_AS_REFERENCE):
+            if self.model is not None:
+                base = self._load(self.model, found)
+            else:  # the policy without its adapters: as it was loaded, where it has none
+                copied: Any = self.copied(found)
+                base = without_adapters(copied) if isinstance(copied, PeftModel) else copied
             model = base if self.adapter is None else continue_adapter(base, self.adapter)
         return self.hold(model)
 
@@ -556,18 +570,11 @@ class OtherModel(Held, Fixed):
         )
         base = alike.load_base()
         head = policy.get_output_embeddings()
-        if isinstance(head, Float32Head) or (isinstance(head, RulingHead) and head.exact):
+        if isinstance(head, Float32Head) or (isinstance(head, BanningHead) and head.exact):
             use_float32_head(base)
-        if isinstance(head, RulingHead):
-            rule_out_placeholders(base)
+        if isinstance(head, BanningHead):
+            ban_placeholders(base)
         return base
-
-    def _own_base(self, policy: Any) -> PreTrainedModel:
-        """Return the policy without its adapters: as it was loaded, where it has none."""
-        from peft import PeftModel
-
-        copied: Any = self.copied(policy)
-        return without_adapters(copied) if isinstance(copied, PeftModel) else copied
 
     def _check_vocabulary(self, model: LanguageModel, policy: Any) -> None:
         """Compare the rows of the embeddings, which any model has, and the tokens where the policy has a folder."""
@@ -577,10 +584,12 @@ class OtherModel(Held, Fixed):
         if not policy.name_or_path:
             return
         theirs = load_tokenizer(model.name, model.path, **self._settings).get_vocab()
-        ours = load_tokenizer(policy.name_or_path, policy.name_or_path, **_as_loaded(policy)).get_vocab()
-        different = sorted(
-            token for token in theirs.keys() | ours.keys() if theirs.get(token, -1) != ours.get(token, -1)
-        )
+        # With the hub settings that the policy was read with: the reference does not decide what it may run.
+        commit = getattr(policy.config, "_commit_hash", None)  # None for a folder
+        remote = type(policy.config).__module__.startswith("transformers_modules")
+        home = policy.name_or_path
+        ours = load_tokenizer(home, home, revision=commit, trust_remote_code=remote).get_vocab()
+        different = different_tokens(theirs, ours)
         if different:
             raise _other_vocabulary(
                 model.name,
@@ -589,25 +598,9 @@ class OtherModel(Held, Fixed):
             )
 
 
-def _as_loaded(policy: Any) -> dict[str, Any]:
-    """Return the hub settings that the policy was read with: the reference does not decide what it may run."""
-    commit = getattr(policy.config, "_commit_hash", None)  # None for a folder
-    return {"revision": commit, "trust_remote_code": type(policy.config).__module__.startswith("transformers_modules")}
-
-
 def _other_vocabulary(name: str, how: str) -> ConfigError:
     return ConfigError(
         f"reference.name={name!r} has another vocabulary than the policy: {how}. The KL compares the two token by "
         "token, so the reference must be of the policy's own family. A model of another one can be a reward model, "
         "which reads text."
     )
-
-
-@contextmanager
-def _keys_of_the_reference() -> Iterator[None]:
-    """Rewrite the policy's keys in the loader's errors as the reference's."""
-    try:
-        yield
-    except LitRLError as error:
-        message = re.sub(r"\bmodel\.(name|adapter|revision|trust_remote_code)\b", r"reference.\1", str(error))
-        raise type(error)(message) from error

@@ -42,7 +42,7 @@ from lit_rl.models.loading import (
 )
 from lit_rl.models.merging import refuse_hidden_adapters
 from lit_rl.models.modes import evaluation_mode, set_checkpointing
-from lit_rl.models.trunk import base_of, frozen_trunk
+from lit_rl.models.trunk import base_of, frozen_trunk, recorded_outputs
 from lit_rl.models.vision_parts import freeze, sees
 
 if TYPE_CHECKING:
@@ -341,7 +341,7 @@ def scoring_logits(model: nn.Module, tokens: TokenBatch, *, router_aux: bool = F
     balance = _load_balancing(base)
     if balance is None:
         raise no_router(model)
-    with _outputs_of(base.base_model) as seen, known_masks(tokens.on_host.attention_mask):
+    with recorded_outputs(base.base_model) as seen, known_masks(tokens.on_host.attention_mask):
         logits = model(**inputs, use_cache=False, output_router_logits=True).logits.float()
     routed = getattr(seen[-1], "router_logits", None)
     if not routed:
@@ -364,21 +364,6 @@ def _load_balancing(base: Any) -> Callable[[Any, Tensor], Tensor] | None:
     known = {"num_experts": experts, "top_k": config.num_experts_per_tok, "num_keys": math.isqrt(experts)}
     settings = {name: value for name, value in known.items() if name in inspect.signature(function).parameters}
     return lambda routed, mask: function(routed, **settings, attention_mask=mask)
-
-
-@contextmanager
-def _outputs_of(module: nn.Module) -> Iterator[list[Any]]:
-    """Yield a list that gets the outputs of the module, inside the context."""
-    seen: list[Any] = []
-    hook = module.register_forward_hook(lambda _, inputs, output: seen.append(output))
-    try:
-        yield seen
-    finally:
-        hook.remove()
-
-
-_HEADS = ("score", "classifier")
-"""Names of the head of a sequence classifier in transformers."""
 
 
 @dataclass(frozen=True)
@@ -441,11 +426,11 @@ class _RewardModel(nn.Module):
         hidden = model.base_model(**inputs, use_cache=False).last_hidden_state
         mask = inputs["attention_mask"]
         last = mask.shape[1] - 1 - mask.flip(1).argmax(1)
-        return _score_head(model)(hidden[torch.arange(len(mask), device=mask.device), last]).squeeze(-1).float()
-
-
-def _score_head(classifier: Any) -> nn.Module:
-    return next(getattr(classifier, name) for name in _HEADS if hasattr(classifier, name))
+        return (
+            getattr(model, head_name(model))(hidden[torch.arange(len(mask), device=mask.device), last])
+            .squeeze(-1)
+            .float()
+        )
 
 
 def _empty_classifier(policy: nn.Module, trunk: nn.Module) -> Any:
@@ -460,7 +445,7 @@ def _empty_classifier(policy: nn.Module, trunk: nn.Module) -> Any:
     with torch.device("meta"):
         classifier: Any = AutoModelForSequenceClassification.from_config(config)
     setattr(classifier, classifier.base_model_prefix, trunk)
-    head = _score_head(classifier).to_empty(device="cpu").to(next(trunk.parameters()).dtype)
+    head = getattr(classifier, head_name(classifier)).to_empty(device="cpu").to(next(trunk.parameters()).dtype)
     nn.init.zeros_(head.get_parameter("weight"))  # never used: the adapter brings its own
     return classifier
 
@@ -477,7 +462,7 @@ def _load_adapter(name: str, path: str, classifier: Any) -> PeftModel:
         )
     stored = load_peft_weights(path, device="cpu")
     for key, tensor in stored.items():
-        if key.rpartition(".")[0].endswith(_HEADS) and tensor.shape[0] != 1:
+        if key.rpartition(".")[0].endswith(HEADS) and tensor.shape[0] != 1:
             raise ConfigError(f"{name!r} has {tensor.shape[0]} labels: a reward adapter has one.")
     try:
         loaded = PeftModel.from_pretrained(classifier, path, is_trainable=False)

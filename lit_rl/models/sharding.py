@@ -1,5 +1,12 @@
 """Weights spread over ranks (FSDP2, DeepSpeed's ZeRO stage 3, tensor parallelism), and brought together again.
 
+    device_of ...                 the device that a model computes on, which need not be where its shards lie
+    is_partitioned ...            parameters that DeepSpeed has taken apart, and whole ones in their place after a run
+    shard, unsharded ...          FSDP2: units of a model, held whole for a while, and as one whole state dict
+    whole_tensor ...              one tensor at a time, however a strategy has spread it
+    stored_parameters ...         arithmetic between two modules that are laid out alike
+    parallelize_layers ...        tensor parallelism beside FSDP2
+
 Tensor parallelism spreads the layers of a model over a group of ranks: heads of attention, and the width of the MLP.
 The plan is transformers' own (`base_model_tp_plan` of a config): projections into heads and into the MLP are cut by
 columns, those out of them by rows (1909.08053, section 3). Embedding, head and the norms of the residual stream stay
@@ -55,18 +62,6 @@ def is_partitioned(tensor: Tensor) -> bool:
 def has_partitions(module: nn.Module) -> bool:
     """Tell whether stage 3 manages a module's parameters."""
     return any(is_partitioned(parameter) for parameter in module.parameters())
-
-
-def whole_state(module: nn.Module) -> dict[str, Tensor]:
-    """Gather whole tensors on the CPU: rank 0 gets them, the other ranks an empty dict. A collective."""
-    import deepspeed  # pyright: ignore[reportMissingImports]
-
-    state: dict[str, Tensor] = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        with deepspeed.zero.GatheredParameters([tensor]):
-            if torch.distributed.get_rank() == 0:
-                state[name] = tensor.detach().cpu().clone()
-    return state
 
 
 def restore_whole_parameters(module: nn.Module) -> None:
@@ -167,7 +162,7 @@ def unsharded(module: nn.Module) -> Iterator[None]:
 
     Does nothing for a module that is not sharded. A collective: every rank enters it.
     """
-    units = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    units: list[Any] = [part for part in module.modules() if isinstance(part, FSDPModule)]
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
         unit.unshard()
@@ -176,12 +171,8 @@ def unsharded(module: nn.Module) -> Iterator[None]:
     finally:
         for unit in units:
             unit.reshard()
-            unit.set_reshard_after_forward(_is_layer(unit), recurse=False)
-
-
-def _is_layer(unit: FSDPModule) -> bool:
-    assert isinstance(unit, nn.Module)
-    return not any(isinstance(part, FSDPModule) for part in unit.modules() if part is not unit)
+            is_layer = not any(isinstance(part, FSDPModule) for part in unit.modules() if part is not unit)
+            unit.set_reshard_after_forward(is_layer, recurse=False)
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
@@ -197,7 +188,14 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
         gathered = get_model_state_dict(module, options=options)
         return {name: tensor for name, tensor in gathered.items() if isinstance(tensor, Tensor)}
     if has_partitions(module):
-        return whole_state(module)
+        import deepspeed  # pyright: ignore[reportMissingImports]
+
+        state: dict[str, Tensor] = {}
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            with deepspeed.zero.GatheredParameters([tensor]):
+                if torch.distributed.get_rank() == 0:
+                    state[name] = tensor.detach().cpu().clone()
+        return state
     return {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
 
 
@@ -210,7 +208,7 @@ def whole_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         tensor: A parameter or a buffer: plain, of FSDP2, or of DeepSpeed's ZeRO stage 3.
         dtype: Casts it if it is floating; before it is gathered, so a narrower one is gathered in fewer bytes.
     """
-    if hasattr(tensor, "ds_id"):
+    if is_partitioned(tensor):
         import deepspeed  # pyright: ignore[reportMissingImports]
 
         with deepspeed.zero.GatheredParameters([tensor]):
@@ -232,8 +230,7 @@ def whole_shape(tensor: Tensor) -> tuple[int, ...]:
 
 def own_part(tensor: Tensor) -> Tensor:
     """Return the part of the tensor that this process holds: a shard, or all of it."""
-    held = getattr(tensor, "ds_tensor", tensor).detach()
-    return held.to_local() if isinstance(held, DTensor) else held
+    return local_shard(getattr(tensor, "ds_tensor", tensor).detach())
 
 
 def reshard(module: nn.Module) -> None:
@@ -260,7 +257,7 @@ def stored_parameters(module: nn.Module, names: Iterable[str]) -> dict[str, Tens
         if isinstance(part, FSDPModule):
             part.reshard()  # after a forward pass the gathered ones stand there, and writing to them is lost
     found = dict(module.named_parameters())
-    if any(hasattr(found[name], "ds_id") for name in names):
+    if any(is_partitioned(found[name]) for name in names):
         raise ConfigError(
             "A reference that moves cannot follow parameters that DeepSpeed's ZeRO stage 3 has taken apart: take "
             "strategy=fsdp or strategy=deepspeed_2, or a reference that stays (reference=frozen_copy)."
@@ -411,11 +408,8 @@ def norm_over_meshes(gradients: list[Tensor]) -> Tensor:
     for gradient in gradients:
         by_mesh.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
     norms = [nn.utils.get_total_norm(each) for each in by_mesh.values()]
-    return torch.linalg.vector_norm(torch.stack([_full(norm) for norm in norms]))
-
-
-def _full(norm: Tensor) -> Tensor:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    return torch.linalg.vector_norm(torch.stack(whole))
 
 
 def _plan_of_layers(config: Any) -> dict[str, str]:

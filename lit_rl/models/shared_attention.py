@@ -77,13 +77,12 @@ def has_constant_rotation(model: nn.Module, length: int) -> bool:
     Dynamic NTK and LongRoPE look at the longest text of a call once it reaches a limit of the model.
     """
     rotaries = [part for part in model.modules() if hasattr(part, "rope_type")]
-    changing = [part for part in rotaries if _CHANGING & _kinds(part.rope_type)]
+    changing = [
+        part
+        for part in rotaries  # a rotary embedding may have one type for each kind of layer
+        if _CHANGING & set(part.rope_type.values() if isinstance(part.rope_type, dict) else [part.rope_type])
+    ]
     return all(length < _unchanged_below(part.config) for part in changing)
-
-
-def _kinds(rope_type: Any) -> set[str]:
-    """Return the kinds of a rotary embedding, which may have one for each kind of layer."""
-    return set(rope_type.values()) if isinstance(rope_type, dict) else {rope_type}
 
 
 def _unchanged_below(config: Any) -> int:
@@ -195,8 +194,13 @@ class FoldedCache(Cache):
     def __init__(self, prompts: Any, prompt_of_row: Tensor, mask: Tensor) -> None:
         super().__init__([FoldedLayer(layer.keys, layer.values) for layer in prompts.layers])
         p = prompts.layers[0].keys.shape[2]
-        self.groups = _groups(prompt_of_row, mask[:, :p])
-        self.seen = _seen(mask[:, p:])
+        numbers, counts = prompt_of_row.unique_consecutive(return_counts=True)
+        stops = counts.cumsum(0)
+        padding = (~mask[stops - 1, :p]).sum(1)
+        self.groups = [Sharers(*row) for row in torch.stack([numbers, stops - counts, stops, padding], 1).tolist()]
+        own = mask[:, p:]
+        # Where padding follows every row's last token, no token sees what comes after it.
+        self.seen = own if bool((own[:, 1:] > own[:, :-1]).any()) else None
 
     def attend(self, module: nn.Module, layer: FoldedLayer, query: Tensor, scaling: float) -> Tensor:
         """Return ``(b, h, t, e)`` of a query ``(b, h, t, d)``, in the type in which ``sdpa`` would compute."""
@@ -209,19 +213,6 @@ class FoldedCache(Cache):
             return folded_attention(
                 query, prompt_keys, prompt_values, keys, values, self.groups, seen=self.seen, scaling=scaling
             )
-
-
-def _groups(prompt_of_row: Tensor, prompt_mask: Tensor) -> list[Sharers]:
-    prompts, counts = prompt_of_row.unique_consecutive(return_counts=True)
-    stops = counts.cumsum(0)
-    padding = (~prompt_mask[stops - 1]).sum(1)
-    table = torch.stack([prompts, stops - counts, stops, padding], 1)
-    return [Sharers(*row) for row in table.tolist()]
-
-
-def _seen(own: Tensor) -> Tensor | None:
-    """Return the mask of own tokens; None where padding follows every row's last token, which no token sees."""
-    return own if bool((own[:, 1:] > own[:, :-1]).any()) else None
 
 
 class ProvingFoldedCache(FoldedCache):

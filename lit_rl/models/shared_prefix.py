@@ -25,15 +25,15 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from lit_rl.core.rollout import Completions
 from lit_rl.core.transfers import to_device
-from lit_rl.core.vision_inputs import Vision
 from lit_rl.models.forward_inputs import (
     Bucket,
     bucket_by_length,
@@ -43,22 +43,23 @@ from lit_rl.models.forward_inputs import (
     known_masks,
     position_ids,
 )
-from lit_rl.models.head import Targets, TargetScores, run
+from lit_rl.models.head import Targets, TargetScores, score_targets
 from lit_rl.models.language_model import ForwardOptions
 from lit_rl.models.loading import drops_out
 from lit_rl.models.modes import evaluation_mode, recomputes
 from lit_rl.models.sharding import device_of
-from lit_rl.models.shared_attention import caching_layers, has_constant_rotation
+from lit_rl.models.shared_attention import (
+    FoldedCache,
+    ProvingFoldedCache,
+    attending_to,
+    caching_layers,
+    can_fold,
+    has_constant_rotation,
+)
 from lit_rl.models.trial import EquivalenceTrial
 from lit_rl.models.trunk import base_of
 from lit_rl.ops.fused_head import Distribution
 from lit_rl.ops.sampling_distribution import History
-
-if TYPE_CHECKING:
-    from transformers.cache_utils import DynamicCache
-
-    from lit_rl.models.shared_attention import FoldedCache
-
 
 WORTH = 0.15
 """Share of a pass's tokens that must be saved: two calls cost more than one (measured in docs/benchmarks.md)."""
@@ -92,7 +93,8 @@ def shared_prompts(model: nn.Module, completions: Completions) -> PromptGroups |
     if completions.vision is not None:
         if completions.vision.later:  # the second call shows no images
             return None
-        same &= _same_vision(completions.vision, rows[of_row])[:, None]
+        shown, first_shown = completions.vision.rows, completions.vision.select(rows[of_row]).rows
+        same &= torch.tensor([one is other for one, other in zip(shown, first_shown)])[:, None]
     return PromptGroups(rows, of_row) if bool(same.all()) else None
 
 
@@ -111,16 +113,8 @@ def worth_sharing(model: nn.Module, *, rows: int, prompts: int, widths: tuple[in
     return can_share(model) and has_constant_rotation(base_of(model), p + t)
 
 
-def _same_vision(vision: Vision, firsts: Tensor) -> Tensor:
-    """Return bool ``(b,)``: the row shows what the row shows that runs its prompt."""
-    rows, others = vision.rows, vision.select(firsts).rows
-    return torch.tensor([one is other for one, other in zip(rows, others)])
-
-
 def can_share(model: nn.Module) -> bool:
     """Tell whether a cache of keys and values gives this model, in its mode, the same log-probs and gradients."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-
     base = base_of(model)
     if not hasattr(base, "forward"):  # a reference that is called on another device
         return False
@@ -155,8 +149,6 @@ def run_shared(
             a prompt's keys where they lie, if this model can.
         history: Of the response tokens ``(b, t)``: what earlier tokens do to their logits. None: nothing.
     """
-    from lit_rl.models.shared_attention import FoldedCache, can_fold
-
     folds = options.folded_attention and can_fold(
         model,
         completions.attention_mask[to_device(prompts.rows, completions.prompt_ids.device)],
@@ -177,16 +169,14 @@ def _run_behind(
     history: History | None = None,
 ) -> TargetScores:
     """Compute `run_shared` with responses that run with this cache; None: with their prompts' keys repeated."""
-    from transformers.cache_utils import DynamicCache
-
     host, device = completions.on_host, completions.response_ids.device
     there, mask, positions = host.attention_mask, completions.attention_mask.long(), position_ids(model, completions)
     p, ids, wanted = completions.prompt_ids.shape[1], completions.response_ids, host.response_mask
-    seen = _seen(completions, prompts.rows, p, 0)
+    shown = {} if completions.vision is None else completions.vision.select(prompts.rows).model_inputs(p, 0, device)
     past = DynamicCache(config=base_of(model).config)
     firsts, of_row = to_device(prompts.rows, device), to_device(prompts.of_row, device)
     with known_masks(there[prompts.rows, :p]):
-        first, _ = run(
+        first, _ = score_targets(
             model,
             Targets(ids[:, :1], wanted[:, :1], -1, of_row, history and history.at((slice(None), slice(0, 1)))),
             distribution,
@@ -197,18 +187,21 @@ def _run_behind(
             logits_to_keep=1,
             use_cache=True,
             **cache_input(model, past),
-            **seen,
+            **shown,
         )
 
-    def behind(call: Bucket) -> TargetScores:
+    def behind(bucket: Bucket) -> TargetScores:
         """Score the response tokens of some rows, but for the first."""
-        rows, t = to_device(call.rows, device), call.width
+        rows, t = to_device(bucket.rows, device), bucket.width
         earlier = history and history.mapped(lambda field: field[rows, 1:t])
-        known = known_masks(there[call.rows, : p + t - 1])
+        known = known_masks(there[bucket.rows, : p + t - 1])
+        per_token = {}  # images were seen with the prompts
+        if completions.vision is not None:
+            per_token = completions.vision.select(bucket.rows).per_token(0, t - 1, device)
         with known, _past(model, past, of_row[rows], mask[rows, : p + t - 1], cache) as inputs:
-            found, _ = run(
+            found, _ = score_targets(
                 model,
-                Targets(ids[rows, 1:t], wanted[call.rows, 1:t], history=earlier),
+                Targets(ids[rows, 1:t], wanted[bucket.rows, 1:t], history=earlier),
                 distribution,
                 fused=options.fused_head,
                 input_ids=ids[rows, : t - 1],
@@ -216,35 +209,18 @@ def _run_behind(
                 logits_to_keep=t - 1,
                 use_cache=True,
                 **inputs,
-                **_in_response(completions, call.rows, t - 1),
+                **per_token,
             )
         return found
 
     columns = torch.arange(1, ids.shape[1] + 1)
     lengths = (there[:, p:].long() * columns).amax(1).clamp(min=2)
-    calls = bucket_by_length(lengths if options.rows_by_length else lengths.amax().expand(len(ids)), device)
+    buckets = bucket_by_length(lengths if options.rows_by_length else lengths.amax().expand(len(ids)), device)
     if cache is not None:
-        calls = [_by_prompt(call, prompts.of_row) for call in calls]
-    return first.beside(TargetScores.of_calls([behind(call) for call in calls], calls, ids.shape[1] - 1))
-
-
-def _seen(completions: Completions, rows: Tensor, prompt: int, response: int) -> dict[str, Tensor]:
-    """Return the images of the prompts of rows, as inputs of the model."""
-    if completions.vision is None:
-        return {}
-    return completions.vision.select(rows).model_inputs(prompt, response, completions.prompt_ids.device)
-
-
-def _in_response(completions: Completions, rows: Tensor, t: int) -> dict[str, Tensor]:
-    """Return the inputs for each token of responses; images were seen with the prompts."""
-    if completions.vision is None:
-        return {}
-    return completions.vision.select(rows).per_token(0, t, completions.prompt_ids.device)
-
-
-def _by_prompt(call: Bucket, prompt_of_row: Tensor) -> Bucket:
-    """Return the call with the rows of a prompt beside each other."""
-    return Bucket(call.rows[prompt_of_row[call.rows].argsort(stable=True)], call.width)
+        # The rows of a prompt beside each other.
+        orders = [prompts.of_row[bucket.rows].argsort(stable=True) for bucket in buckets]
+        buckets = [Bucket(bucket.rows[order], bucket.width) for bucket, order in zip(buckets, orders, strict=True)]
+    return first.beside(TargetScores.of_buckets([behind(bucket) for bucket in buckets], buckets, ids.shape[1] - 1))
 
 
 @contextmanager
@@ -255,8 +231,6 @@ def _past(
     if cache is None:
         yield {"attention_mask": mask, **cache_input(model, _of_rows(past, prompt_of_row))}
         return
-    from lit_rl.models.shared_attention import attending_to
-
     with attending_to(model, cache(past, prompt_of_row, mask.bool())) as inputs:
         yield inputs
 
@@ -271,8 +245,6 @@ def _of_rows(past: DynamicCache, prompt_of_row: Tensor) -> DynamicCache:
     return repeated
 
 
-# ---------------------------------------------------------------- the trial of a model
-
 _TRIAL = EquivalenceTrial("model.folded_attention", "Each row has its prompt's keys and values for itself", most=0.01)
 """The bound: on deterministic kernels the log-probs of the two ways are equal."""
 
@@ -282,7 +254,6 @@ def _proven(model: nn.Module) -> bool:
 
     Each attention has to equal, in float64, the one over repeated keys, and the log-probs have to agree.
     """
-    from lit_rl.models.shared_attention import ProvingFoldedCache
 
     def both() -> tuple[Tensor, Tensor]:
         rows, options = _trial(base_of(model)), ForwardOptions(rows_by_length=False)

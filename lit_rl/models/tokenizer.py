@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +99,11 @@ def choose_pad(tokenizer: PreTrainedTokenizerBase, eos_ids: Iterable[int]) -> No
     unused = [token for token in _PADS if token in vocabulary and vocabulary[token] not in ends]
     tokenizer.pad_token = unused[0] if unused else tokenizer.eos_token
     rank_zero_info(f"The tokenizer has no pad token: padding with {tokenizer.pad_token!r} (model.pad_token sets it).")
+
+
+def different_tokens(one: Mapping[str, int], other: Mapping[str, int]) -> list[str]:
+    """Return the tokens that two vocabularies do not both have under the same id, sorted."""
+    return sorted({token for token, _ in one.items() ^ other.items()})
 
 
 def as_ids(value: Any) -> set[int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -50,6 +52,17 @@ def hidden_size(model: nn.Module) -> int:
     return base_of(model).get_output_embeddings().in_features
 
 
+@contextmanager
+def recorded_outputs(module: nn.Module) -> Iterator[list[Any]]:
+    """Yield a list that gets the outputs of the module's forward passes, inside the context."""
+    seen: list[Any] = []
+    hook = module.register_forward_hook(lambda _, inputs, output: seen.append(output))
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
 def trained_of_base(policy: nn.Module) -> list[str]:
     """Return names of the base's own weights that are trained beside the adapters of a policy.
 
@@ -64,6 +77,13 @@ def trained_of_base(policy: nn.Module) -> list[str]:
     return [
         name for name, p in policy.named_parameters() if p.requires_grad and not any(each in name for each in beside)
     ]
+
+
+def shared_copy(policy: nn.Module) -> Any:
+    """Return a copy that shares the parameters without gradient: with an adapter, it costs no more than the adapter."""
+    # Parameters in the memo are taken as they are.
+    frozen = {id(p): p for p in policy.parameters() if not p.requires_grad}
+    return copy.deepcopy(policy, memo=frozen)
 
 
 def frozen_trunk(policy: nn.Module, key: str) -> nn.Module:
@@ -82,9 +102,7 @@ def frozen_trunk(policy: nn.Module, key: str) -> nn.Module:
             f"{key} puts an adapter on the policy's frozen base, but every weight of this policy is trained. Set "
             "model.lora or model.adapter."
         )
-    # Parameters in the memo are taken as they are.
-    shared = {id(p): p for p in policy.parameters() if not p.requires_grad}
-    return trunk_of(without_adapters(copy.deepcopy(policy, memo=shared))).requires_grad_(False)
+    return trunk_of(without_adapters(shared_copy(policy))).requires_grad_(False)
 
 
 def without_adapters(model: PeftModel) -> Any:

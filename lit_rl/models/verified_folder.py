@@ -43,351 +43,6 @@ if TYPE_CHECKING:
     from lit_rl.models.vision_processor import VisionProcessor
 
 
-TOKENS = 32
-"""Tokens of a probe over text."""
-
-LIMITS = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 1e-2}
-"""The largest distance by the type of the weights that were written, see `Probe.look`. Merging an adapter into narrow
-weights rounds it."""
-
-ON_A_GPU = 1e-2
-"""The limit at least, where the policy is on a GPU, which may take products of float32 in TF32."""
-
-IMAGE_SIZE = (80, 56)
-_SAMPLED = 1024
-
-
-class LogitProbe:
-    """Logits of the policy on a fixed text, and the distance of others from them.
-
-    Args:
-        description: What the policy was loaded from.
-        policy: The trained policy, on any device.
-        state: What is exported: the policy's own weights, or an average of them, whole.
-        load_base: Loads the base that an adapter stands on, anew.
-    """
-
-    def __init__(
-        self,
-        description: LanguageModel,
-        policy: nn.Module,
-        state: Mapping[str, Tensor],
-        load_base: Callable[[], Any],
-    ) -> None:
-        self.load_base = load_base
-        self._state = state
-        self._trained = {name_in_base(name) for name in _trained(policy)}
-        self._inputs = probe_inputs(description, policy)
-        writes = base_of(policy).get_output_embeddings() is not None  # a model that scores says no token
-        self._ruled_out = list(placeholder_ids(description.config)) if description.sees and writes else []
-        on_cpu = next(policy.parameters()).device.type == "cpu"
-        self._rounding = 0.0 if on_cpu else ON_A_GPU
-        self._against, self._wanted = "the trained policy", self._of_policy(description, policy, state)
-        self.seen: dict[str, float] = {}
-        """The largest difference of a logit, by a description of the model that was read."""
-
-    def _of_policy(self, description: LanguageModel, policy: nn.Module, state: Mapping[str, Tensor]) -> Tensor | None:
-        """Return the policy's logits; None where they cannot be computed: it is spread over ranks, its base is
-        quantised and not the one that is exported, or all of its weights are exported as they are not."""
-        if description.quantization is not None or _is_spread(policy):
-            return None
-        others = {name: tensor for name, tensor in _trained(policy).items() if not _same(tensor, state.get(name))}
-        if not others:
-            return self._logits(policy)
-        from peft import PeftModel
-        from torch.func import functional_call
-
-        if not isinstance(policy, PeftModel):
-            return None
-
-        device = next(policy.parameters()).device
-        average = {name: state[name].to(device) for name in others if name in state}
-        with evaluation_mode(policy), torch.no_grad():
-            inputs = {name: value.to(device) for name, value in self._inputs.items()}
-            return self._plain(functional_call(policy, average, kwargs=inputs | {"use_cache": False}).logits)
-
-    def _logits(self, model: Any) -> Tensor:
-        device = next(model.parameters()).device
-        inputs = {name: value.to(device) for name, value in self._inputs.items()}
-        with evaluation_mode(model), torch.no_grad():
-            return self._plain(model(**inputs, use_cache=False).logits)
-
-    def _plain(self, logits: Tensor) -> Tensor:
-        """Return logits in float32 on the CPU, without the tokens that stand for images: no policy may sample them."""
-        logits = logits.detach().float().cpu()
-        return logits.index_fill(-1, torch.tensor(self._ruled_out), 0.0) if self._ruled_out else logits
-
-    @torch.no_grad()
-    def give_rows(self, base: Any) -> int:
-        """Resize the embedding and the head of a base to the policy's rows, as `resize_token_embeddings` of an object
-        had done before it got its adapter. New rows are the policy's: no file of the base has them.
-
-        Returns:
-            The number of rows; 0 where the base has as many.
-        """
-        under = {name_in_base(name): tensor for name, tensor in self._state.items()}
-        table = base.get_input_embeddings().weight
-        name = next(name for name, parameter in base.named_parameters() if parameter is table)
-        had = len(table)
-        rows = len(under[name]) if name in under else had
-        if had == rows:
-            return 0
-        base.resize_token_embeddings(rows, mean_resizing=False)
-        tables = {base.get_input_embeddings(), base.get_output_embeddings()}
-        for path in (path for path, module in base.named_modules() if module in tables):
-            for name, parameter in base.get_submodule(path).named_parameters(prefix=path):
-                if name in under:
-                    parameter[had:] = under[name][had:]
-        return rows
-
-    def changed_in(self, base: nn.Module) -> str:
-        """Return the name of a frozen weight of a base that differs from the policy's, under its adapter; empty where
-        there is none. Some numbers of each are compared, spread over the tensor; of weights that the adapter's folder
-        holds whole, the shape."""
-        there = base.state_dict()
-        for name, under in ((name_in_base(name), tensor) for name, tensor in self._state.items()):
-            if name in there and there[name].shape != under.shape:
-                return name
-            if name in there and name not in self._trained and not _same(under, there[name]):
-                return name
-        return ""
-
-    def look(self, what: str, model: nn.Module) -> None:
-        """Compare the logits of a model that was loaded from the written files.
-
-        The distance is the root mean square of the differences at one token, as a share of that of the logits there, or
-        of 1 where these are smaller: the largest of all tokens in float32, the median in narrower types, where
-        rounding may send a token to other experts.
-
-        Args:
-            what: What messages call it.
-            model: The model.
-
-        Raises:
-            StorageError: it says something else than the policy; or, where that could not be asked, than what was asked
-                first.
-        """
-        found = self._logits(model)
-        if self._wanted is None:
-            self._against, self._wanted = what, found
-            return
-        if found.shape != self._wanted.shape:
-            raise StorageError(
-                f"{what} gives logits of shape {tuple(found.shape)}, {self._against} {tuple(self._wanted.shape)}."
-            )
-        apart, size = (each.flatten(0, -2).pow(2).mean(-1).sqrt() for each in (found - self._wanted, self._wanted))
-        distances = apart / size.clamp(min=1)
-        kind = str(next(model.parameters()).dtype).removeprefix("torch.")
-        distance = float(
-            (distances.max() if kind in ("float32", "float64") else distances.median()).nan_to_num(nan=float("inf"))
-        )
-        limit = max(LIMITS.get(kind, LIMITS["float32"]), self._rounding)
-        if distance > limit:
-            tokens = self._inputs["input_ids"].shape[1]
-            raise StorageError(
-                f"{what} that was written is not what was trained: its logits on {tokens} tokens are off from those of "
-                f"{self._against} by {distance:.2g} of their size, and rounding explains {limit:g} ({kind}). It is "
-                "not published, and checkpoints stay as they are. Adapters of this kind, or on these layers, cannot be "
-                "exported: please report it, with the settings of model and adapter."
-            )
-        self.seen[f"{what} from {self._against}"] = float((found - self._wanted).abs().max())
-
-
-def probe_inputs(description: LanguageModel, policy: nn.Module) -> dict[str, Tensor]:
-    """Return one row: tokens from all over the vocabulary, those whose rows alone are trained among them, and no
-    padding.
-
-    With an image where the model sees any and its chat template shows one.
-    """
-    config = base_of(policy).config
-    if description.processor is not None and (shown := _shown(description.processor)) is not None:
-        return shown
-    rows = config.get_text_config().vocab_size
-    never = {description.pad_id, *(placeholder_ids(config) if description.sees else ())}
-    first = [*description.new_tokens, *_trained_rows(policy), *range(0, rows, max(1, rows // TOKENS))]
-    ids = [each for each in dict.fromkeys(first) if each not in never and each < rows]
-    most = min(TOKENS, description.context_length or TOKENS)
-    return {"input_ids": (whole := torch.tensor([ids[:most]])), "attention_mask": torch.ones_like(whole)}
-
-
-def _trained_rows(policy: nn.Module) -> list[int]:
-    from peft import PeftModel
-
-    rows = (
-        []
-        if not isinstance(policy, PeftModel)
-        else [getattr(config, "trainable_token_indices", None) or [] for config in policy.peft_config.values()]
-    )
-    return [
-        row for each in rows for row in (each if isinstance(each, list) else [i for of in each.values() for i in of])
-    ]
-
-
-def _shown(processor: Any) -> dict[str, Tensor] | None:
-    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is 17 + 25?"}]}
-    text = str(apply_chat_template(processor.tokenizer, [message], tokenize=False, add_generation_prompt=True))
-    if processor.places(text) != 1:
-        return None
-    image = pillow().linear_gradient("L").resize(IMAGE_SIZE).convert("RGB")
-    made = processor.processor(text=[text], images=[[image]], add_special_tokens=False, return_tensors="pt")
-    return {name: torch.as_tensor(value) for name, value in made.items()}
-
-
-def _is_spread(policy: nn.Module) -> bool:
-    return has_partitions(policy) or any(
-        isinstance(each, (FSDPModule, FullyShardedDataParallel)) for each in policy.modules()
-    )
-
-
-def _trained(policy: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
-
-
-def _same(tensor: Tensor, other: Tensor | None) -> bool:
-    """Tell whether a sample of their numbers, spread over the tensors, is the same."""
-    if other is None or other.shape != tensor.shape:
-        return False
-    some = slice(None, None, max(1, tensor.numel() // _SAMPLED))
-    return torch.equal(tensor.detach().reshape(-1)[some].cpu(), other.detach().reshape(-1)[some].to(tensor.dtype).cpu())
-
-
-_PROBE_SIZE = (80, 56)
-_PROBES = ("Hello, world!", "2 + 2 = 4\n\t x", " two  spaces ", "naïve 日本語 🙂 \u202e")
-
-
-def verify(
-    folder: str | Path,
-    state: Mapping[str, Tensor],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    loaded_by: str = "AutoModelForCausalLM",
-    trust_remote_code: bool = False,
-    probe: LogitProbe | None = None,
-) -> float:
-    """Load ``folder`` as a user would and compare it with what it should hold. Return the largest difference of a
-    tensor, 0.
-
-    Args:
-        folder: An exported model.
-        state: The state dict that it should have, tied weights included.
-        tokenizer: The tokenizer that it should have.
-        loaded_by: The class of transformers that loads it.
-        trust_remote_code: The model comes with code of its own.
-        probe: What the trained policy says, which the loaded model has to say too.
-
-    Raises:
-        StorageError: a tensor is missing, unexpected or differs in shape or in any bit, a weight is NaN, the model
-            says something else than the policy, or the tokenizer encodes, decodes or renders otherwise.
-    """
-    difference = compare_folder(folder, state, loaded_by, trust_remote_code=trust_remote_code, probe=probe)
-    verify_tokenizer(folder, tokenizer, trust_remote_code=trust_remote_code)
-    return difference
-
-
-def compare_folder(
-    folder: str | Path,
-    state: Mapping[str, Tensor],
-    loaded_by: str,
-    *,
-    trust_remote_code: bool = False,
-    probe: LogitProbe | None = None,
-) -> float:
-    """Compare weights and logits alone, loaded by this class of transformers; see `verify`."""
-    import transformers
-
-    with reading("export", str(folder), str(folder)):
-        loaded: Any = getattr(transformers, loaded_by).from_pretrained(
-            folder, use_safetensors=True, output_loading_info=True, trust_remote_code=trust_remote_code
-        )
-    model, info = loaded
-    _same_keys(folder, "weights", set(state), set(model.state_dict()) - set(info["missing_keys"]))
-    difference = _compare(folder, state, model.state_dict())
-    if probe is not None:
-        probe.look("The model", model)
-    return difference
-
-
-def verify_adapter(folder: str | Path, policy: PeftModel) -> float:
-    """Compare the folder of a LoRA adapter with the weights that it should hold; see `verify`."""
-    from peft import get_peft_model_state_dict
-    from safetensors.torch import load_file
-
-    wanted = get_peft_model_state_dict(policy, adapter_name=str(policy.active_adapter), save_embedding_layers=False)
-    with reading("export", str(folder), str(folder)):
-        found = load_file(Path(folder) / "adapter_model.safetensors")
-    _same_keys(folder, "adapter weights", set(wanted), set(found))
-    return _compare(folder, wanted, found)
-
-
-def verify_tokenizer(
-    folder: str | Path, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
-) -> None:
-    """Raise StorageError where the tokenizer in ``folder`` behaves otherwise than ``tokenizer``."""
-    from transformers import AutoTokenizer
-
-    with reading("export", str(folder), str(folder)):
-        found = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    probes = [*_PROBES, f"a{tokenizer.eos_token}b", *(token for token in tokenizer.all_special_tokens if token)]
-    for text in probes:
-        ids = tokenizer.encode(text)
-        if found.encode(text) != ids or found.decode(ids) != tokenizer.decode(ids):
-            raise StorageError(f"{folder}: the tokenizer that was written treats {text!r} otherwise than the original.")
-    for what in ("chat_template", "eos_token_id", "pad_token_id", "bos_token_id", "padding_side"):
-        if getattr(found, what) != getattr(tokenizer, what):
-            raise StorageError(f"{folder}: the {what} of the tokenizer was not written as it is.")
-
-
-def verify_processor(folder: str | Path, processor: VisionProcessor, *, trust_remote_code: bool = False) -> None:
-    """Raise StorageError where the processor in ``folder`` makes other pixels or tokens of an image than
-    ``processor``."""
-    from transformers import AutoProcessor
-
-    with reading("export", str(folder), str(folder)):
-        found: Any = AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    original = processor.processor
-    if type(found) is not type(original) or found.chat_template != original.chat_template:
-        raise StorageError(f"{folder}: the processor or its chat template was not written as it is.")
-    image = pillow().linear_gradient("L").resize(_PROBE_SIZE).convert("RGB")
-    wanted, read = (dict(each.image_processor([image], return_tensors="pt")) for each in (original, found))
-    if wanted.keys() != read.keys() or any(not _equal(wanted[name], read[name]) for name in wanted):
-        raise StorageError(f"{folder}: the processor that was written makes other pixels than the original.")
-    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}
-    text = str(apply_chat_template(processor.tokenizer, [message], tokenize=False, add_generation_prompt=True))
-    if processor.places(text) == 1:
-        ids, again = (each(text=[text], images=[[image]])["input_ids"] for each in (original, found))
-        if list(map(list, ids)) != list(map(list, again)):
-            raise StorageError(f"{folder}: the processor that was written makes other tokens of an image.")
-
-
-def _equal(value: Any, other: Any) -> bool:
-    return torch.equal(value, other) if isinstance(value, Tensor) else value == other
-
-
-def _same_keys(folder: str | Path, what: str, wanted: set[str], found: set[str]) -> None:
-    for problem, names in (("lacks", wanted - found), ("also holds", found - wanted)):
-        if names:
-            raise StorageError(f"{folder} {problem} {len(names)} {what}: {', '.join(sorted(names)[:5])}.")
-
-
-def _compare(folder: str | Path, wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> float:
-    differences: dict[str, float] = {}
-    for name, tensor in wanted.items():
-        other = found[name]
-        if tensor.shape != other.shape or tensor.dtype != other.dtype:
-            raise StorageError(
-                f"{folder}: {name} is {other.dtype} {tuple(other.shape)} when read, and was {tensor.dtype} "
-                f"{tuple(tensor.shape)}."
-            )
-        # NaN compares unequal to itself, so it counts as infinitely wrong.
-        equal = torch.equal(tensor, other)
-        gap = 0.0 if equal else float((tensor.float() - other.float()).abs().max().nan_to_num(nan=float("inf")))
-        differences[name] = gap
-    worst = max(differences, key=lambda name: differences[name])
-    if differences[worst] > 0:
-        raise StorageError(f"{folder}: {worst} differs by {differences[worst]:.3g} from what was written.")
-    return differences[worst]
-
-
 _STAGED, _REPLACED = ".tmp-", ".old-"
 """Marks between the name of a folder and the number of the process: a folder that is not whole yet, and one that is
 about to be replaced."""
@@ -447,7 +102,7 @@ def write_checked(
     _check_target(target, description)
     try:
         return retry_on_full_disk(
-            lambda: _written(target, description, rebuild, check, card, probe), f"The export to {target}"
+            lambda: _write_once(target, description, rebuild, check, card, probe), f"The export to {target}"
         )
     except Exception as error:
         if not isinstance(error, (OSError, SafetensorError)) and not is_full(error):
@@ -457,7 +112,7 @@ def write_checked(
         raise StorageError(f"The export to {target} failed: {error}. {left}{way_out}.") from error
 
 
-def _written(
+def _write_once(
     target: Path,
     description: LanguageModel,
     rebuild: Callable[[], Any],
@@ -470,7 +125,7 @@ def _written(
     staged = target.with_name(f".{target.name}{_STAGED}{os.getpid()}")
     try:
         staged.mkdir(parents=True)
-        model = _write(staged, rebuilt, description)
+        model = _write_files(staged, rebuilt, description)
         state = model.state_dict()
         difference = check(staged, state, description, probe)
         note = "" if rebuilt is model else _prove_adapter(staged / "adapter", description, probe)
@@ -487,7 +142,7 @@ def _written(
         parameters=sum(p.numel() for p in model.parameters()),
         dtype=str(model.dtype).removeprefix("torch."),
         max_abs_diff=difference,
-        logits=dict(probe.seen),
+        logits=dict(probe.differences),
         note=note,
     )
 
@@ -513,7 +168,7 @@ def _prove_adapter(folder: Path, description: LanguageModel, probe: LogitProbe) 
         return f"adapter/ was not compared over its base, which cannot be loaded: {' '.join(str(error).split())}"
     changed = probe.changed_in(base)
     try:
-        probe.look("The adapter over its base", PeftModel.from_pretrained(base, str(folder)))
+        probe.compare("The adapter over its base", PeftModel.from_pretrained(base, str(folder)))
     except (StorageError, RuntimeError, ValueError, IndexError):
         if not changed or description.quantization is not None:
             raise
@@ -569,7 +224,7 @@ def _check_target(target: Path, description: LanguageModel) -> None:
         raise StorageError(f"{target} exists and is not an earlier export. Choose a new folder.")
 
 
-def _write(staged: Path, rebuilt: Any, description: LanguageModel) -> PreTrainedModel:
+def _write_files(staged: Path, rebuilt: Any, description: LanguageModel) -> PreTrainedModel:
     """Write everything but the card. Returns the plain model that was written, adapters merged."""
     from peft import PeftModel
 
@@ -608,12 +263,12 @@ def _name_tokenizer_as_the_base(file: Path, description: LanguageModel) -> None:
     home = description.tokenizer.name_or_path
     with contextlib.suppress(OSError, ValueError):  # of an object that has no files
         base = get_tokenizer_config(home, revision=description.revision, local_files_only=True) if home else {}
-        config = {name: value for name, value in config.items() if name in base or name not in _OF_LOADING}
+        config = {name: value for name, value in config.items() if name in base or name not in _LOADING_NOTES}
         config |= {"tokenizer_class": base["tokenizer_class"]} if base.get("tokenizer_class") else {}
     file.write_text(f"{json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)}\n", encoding="utf-8")
 
 
-_OF_LOADING = ("is_local", "local_files_only")
+_LOADING_NOTES = ("is_local", "local_files_only")
 
 
 def _publish(staged: Path, target: Path) -> None:
@@ -630,3 +285,362 @@ def _publish(staged: Path, target: Path) -> None:
             os.rename(earlier, target)
         raise
     shutil.rmtree(earlier, ignore_errors=True)
+
+
+_TOKENIZER_TEXTS = ("Hello, world!", "2 + 2 = 4\n\t x", " two  spaces ", "naïve 日本語 🙂 \u202e")
+
+
+def verify(
+    folder: str | Path,
+    state: Mapping[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    loaded_by: str = "AutoModelForCausalLM",
+    trust_remote_code: bool = False,
+    probe: LogitProbe | None = None,
+) -> float:
+    """Load ``folder`` as a user would and compare it with what it should hold. Return the largest difference of a
+    tensor, 0.
+
+    Args:
+        folder: An exported model.
+        state: The state dict that it should have, tied weights included.
+        tokenizer: The tokenizer that it should have.
+        loaded_by: The class of transformers that loads it.
+        trust_remote_code: The model comes with code of its own.
+        probe: What the trained policy says, which the loaded model has to say too.
+
+    Raises:
+        StorageError: a tensor is missing, unexpected or differs in shape or in any bit, a weight is NaN, the model
+            says something else than the policy, or the tokenizer encodes, decodes or renders otherwise.
+    """
+    difference = compare_folder(folder, state, loaded_by, trust_remote_code=trust_remote_code, probe=probe)
+    verify_tokenizer(folder, tokenizer, trust_remote_code=trust_remote_code)
+    return difference
+
+
+def compare_folder(
+    folder: str | Path,
+    state: Mapping[str, Tensor],
+    loaded_by: str,
+    *,
+    trust_remote_code: bool = False,
+    probe: LogitProbe | None = None,
+) -> float:
+    """Compare weights and logits alone, loaded by this class of transformers; see `verify`."""
+    import transformers
+
+    with reading("export", str(folder), str(folder)):
+        loaded: Any = getattr(transformers, loaded_by).from_pretrained(
+            folder, use_safetensors=True, output_loading_info=True, trust_remote_code=trust_remote_code
+        )
+    model, info = loaded
+    _compare_names(folder, "weights", set(state), set(model.state_dict()) - set(info["missing_keys"]))
+    difference = _compare_tensors(folder, state, model.state_dict())
+    if probe is not None:
+        probe.compare("The model", model)
+    return difference
+
+
+def verify_adapter(folder: str | Path, policy: PeftModel) -> float:
+    """Compare the folder of a LoRA adapter with the weights that it should hold; see `verify`."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    wanted = get_peft_model_state_dict(policy, adapter_name=str(policy.active_adapter), save_embedding_layers=False)
+    with reading("export", str(folder), str(folder)):
+        found = load_file(Path(folder) / "adapter_model.safetensors")
+    _compare_names(folder, "adapter weights", set(wanted), set(found))
+    return _compare_tensors(folder, wanted, found)
+
+
+def verify_tokenizer(
+    folder: str | Path, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
+) -> None:
+    """Raise StorageError where the tokenizer in ``folder`` behaves otherwise than ``tokenizer``."""
+    from transformers import AutoTokenizer
+
+    with reading("export", str(folder), str(folder)):
+        found = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    probes = [
+        *_TOKENIZER_TEXTS,
+        f"a{tokenizer.eos_token}b",
+        *(token for token in tokenizer.all_special_tokens if token),
+    ]
+    for text in probes:
+        ids = tokenizer.encode(text)
+        if found.encode(text) != ids or found.decode(ids) != tokenizer.decode(ids):
+            raise StorageError(f"{folder}: the tokenizer that was written treats {text!r} otherwise than the original.")
+    for what in ("chat_template", "eos_token_id", "pad_token_id", "bos_token_id", "padding_side"):
+        if getattr(found, what) != getattr(tokenizer, what):
+            raise StorageError(f"{folder}: the {what} of the tokenizer was not written as it is.")
+
+
+def verify_processor(folder: str | Path, processor: VisionProcessor, *, trust_remote_code: bool = False) -> None:
+    """Raise StorageError where the processor in ``folder`` makes other pixels or tokens of an image than
+    ``processor``."""
+    from transformers import AutoProcessor
+
+    with reading("export", str(folder), str(folder)):
+        found: Any = AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    original = processor.processor
+    if type(found) is not type(original) or found.chat_template != original.chat_template:
+        raise StorageError(f"{folder}: the processor or its chat template was not written as it is.")
+    image = _test_image()
+    wanted, read = (dict(each.image_processor([image], return_tensors="pt")) for each in (original, found))
+    if wanted.keys() != read.keys() or any(not _values_equal(wanted[name], read[name]) for name in wanted):
+        raise StorageError(f"{folder}: the processor that was written makes other pixels than the original.")
+    text = _text_with_image(processor, "?")
+    if processor.places(text) == 1:
+        ids, again = (each(text=[text], images=[[image]])["input_ids"] for each in (original, found))
+        if list(map(list, ids)) != list(map(list, again)):
+            raise StorageError(f"{folder}: the processor that was written makes other tokens of an image.")
+
+
+def _values_equal(value: Any, other: Any) -> bool:
+    return torch.equal(value, other) if isinstance(value, Tensor) else value == other
+
+
+def _compare_names(folder: str | Path, what: str, wanted: set[str], found: set[str]) -> None:
+    for problem, names in (("lacks", wanted - found), ("also holds", found - wanted)):
+        if names:
+            raise StorageError(f"{folder} {problem} {len(names)} {what}: {', '.join(sorted(names)[:5])}.")
+
+
+def _compare_tensors(folder: str | Path, wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> float:
+    differences: dict[str, float] = {}
+    for name, tensor in wanted.items():
+        other = found[name]
+        if tensor.shape != other.shape or tensor.dtype != other.dtype:
+            raise StorageError(
+                f"{folder}: {name} is {other.dtype} {tuple(other.shape)} when read, and was {tensor.dtype} "
+                f"{tuple(tensor.shape)}."
+            )
+        # NaN compares unequal to itself, so it counts as infinitely wrong.
+        equal = torch.equal(tensor, other)
+        gap = 0.0 if equal else float((tensor.float() - other.float()).abs().max().nan_to_num(nan=float("inf")))
+        differences[name] = gap
+    worst = max(differences, key=lambda name: differences[name])
+    if differences[worst] > 0:
+        raise StorageError(f"{folder}: {worst} differs by {differences[worst]:.3g} from what was written.")
+    return differences[worst]
+
+
+TOKENS = 32
+"""Tokens of a probe over text."""
+
+LIMITS = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 1e-2}
+"""The largest distance by the type of the weights that were written, see `LogitProbe.compare`. Merging an adapter into
+narrow weights rounds it."""
+
+ON_A_GPU = 1e-2
+"""The limit at least, where the policy is on a GPU, which may take products of float32 in TF32."""
+
+IMAGE_SIZE = (80, 56)
+_SAMPLED = 1024
+
+
+class LogitProbe:
+    """Logits of the policy on a fixed text, and the distance of others from them.
+
+    Args:
+        description: What the policy was loaded from.
+        policy: The trained policy, on any device.
+        state: What is exported: the policy's own weights, or an average of them, whole.
+        load_base: Loads the base that an adapter stands on, anew.
+    """
+
+    def __init__(
+        self,
+        description: LanguageModel,
+        policy: nn.Module,
+        state: Mapping[str, Tensor],
+        load_base: Callable[[], Any],
+    ) -> None:
+        self.load_base = load_base
+        self._state = state
+        self._trained = {name_in_base(name) for name in _trained_parameters(policy)}
+        self._inputs = probe_inputs(description, policy)
+        writes = base_of(policy).get_output_embeddings() is not None  # a model that scores says no token
+        self._ruled_out = list(placeholder_ids(description.config)) if description.sees and writes else []
+        on_cpu = next(policy.parameters()).device.type == "cpu"
+        self._rounding = 0.0 if on_cpu else ON_A_GPU
+        self._against, self._wanted = "the trained policy", self._of_policy(description, policy, state)
+        self.differences: dict[str, float] = {}
+        """The largest difference of a logit, by a description of the model that was read."""
+
+    def _of_policy(self, description: LanguageModel, policy: nn.Module, state: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the policy's logits; None where they cannot be computed: it is spread over ranks, its base is
+        quantised and not the one that is exported, or all of its weights are exported as they are not."""
+        if description.quantization is not None or _is_spread(policy):
+            return None
+        others = {
+            name: tensor
+            for name, tensor in _trained_parameters(policy).items()
+            if not _sample_equals(tensor, state.get(name))
+        }
+        if not others:
+            return self._logits(policy)
+        from peft import PeftModel
+        from torch.func import functional_call
+
+        if not isinstance(policy, PeftModel):
+            return None
+
+        device = next(policy.parameters()).device
+        average = {name: state[name].to(device) for name in others if name in state}
+        with evaluation_mode(policy), torch.no_grad():
+            inputs = {name: value.to(device) for name, value in self._inputs.items()}
+            return self._plain(functional_call(policy, average, kwargs=inputs | {"use_cache": False}).logits)
+
+    def _logits(self, model: Any) -> Tensor:
+        device = next(model.parameters()).device
+        inputs = {name: value.to(device) for name, value in self._inputs.items()}
+        with evaluation_mode(model), torch.no_grad():
+            return self._plain(model(**inputs, use_cache=False).logits)
+
+    def _plain(self, logits: Tensor) -> Tensor:
+        """Return logits in float32 on the CPU, without the tokens that stand for images: no policy may sample them."""
+        logits = logits.detach().float().cpu()
+        return logits.index_fill(-1, torch.tensor(self._ruled_out), 0.0) if self._ruled_out else logits
+
+    @torch.no_grad()
+    def give_rows(self, base: Any) -> int:
+        """Resize the embedding and the head of a base to the policy's rows, as `resize_token_embeddings` of an object
+        had done before it got its adapter. New rows are the policy's: no file of the base has them.
+
+        Returns:
+            The number of rows; 0 where the base has as many.
+        """
+        under = {name_in_base(name): tensor for name, tensor in self._state.items()}
+        table = base.get_input_embeddings().weight
+        name = next(name for name, parameter in base.named_parameters() if parameter is table)
+        had = len(table)
+        rows = len(under[name]) if name in under else had
+        if had == rows:
+            return 0
+        base.resize_token_embeddings(rows, mean_resizing=False)
+        tables = {base.get_input_embeddings(), base.get_output_embeddings()}
+        for path in (path for path, module in base.named_modules() if module in tables):
+            for name, parameter in base.get_submodule(path).named_parameters(prefix=path):
+                if name in under:
+                    parameter[had:] = under[name][had:]
+        return rows
+
+    def changed_in(self, base: nn.Module) -> str:
+        """Return the name of a frozen weight of a base that differs from the policy's, under its adapter; empty where
+        there is none. Some numbers of each are compared, spread over the tensor; of weights that the adapter's folder
+        holds whole, the shape."""
+        there = base.state_dict()
+        for name, under in ((name_in_base(name), tensor) for name, tensor in self._state.items()):
+            if name in there and there[name].shape != under.shape:
+                return name
+            if name in there and name not in self._trained and not _sample_equals(under, there[name]):
+                return name
+        return ""
+
+    def compare(self, what: str, model: nn.Module) -> None:
+        """Compare the logits of a model that was loaded from the written files.
+
+        The distance is the root mean square of the differences at one token, as a share of that of the logits there, or
+        of 1 where these are smaller: the largest of all tokens in float32, the median in narrower types, where
+        rounding may send a token to other experts.
+
+        Args:
+            what: What messages call it.
+            model: The model.
+
+        Raises:
+            StorageError: it says something else than the policy; or, where that could not be asked, than what was asked
+                first.
+        """
+        found = self._logits(model)
+        if self._wanted is None:
+            self._against, self._wanted = what, found
+            return
+        if found.shape != self._wanted.shape:
+            raise StorageError(
+                f"{what} gives logits of shape {tuple(found.shape)}, {self._against} {tuple(self._wanted.shape)}."
+            )
+        apart, size = (each.flatten(0, -2).pow(2).mean(-1).sqrt() for each in (found - self._wanted, self._wanted))
+        distances = apart / size.clamp(min=1)
+        kind = str(next(model.parameters()).dtype).removeprefix("torch.")
+        distance = float(
+            (distances.max() if kind in ("float32", "float64") else distances.median()).nan_to_num(nan=float("inf"))
+        )
+        limit = max(LIMITS.get(kind, LIMITS["float32"]), self._rounding)
+        if distance > limit:
+            tokens = self._inputs["input_ids"].shape[1]
+            raise StorageError(
+                f"{what} that was written is not what was trained: its logits on {tokens} tokens are off from those of "
+                f"{self._against} by {distance:.2g} of their size, and rounding explains {limit:g} ({kind}). It is "
+                "not published, and checkpoints stay as they are. Adapters of this kind, or on these layers, cannot be "
+                "exported: please report it, with the settings of model and adapter."
+            )
+        self.differences[f"{what} from {self._against}"] = float((found - self._wanted).abs().max())
+
+
+def probe_inputs(description: LanguageModel, policy: nn.Module) -> dict[str, Tensor]:
+    """Return one row: tokens from all over the vocabulary, those whose rows alone are trained among them, and no
+    padding.
+
+    With an image where the model sees any and its chat template shows one.
+    """
+    config = base_of(policy).config
+    if description.processor is not None and (shown := _image_inputs(description.processor)) is not None:
+        return shown
+    rows = config.get_text_config().vocab_size
+    never = {description.pad_id, *(placeholder_ids(config) if description.sees else ())}
+    first = [*description.new_tokens, *_trained_rows(policy), *range(0, rows, max(1, rows // TOKENS))]
+    ids = [each for each in dict.fromkeys(first) if each not in never and each < rows]
+    most = min(TOKENS, description.context_length or TOKENS)
+    return {"input_ids": (whole := torch.tensor([ids[:most]])), "attention_mask": torch.ones_like(whole)}
+
+
+def _trained_rows(policy: nn.Module) -> list[int]:
+    from peft import PeftModel
+
+    rows = (
+        []
+        if not isinstance(policy, PeftModel)
+        else [getattr(config, "trainable_token_indices", None) or [] for config in policy.peft_config.values()]
+    )
+    return [
+        row for each in rows for row in (each if isinstance(each, list) else [i for of in each.values() for i in of])
+    ]
+
+
+def _test_image() -> Any:
+    return pillow().linear_gradient("L").resize(IMAGE_SIZE).convert("RGB")
+
+
+def _text_with_image(processor: VisionProcessor, question: str) -> str:
+    """Return a rendered prompt that shows one image, where the chat template shows any."""
+    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}
+    return str(apply_chat_template(processor.tokenizer, [message], tokenize=False, add_generation_prompt=True))
+
+
+def _image_inputs(processor: Any) -> dict[str, Tensor] | None:
+    text = _text_with_image(processor, "What is 17 + 25?")
+    if processor.places(text) != 1:
+        return None
+    made = processor.processor(text=[text], images=[[_test_image()]], add_special_tokens=False, return_tensors="pt")
+    return {name: torch.as_tensor(value) for name, value in made.items()}
+
+
+def _is_spread(policy: nn.Module) -> bool:
+    return has_partitions(policy) or any(
+        isinstance(each, (FSDPModule, FullyShardedDataParallel)) for each in policy.modules()
+    )
+
+
+def _trained_parameters(policy: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
+
+
+def _sample_equals(tensor: Tensor, other: Tensor | None) -> bool:
+    """Tell whether a sample of their numbers, spread over the tensors, is the same."""
+    if other is None or other.shape != tensor.shape:
+        return False
+    some = slice(None, None, max(1, tensor.numel() // _SAMPLED))
+    return torch.equal(tensor.detach().reshape(-1)[some].cpu(), other.detach().reshape(-1)[some].to(tensor.dtype).cpu())

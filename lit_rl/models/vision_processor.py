@@ -46,7 +46,7 @@ class _Family:
     """The processor makes one input of frames and images, of which the frames stay."""
 
 
-FAMILIES = {
+VIDEO_FAMILIES = {
     "internvl": _Family(stacked=True),
     "llava_onevision": _Family(stacked=True, unpadded=True),
     "qwen2_5_vl": _Family(timed=True),
@@ -55,11 +55,6 @@ FAMILIES = {
     "smolvlm": _Family(timed=True, stacked=True, apart=True),
 }
 """The families, by model type, whose videos were compared with what transformers makes of them."""
-
-
-def need_equal_lengths(model_type: str) -> bool:
-    """Tell whether videos of one pass have to have equally many frames."""
-    return model_type in FAMILIES and FAMILIES[model_type].unpadded
 
 
 def check_visuals(model_type: str, visuals: Sequence[Visual], where: str) -> None:
@@ -77,11 +72,11 @@ def check_visuals(model_type: str, visuals: Sequence[Visual], where: str) -> Non
     videos = [each for each in visuals if isinstance(each, VideoRef)]
     if not videos:
         return
-    family = FAMILIES.get(model_type)
+    family = VIDEO_FAMILIES.get(model_type)
     if family is None:
         raise ConfigError(
             f"{where}: the row shows a video, and models of the type {model_type!r} are shown images alone. Set model= "
-            f"to one of {', '.join(FAMILIES)}, or list the frames as images."
+            f"to one of {', '.join(VIDEO_FAMILIES)}, or list the frames as images."
         )
     if family.timed and (untimed := next((video for video in videos if video.fps is None), None)):
         raise DataError(
@@ -100,7 +95,7 @@ def check_visuals(model_type: str, visuals: Sequence[Visual], where: str) -> Non
         )
 
 
-def arguments(videos: Sequence[VideoRef], frames: Sequence[Sequence[Any]]) -> dict[str, Any]:
+def video_arguments(videos: Sequence[VideoRef], frames: Sequence[Sequence[Any]]) -> dict[str, Any]:
     """Return the arguments of a processor for the videos of one prompt; none where it shows no video.
 
     Args:
@@ -178,7 +173,7 @@ class VisionProcessor:
     @property
     def equal_videos(self) -> bool:
         """True where videos that are shown in one pass need equally many frames."""
-        return need_equal_lengths(self._model_type)
+        return self._model_type in VIDEO_FAMILIES and VIDEO_FAMILIES[self._model_type].unpadded
 
     @property
     def name(self) -> str:
@@ -229,7 +224,7 @@ class VisionProcessor:
         self._check_places("videos", self._places(text, _VIDEO_NAMES), len(moving), where)
         try:
             pixels = {"images": [[image.open() for image in images]]} if images else {}
-            pixels |= arguments(moving, [video.open() for video in moving])
+            pixels |= video_arguments(moving, [video.open() for video in moving])
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
         try:

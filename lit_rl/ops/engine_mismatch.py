@@ -48,6 +48,7 @@ __all__ = [
 
 PerToken = Float[Tensor, "b t"]
 Mask = Bool[Tensor, "b t"]
+Bound = float | None
 
 
 def engine_log_ratio(
@@ -74,9 +75,6 @@ def _difference(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) ->
 
 def _exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-
-Bound = float | None
 
 
 def token_truncate(
@@ -269,9 +267,9 @@ def _check_bounds(low: Bound, high: Bound) -> None:
 def auto_correction(
     old_logprobs: Float[Tensor, "b t"], sampler_logprobs: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"]
 ) -> Float[Tensor, "b t"]:
-    """Apply :func:`~lit_rl.ops.engine_mismatch.token_truncate` with its own bounds: truncated importance sampling.
+    """Apply :func:`token_truncate` with its own bounds: truncated importance sampling.
 
-    An algorithm that is given it takes no correction at all where the generator draws by the policy's own forward pass
+    With this setting an algorithm takes no correction where the generator draws by the policy's own forward pass
     (`lit_rl.algorithms.terms.token_weights`): all weights are 1 there, but for roundings.
 
     By tokens, where TRL masks whole responses: the ratio of a response is a product, so it leaves any bounds as
@@ -287,8 +285,6 @@ def auto_correction(
 
 Statistic = Callable[[Tensor], Tensor]
 """A function from d to a distance, token by token."""
-
-Low = float | None
 
 
 def k1_statistic(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -313,7 +309,7 @@ def reject_tokens(
     *,
     statistic: Statistic,
     high: float,
-    low: Low = None,
+    low: Bound = None,
 ) -> Mask:
     """Return the tokens whose statistic lies within the bounds.
 
@@ -336,7 +332,7 @@ def reject_sequences_by_sum(
     *,
     statistic: Statistic,
     high: float,
-    low: Low = None,
+    low: Bound = None,
 ) -> Mask:
     """Keep the rows for which the statistic, summed over the loss tokens, lies within the bounds.
 
@@ -359,7 +355,7 @@ def reject_sequences_by_mean(
     *,
     statistic: Statistic,
     high: float,
-    low: Low = None,
+    low: Bound = None,
 ) -> Mask:
     """Keep the rows for which the mean of the statistic over the loss tokens lies within the bounds.
 
@@ -394,14 +390,14 @@ def reject_sequences_by_max(
 
 
 def _distance(
-    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, statistic: Statistic, low: Low, high: float
+    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, statistic: Statistic, low: Bound, high: float
 ) -> Tensor:
     """Return the distance of each token, ``(b, t)``; refuse bounds that do not fit the statistic."""
     _check_rejection(statistic, low, high)
     return statistic(engine_log_ratio(old_logprobs, sampler_logprobs, mask))
 
 
-def _within(distance: Tensor, low: Low, high: float) -> Tensor:
+def _within(distance: Tensor, low: Bound, high: float) -> Tensor:
     return distance <= high if low is None else (distance >= low) & (distance <= high)
 
 
@@ -409,7 +405,7 @@ def _either_sign(statistic: Statistic) -> bool:
     return bool((statistic(torch.tensor([-1.0, 1.0])) < 0).any())
 
 
-def _check_rejection(statistic: Statistic, low: Low, high: float) -> None:
+def _check_rejection(statistic: Statistic, low: Bound, high: float) -> None:
     if _either_sign(statistic):
         if low is None or not low < high:
             raise ValueError(

@@ -14,7 +14,7 @@ keeps two numbers a token, the sums of ``exp(z - m)`` and of ``exp(z - m)(z - m)
 bytes of logits cost little memory, and are kept instead, in the type of the product: nothing is lost.
 
 Under truncation (see ``lit_rl.ops.logprobs``) a set is cut out of a whole row, so blocks are of tokens alone; and so
-they are where earlier tokens change the logits. Blocks of whole rows (`of_whole_rows`) measure anything that a
+they are where earlier tokens change the logits. Blocks of whole rows (`measure_rows`) measure anything that a
 function makes of ``z = h Wᵀ + c``: the logits are let go when they have been measured, and computed anew in the
 backward pass,
 
@@ -93,7 +93,7 @@ class GradientTotal:
         """True where this backward pass has added nothing yet."""
         return self._sum is None
 
-    def room(self) -> Tensor:
+    def buffer(self) -> Tensor:
         """Return the ``(v, d)`` sum; where nothing was added, numbers without meaning, to be written over."""
         if self._sum is None:
             self._sum = torch.empty_like(self.weight, dtype=self._dtype)
@@ -103,7 +103,7 @@ class GradientTotal:
 
     def add_rows(self, ids: Tensor, rows: Tensor) -> None:
         """Add ``rows`` (n, d) to the rows at ``ids``, long (n,), which may repeat."""
-        total = self.room().zero_() if self.is_empty else self.room()
+        total = self.buffer().zero_() if self.is_empty else self.buffer()
         total.add_(torch.sparse_coo_tensor(ids[None], rows.to(total.dtype), total.shape, check_invariants=False))
 
     def take(self) -> Tensor | None:
@@ -157,7 +157,7 @@ _PRODUCTS = 2**13
 """Rows of a product that stands beside a wider sum until it is added."""
 
 
-def of_whole_rows(
+def measure_rows(
     hidden: Float[Tensor, "n d"],
     weight: Float[Tensor, "v d"],
     bias: Float[Tensor, " v"] | None,
@@ -230,7 +230,7 @@ def slices(total: int, size: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, total, size))
 
 
-def exact(tensor: Tensor) -> torch.dtype:
+def accumulation_dtype(tensor: Tensor) -> torch.dtype:
     """Return the type of sums: float32, or the tensor's own float64."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
@@ -249,14 +249,14 @@ class GradientSums:
         needed: tuple[bool, ...],
         total: GradientTotal | None = None,
     ) -> None:
-        self._inputs, kind = (hidden, weight, bias), exact(hidden)
+        self._inputs, kind = (hidden, weight, bias), accumulation_dtype(hidden)
         make = torch.empty_like if len(hidden) else torch.zeros_like
         self._hidden = make(hidden, dtype=kind) if needed[0] else None
         self.weight = make(weight, dtype=type_of_gradient(weight)) if needed[1] else None
         self._adds = total is not None and not total.is_empty
-        self._of_weight = self.weight if total is None else total.room()
+        self._of_weight = self.weight if total is None else total.buffer()
         if total is not None and not self._adds and not len(hidden):
-            total.room().zero_()
+            total.buffer().zero_()
         self._bias = torch.zeros_like(bias, dtype=kind) if bias is not None and needed[2] else None
         self._sum = torch.empty(0)  # of the columns at hand, where the gradient of the weight is narrower
 
@@ -266,7 +266,7 @@ class GradientSums:
         if self._hidden is not None:
             _add_product(self._hidden[rows], grad, weight[columns], first=columns.start == 0)
         if self._of_weight is not None:
-            of_columns, kind = self._of_weight[columns], exact(hidden)
+            of_columns, kind = self._of_weight[columns], accumulation_dtype(hidden)
             if of_columns.dtype == kind:
                 _add_product(of_columns, grad.T, hidden[rows], first=rows.start == 0 and not self._adds)
             else:
@@ -467,7 +467,7 @@ def _parts(rows: slice, product: Tensor) -> Iterator[tuple[slice, Tensor]]:
 def _logits(product: Tensor, temperature: float, *, own: bool) -> Float[Tensor, "rows columns"]:
     """Return the product in float32, divided by the temperature. An `own` product is written over if it is float32
     already."""
-    numbers = product.to(exact(product))
+    numbers = product.to(accumulation_dtype(product))
     if temperature == 1:
         return numbers
     return numbers.div_(temperature) if own or numbers is not product else numbers / temperature
@@ -553,7 +553,7 @@ class _Sums:
 
     def __init__(self, hidden: Tensor, ids: Tensor, distribution: Distribution, *, compiler: Compiler | None) -> None:
         self._ids, self._distribution, self._compiler = ids, distribution, compiler
-        self.picked = torch.zeros(ids.shape, dtype=exact(hidden), device=hidden.device)
+        self.picked = torch.zeros(ids.shape, dtype=accumulation_dtype(hidden), device=hidden.device)
         self._top = torch.full_like(self.picked, -torch.inf)
         self._sum = torch.zeros_like(self.picked)  # of exp(z - top)
         self._spread = torch.zeros_like(self.picked) if distribution.entropy else None  # of exp(z - top) (z - top)
@@ -684,6 +684,6 @@ def _by_rows(
 
     size = _rows(hidden.device, weight.shape[0], distribution.truncation, history)
     learned = 2 if distribution.entropy_gradient else 1
-    found = of_whole_rows(hidden, weight, bias, measured, size=size, learned=learned, summed=summed)
-    logprobs, *entropies = (column.to(exact(hidden)) for column in found)
+    found = measure_rows(hidden, weight, bias, measured, size=size, learned=learned, summed=summed)
+    logprobs, *entropies = (column.to(accumulation_dtype(hidden)) for column in found)
     return LinearScores(logprobs, entropies[0] if entropies else None)

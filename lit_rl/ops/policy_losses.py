@@ -147,7 +147,7 @@ Advantages = Float[Tensor, " b"] | Float[Tensor, "b t"]
 """Advantages: one for each row, shared by its tokens, or one for each token."""
 
 Ratio = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""A function of :mod:`lit_rl.ops.policy_losses`."""
+"""A ratio function, such as :func:`token_ratio`."""
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ def clipped_policy_loss(
         clip_high: Distance of the upper bound from 1, above 0. None: ``clip_low``. DAPO (2503.14476): 0.28.
         delta: Bound on the ratio where the advantage is negative, and the plain clip has none. Above ``1 + clip_high``;
             verl's dual clip takes 3. None: no bound.
-        ratio: Level of the ratio: a function of ``lit_rl.ops.policy_losses``.
+        ratio: Level of the ratio, such as ``token_ratio`` or ``sequence_mean_ratio``.
     """
     clip_high = clip_low if clip_high is None else clip_high
     terms = Terms.of(logprobs, old_logprobs, advantages, mask, ratio)
@@ -413,7 +413,7 @@ def importance_weighted_loss(
         old_logprobs: Of the policy that took the rollout, without.
         advantages: One for each row or for each token.
         mask: Loss mask.
-        ratio: Level of the ratio: a function of ``lit_rl.ops.policy_losses``.
+        ratio: Level of the ratio, such as ``token_ratio`` or ``sequence_mean_ratio``.
     """
     terms = Terms.of(logprobs, old_logprobs, advantages, mask, ratio)
     return terms.only(-terms.ratio * terms.advantages), ratio_metrics(terms)
@@ -438,7 +438,7 @@ def cispo_loss(
         advantages: One for each row or for each token.
         mask: Loss mask.
         cap: Highest weight of a token, above 0. ScaleRL takes 4 to 8. TRL's name for it is ``epsilon_high``.
-        ratio: Level of the ratio: a function of ``lit_rl.ops.policy_losses``.
+        ratio: Level of the ratio, such as ``token_ratio`` or ``sequence_mean_ratio``.
     """
     terms = Terms.of(logprobs, old_logprobs, advantages, mask, ratio)
     now = terms.ratio.detach()
@@ -467,7 +467,7 @@ def cispo_two_sided_loss(
         mask: Loss mask.
         clip_low: Distance of the lowest weight from 1, in [0, 1]. 1: no bound.
         clip_high: Distance of the highest weight from 1, above 0. None: ``clip_low``.
-        ratio: Level of the ratio: a function of ``lit_rl.ops.policy_losses``.
+        ratio: Level of the ratio, such as ``token_ratio`` or ``sequence_mean_ratio``.
     """
     low, high = 1 - clip_low, 1 + (clip_low if clip_high is None else clip_high)
     terms = Terms.of(logprobs, old_logprobs, advantages, mask, ratio)
@@ -642,7 +642,7 @@ def sapo_loss(
         mask: Loss mask.
         temperature_positive: ``tau`` where the advantage is positive, above 0.
         temperature_negative: ``tau`` elsewhere, above 0. Higher than the other: negative gradients fade sooner.
-        ratio: Level of the ratio: a function of ``lit_rl.ops.policy_losses``.
+        ratio: Level of the ratio, such as ``token_ratio`` or ``sequence_mean_ratio``.
     """
     terms = Terms.of(logprobs, old_logprobs, advantages, mask, ratio)
     positive = terms.advantages > 0

@@ -115,7 +115,7 @@ def alpha_divergence(rho: Float[Tensor, "*shape"], *, alpha: float = 0.5) -> Flo
 
 
 Divergence = Callable[[Tensor], Tensor]
-"""A function of :mod:`lit_rl.ops.preference_losses`: log ratio -> score."""
+"""A function from a log ratio to a score, such as :func:`reverse_kl`."""
 
 
 class PolicyPairs:
@@ -378,7 +378,7 @@ def robust(pairs: Pairs, beta: float, *, label_smoothing: float = 0.0) -> Float[
 def bco_pair(pairs: RatioPairs, beta: float) -> Float[Tensor, " b"]:
     """BCO on pairs (2404.04656) without its baseline: ``-ls(beta rho_c) - ls(-beta rho_r)``. The quality loss of MPO.
 
-    :func:`~lit_rl.ops.preference_losses.bco` has the baseline, the running mean of rewards.
+    :func:`bco` has the baseline, the running mean of rewards.
     """
     return -logsigmoid(beta * pairs.chosen_ratio) - logsigmoid(-beta * pairs.rejected_ratio)
 
@@ -447,7 +447,7 @@ def simpo(pairs: PolicyPairs, beta: float, *, gamma: float = 0.5, label_smoothin
         pairs: Of the batch. Their reference is not read.
         beta: Scale of the reward, above 0: the paper takes 2 to 10.
         gamma: Margin of the rewards below which a pair still counts as wrong, at least 0.
-        label_smoothing: ``e``, in [0, 0.5], as in :func:`~lit_rl.ops.preference_losses.sigmoid`.
+        label_smoothing: ``e``, in [0, 0.5], as in :func:`sigmoid`.
 
     Raises:
         ValueError: a setting is out of range.

@@ -1,6 +1,8 @@
 """Calls of one reward function: where it runs, its limits, its cache, early calls, and what a failure means.
 
-`Caller` is the way in. `EarlyCalls` are for completions that are finished while others are still generated.
+`Caller` runs a `Job` and returns `FunctionScores`: in a `WorkerPool`, on an event loop, or on the calling thread, under
+`CallSettings`. Results of equal inputs come from its `ScoreCache`. `EarlyCalls` score completions that are finished
+while others are still generated; the call of the whole batch takes their outcomes over.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import warnings
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -185,56 +187,23 @@ def call_error(
     )
 
 
-def warn_of_failures(
-    name: str,
-    failures: Sequence[Failure | None],
-    completions: Sequence[Completion],
-    settings: CallSettings,
-    warned: set[str],
-) -> None:
-    """Warn once for each kind of failure of a function, with the first completion that it happened on."""
-    for i, failure in enumerate(failures):
-        if failure is None or failure.kind in warned:
-            continue
-        warned.add(failure.kind)
-        count = sum(other is not None for other in failures)
-        place = f" ({failure.place})" if failure.place else ""
-        warnings.warn(
-            f"reward function {name!r} failed on {count} of {len(failures)} completions, which score "
-            f"on_error={settings.on_error:g}: {failure.kind}: {failure.text}{place}{quote_output(failure.output)}. The "
-            f"first starts {text_of(completions[i])[:80]!r}. Later ones of this kind are counted in "
-            f"rewards/{name}/failure_ratio only.",
-            stacklevel=4,
-        )
-
-
 RowsOutcome = tuple[Sequence[int], Outcome]
 """Rows of a batch, and the outcome of a call for them, in their order."""
-
-
-def is_independent(function: Any) -> bool:
-    """Tell whether a function has an attribute ``independent_rows`` that is True.
-
-    Its value for a completion then depends on that completion, its prompt and columns alone: it may be called with
-    some of the rows of a batch, in a thread of its own, while other rows are still written.
-    """
-    inner = function.function if isinstance(function, FunctionFromPath) else function
-    return getattr(inner, "independent_rows", False) is True
 
 
 class EarlyCalls:
     """Calls of a function for rows as they are finished, whose outcomes the call of the whole batch takes over.
 
-    Where failures end the run, only success is kept: a row whose call failed is asked about again with all that is
-    left, so that a failure has the words and the consequences that it has without early calls. Where they have a score
-    (``on_error``), a failure counts at once.
+    If failures end the run, only successes are kept: a row whose call failed is scored again with the rest, so that a
+    failure has the same message and consequences as without early calls. If failures have a score (``on_error``), they
+    count at once.
 
     Args:
         job: All rows of the batch, whose inputs are filled as they become known.
         call: Calls the function with some of them.
-        loop: Where.
+        loop: The event loop of the calls.
         at_once: Calls under way at a time.
-        all_that_wait: Whether a call has all rows that wait by then; otherwise one.
+        all_that_wait: Whether a call gets all rows that wait at its start, or one of them.
         most_hangs: Rows that may run into the limit before the rest is left to the call of the batch.
     """
 
@@ -382,7 +351,11 @@ class Caller:
             completions: The same of the completions, for messages.
         """
         runs_elsewhere = self.pool is not None or is_async(self.function)
-        allowed = is_independent(self.function) or (job.per_sample and runs_elsewhere)
+        inner = self.function.function if isinstance(self.function, FunctionFromPath) else self.function
+        # Its value for a completion then depends on that completion, its prompt and columns alone: it may be called
+        # with some of the rows of a batch, in a thread of its own, while other rows are still generated.
+        is_independent = getattr(inner, "independent_rows", False) is True
+        allowed = is_independent or (job.per_sample and runs_elsewhere)
         if not allowed or (self.logs_metrics and not job.per_sample) or self._cache is not None:
             return None
         return EarlyCalls(
@@ -409,7 +382,7 @@ class Caller:
         Args:
             job: Rows of the batch.
             completions: Of the whole batch.
-            early: Calls that were begun before the batch was whole, and the rows that they are right for.
+            early: Calls that began before the batch was complete, and the rows for which they are valid.
         """
         if early is None and self.pool is None and not is_async(self.function):
             return None
@@ -420,8 +393,19 @@ class Caller:
     ) -> FunctionScores:
         """Wait for the call that `begin` started, or call the function on this thread."""
         scores = begun.result() if begun is not None else run_without_loop(self._score(job, completions))
-        of_job = [completions[number] for number in job.numbers]
-        warn_of_failures(self.name, scores.failures, of_job, self.settings, self._warned)
+        failed = [(number, each) for number, each in zip(job.numbers, scores.failures, strict=True) if each is not None]
+        for number, failure in failed:  # one warning for each kind, with the first completion that it happened on
+            if failure.kind in self._warned:
+                continue
+            self._warned.add(failure.kind)
+            place = f" ({failure.place})" if failure.place else ""
+            warnings.warn(
+                f"reward function {self.name!r} failed on {len(failed)} of {len(scores.failures)} completions, which "
+                f"score on_error={self.settings.on_error:g}: {failure.kind}: {failure.text}{place}"
+                f"{quote_output(failure.output)}. The first starts {text_of(completions[number])[:80]!r}. Later ones "
+                f"of this kind are counted in rewards/{self.name}/failure_ratio only.",
+                stacklevel=3,
+            )
         return scores
 
     # ---------------------------------------------------------------- one batch; suspends only where it runs on a loop
@@ -430,7 +414,13 @@ class Caller:
         self, job: Job, completions: Sequence[Completion], early: EarlyRows | None = None
     ) -> FunctionScores:
         if early is not None:
-            return self._check(job, await self._run_what_is_left(job, completions, *early), completions)
+            calls, rows = early
+            parts = await calls.parts(rows)
+            known_rows = {number for numbers, _ in parts for number in numbers}
+            left = job.select([place for place, number in enumerate(job.numbers) if number not in known_rows])
+            if left.rows:
+                parts.append((left.numbers, await self._run_in_parts(left, completions, hangs=calls.hangs)))
+            return self._check(job, in_order(parts, job.numbers), completions)
         if self._cache is None:
             return self._check(job, await self._run_in_parts(job, completions), completions)
         keys = [key_of(job.row(i)) for i in range(job.rows)]
@@ -460,17 +450,6 @@ class Caller:
             result.failures.append(failure)
         return result
 
-    async def _run_what_is_left(
-        self, job: Job, completions: Sequence[Completion], calls: EarlyCalls, rows: Collection[int]
-    ) -> Outcome:
-        """Run the job for all rows that early calls did not score."""
-        parts = await calls.parts(rows)
-        known = {number for numbers, _ in parts for number in numbers}
-        left = job.select([place for place, number in enumerate(job.numbers) if number not in known])
-        if left.rows:
-            parts.append((left.numbers, await self._run_in_parts(left, completions, hangs=calls.hangs)))
-        return in_order(parts, job.numbers)
-
     async def _run_in_parts(self, job: Job, completions: Sequence[Completion], hangs: int = 0) -> Outcome:
         """Run the whole job; a per-sample one in as many parts as there are workers."""
         parts = min(self.settings.workers, job.rows) if self.pool is not None and job.per_sample else 1
@@ -483,9 +462,10 @@ class Caller:
     async def _run_or_retry_rows(self, job: Job, completions: Sequence[Completion], hangs: int = 0) -> Outcome:
         """Run the job; if it fails and failures have a score, run each completion alone, so that only some fail.
 
-        `hangs` completions of its batch have reached the time limit before.
-
-        So many of its batch have run into the limit before.
+        Args:
+            job: Rows of the batch.
+            completions: Of the whole batch.
+            hangs: Completions of the batch that have reached the time limit before.
         """
         try:
             return await self._run(job)
@@ -523,17 +503,13 @@ class Caller:
         elif is_async(self.function):
             outcome = await self._run_awaited(job, limit)
         else:
-            with self._warn_when_late(limit):
-                outcome = self._run_here(job)
+            in_main = threading.current_thread() is threading.main_thread()
+            seeded = job if in_main else replace(job, seed=None)
+            kept = nullcontext() if seeded.seed is None else preserve_process_state(f"reward function {self.name!r}")
+            with self._warn_when_late(limit), kept:
+                outcome = run(self.function, seeded, FUNCTION_LOOP.wait)
         check_rows(self.name, outcome.returned, job.rows)
         return outcome
-
-    def _run_here(self, job: Job) -> Outcome:
-        """Run it on this thread. The training's random draws are unaffected by it."""
-        if job.seed is None or threading.current_thread() is not threading.main_thread():
-            return run(self.function, replace(job, seed=None), FUNCTION_LOOP.wait)
-        with preserve_process_state(f"reward function {self.name!r}"):
-            return run(self.function, job, FUNCTION_LOOP.wait)
 
     async def _run_awaited(self, job: Job, limit: float | None) -> Outcome:
         with self._warn_when_late(None if limit is None else limit + GRACE):

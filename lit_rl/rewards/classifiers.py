@@ -6,7 +6,7 @@ Rows are padded on the right and masked.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,6 +19,16 @@ from torch.distributed.tensor import DTensor
 from lit_rl.core.errors import ConfigError, RewardError, StorageError, did_you_mean, in_range
 from lit_rl.core.examples import TokenBatch
 from lit_rl.core.vision_inputs import PromptVision, Vision
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from lit_rl.models.vision_processor import VisionProcessor
+
+    ScorerLike = str | PreTrainedModel
+    """A folder or hub id, or a model that is loaded already. Configs that are read from files know the first."""
+else:
+    ScorerLike = str
 
 SET_ELSEWHERE = {
     "dtype": "dtype",
@@ -48,30 +58,6 @@ _RENDERED = (
 """Arguments of `apply_chat_template` that the rendering of a row fixes."""
 
 
-def check_init_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Refuse arguments that are set elsewhere or fixed.
-
-    Raises:
-        ConfigError: names the key, and the setting to use instead.
-    """
-    for key in kwargs:
-        if key in SET_ELSEWHERE:
-            raise ConfigError(f"init_kwargs.{key} is not taken: use {SET_ELSEWHERE[key]}.")
-
-
-def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Refuse keywords of the chat template that are not the user's to set.
-
-    Raises:
-        ConfigError: names them.
-    """
-    if taken := sorted(kwargs.keys() & set(_RENDERED)):
-        raise ConfigError(
-            f"chat_template_kwargs: {', '.join(taken)} cannot be set, since every row is rendered alike: remove it. "
-            "A template of your own is chat_template."
-        )
-
-
 class OnRunDevice:
     """A model that scores on the device of the run, unless `device` names another."""
 
@@ -80,7 +66,7 @@ class OnRunDevice:
     """The device of the run, which the training module sets. None outside of a run."""
 
     @property
-    def place(self) -> torch.device:
+    def load_device(self) -> torch.device:
         """The device to load the model on; without a name and outside of a run the process's GPU, else the CPU.
 
         Raises:
@@ -150,13 +136,6 @@ def in_lockstep(score: Callable[..., Any]) -> Callable[..., Any]:
     return scored
 
 
-def on_all_ranks(mesh: DeviceMesh, flag: bool) -> bool:
-    """Tell whether the flag is set on every rank. A collective."""
-    said = torch.tensor(int(flag), device=mesh.device_type)
-    torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MIN, group=mesh.get_group())
-    return bool(said)
-
-
 def can_shard(model: Any) -> bool:
     """Tell whether its layers are known, and all of its weights are of one type, as FSDP2 requires."""
     from lit_rl.models.sharding import decoder_layers
@@ -174,29 +153,6 @@ def shard_for_scoring(model: nn.Module, mesh: DeviceMesh) -> None:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
 
-
-def local_bytes(model: nn.Module) -> int:
-    """Return the bytes of the weights that this process holds between two calls."""
-    parts = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in model.parameters())
-    return sum(part.nbytes for part in parts)
-
-
-def reshard(model: nn.Module) -> None:
-    """Free gathered weights: those of the outermost module would wait for a backward pass that never happens."""
-    if isinstance(model, FSDPModule):
-        model.reshard()
-
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-    from lit_rl.models.vision_processor import VisionProcessor
-
-    ScorerLike = str | PreTrainedModel
-    """A folder or hub id, or a model that is loaded already. Configs that are read from files know the first."""
-else:
-    ScorerLike = str
 
 _DTYPES = ("float32", "bfloat16", "float16", "auto")
 
@@ -253,7 +209,8 @@ class Classifier(OnRunDevice):
         if max_length is not None:
             in_range("max_length", max_length, low=1)
         self._given = None if isinstance(name, str) and tokenizer is None else (name, tokenizer)
-        self.name = name if isinstance(name, str) else _name_of(name)
+        config = getattr(name, "config", None)
+        self.name = name if isinstance(name, str) else str(getattr(config, "_name_or_path", "") or type(name).__name__)
         self.init_kwargs = dict(init_kwargs or {})
         if self._given is not None:
             _check_given(self, *self._given, revision=revision, dtype=dtype)
@@ -266,8 +223,14 @@ class Classifier(OnRunDevice):
         self.overlong = overlong
         self.chat_template = chat_template
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
-        check_template_kwargs(self.chat_template_kwargs)
-        check_init_kwargs(self.init_kwargs)
+        if taken := sorted(self.chat_template_kwargs.keys() & set(_RENDERED)):
+            raise ConfigError(
+                f"chat_template_kwargs: {', '.join(taken)} cannot be set, since every row is rendered alike: remove "
+                "it. A template of your own is chat_template."
+            )
+        for key in self.init_kwargs:
+            if key in SET_ELSEWHERE:
+                raise ConfigError(f"init_kwargs.{key} is not taken: use {SET_ELSEWHERE[key]}.")
         self._loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
         self._processor: VisionProcessor | None = None
         self.lockstep: Lockstep | None = None
@@ -289,7 +252,14 @@ class Classifier(OnRunDevice):
             BackendError: the model cannot be reached.
         """
         if self._loaded is None:
-            self._loaded = _load_classifier(self, self.place) if self._given is None else _to_device(self, *self._given)
+            if self._given is None:
+                self._loaded = _load_classifier(self, self.load_device)
+                return self._loaded
+            model, tokenizer = self._given  # whose weights are not changed, nor is the tokenizer
+            if self.chat_template is not None:
+                tokenizer = copy.deepcopy(tokenizer)
+                tokenizer.chat_template = self.chat_template
+            self._loaded = model.to(self.load_device).eval(), tokenizer  # pyright: ignore
         return self._loaded
 
     def load_spread(self, mesh: DeviceMesh) -> None:
@@ -310,11 +280,13 @@ class Classifier(OnRunDevice):
         if fresh:
             self._loaded = _load_classifier(self, torch.device("cpu"))  # the mesh's device never holds all of it
         model, tokenizer = self.load()
-        if on_all_ranks(mesh, fresh and can_shard(model)):
+        everywhere = torch.tensor(int(fresh and can_shard(model)), device=mesh.device_type)
+        torch.distributed.all_reduce(everywhere, torch.distributed.ReduceOp.MIN, group=mesh.get_group())
+        if everywhere:
             shard_for_scoring(model, mesh)
             self.lockstep = Lockstep(mesh)
         elif fresh:
-            self._loaded = model.to(self.place), tokenizer  # pyright: ignore[reportArgumentType]
+            self._loaded = model.to(self.load_device), tokenizer  # pyright: ignore[reportArgumentType]
 
     def processor(self) -> VisionProcessor | None:
         """Return the processor of prompts with images, loaded on first use. None for a model over text.
@@ -336,7 +308,8 @@ class Classifier(OnRunDevice):
         """Bytes of its weights on the run's device; 0 before it is loaded."""
         if self._loaded is None or self.device == "cpu":
             return 0
-        return local_bytes(self._loaded[0])
+        weights = self._loaded[0].parameters()
+        return sum((each.to_local() if isinstance(each, DTensor) else each).nbytes for each in weights)
 
     def longest(self, rows: Sequence[Sequence[int]]) -> int:
         """Return the token limit of the rows.
@@ -344,8 +317,18 @@ class Classifier(OnRunDevice):
         Raises:
             RewardError: a row is longer and `overlong` is `error`, or has no token.
         """
-        limit = self.max_length or _longest(self.load()[0]) or max(map(len, rows), default=0)
-        self._check_lengths(rows, limit)
+        config: Any = self.load()[0].config.get_text_config()
+        lengths = [len(row) for row in rows]
+        limit = self.max_length or getattr(config, "max_position_embeddings", None) or max(lengths, default=0)
+        if 0 in lengths:
+            raise RewardError(f"row {lengths.index(0)} has no token for {self.name!r}: it is empty.")
+        if self.overlong == "error" and max(lengths, default=0) > limit:
+            ways = " or ".join(way for way in self.allowed_overlong if way != "error")
+            raise RewardError(
+                f"row {lengths.index(max(lengths))} has {max(lengths)} tokens for the reward model {self.name!r}, the "
+                f"longest of {sum(length > limit for length in lengths)} with more than max_length={limit}. Raise it, "
+                f"or set overlong to {ways}."
+            )
         return limit
 
     def batches(self, rows: Sequence[Sequence[int]], order: Iterable[int]) -> Iterator[Sequence[int]]:
@@ -360,7 +343,8 @@ class Classifier(OnRunDevice):
             model, _ = self.load()
             for _ in range(idle):
                 logits_of(model, [[0]])
-            reshard(model)
+            if isinstance(model, FSDPModule):  # gathered weights would wait for a backward pass that never happens
+                model.reshard()
 
     def require_chat_template(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises ConfigError where there is none."""
@@ -378,20 +362,6 @@ class Classifier(OnRunDevice):
                 f"name={self.name!r} is no reward model of this kind: it has num_labels={config.num_labels}, and "
                 f"{'a reward' if self.labels == 1 else 'a step'} is {what}. "
                 f"Take a {kind} classifier that was trained with num_labels={self.labels}."
-            )
-
-    def _check_lengths(self, rows: Sequence[Sequence[int]], limit: int) -> None:
-        longest = max(range(len(rows)), key=lambda i: len(rows[i]), default=None)
-        if longest is None:
-            return
-        if any(not row for row in rows):
-            raise RewardError(f"row {[len(row) for row in rows].index(0)} has no token for {self.name!r}: it is empty.")
-        if self.overlong == "error" and len(rows[longest]) > limit:
-            ways = " or ".join(way for way in self.allowed_overlong if way != "error")
-            raise RewardError(
-                f"row {longest} has {len(rows[longest])} tokens for the reward model {self.name!r}, the longest of "
-                f"{sum(len(row) > limit for row in rows)} with more than max_length={limit}. Raise it, or set overlong "
-                f"to {ways}."
             )
 
 
@@ -424,18 +394,6 @@ def _check_given(description: Classifier, model: Any, tokenizer: Any, *, revisio
         raise ConfigError(
             "revision, dtype and init_kwargs are of loading, and the reward model is loaded already: leave them out."
         )
-
-
-def _name_of(model: Any) -> str:
-    return str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
-
-
-def _to_device(description: Classifier, model: Any, tokenizer: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return a loaded model on its device, in evaluation mode. Neither its weights nor the tokenizer are changed."""
-    if description.chat_template is not None:
-        tokenizer = copy.deepcopy(tokenizer)
-        tokenizer.chat_template = description.chat_template
-    return model.to(description.place).eval(), tokenizer
 
 
 def _load_classifier(description: Classifier, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -475,10 +433,6 @@ def _load_classifier(description: Classifier, device: torch.device) -> tuple[Pre
     if description.chat_template is not None:
         tokenizer.chat_template = description.chat_template
     return model.to(device).eval().requires_grad_(False), tokenizer
-
-
-def _longest(model: PreTrainedModel) -> int | None:
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lit_rl.core.errors import ConfigError, RewardError, did_you_mean
-from lit_rl.core.model_paths import check_weights
+from lit_rl.core.user_functions import check_weights
 from lit_rl.rewards.caller import Caller, EarlyRows, FunctionScores
 from lit_rl.rewards.contract import Completion, load_function
 from lit_rl.rewards.jobs import Job, TrainerState
@@ -50,7 +50,9 @@ class RewardRecipes(Rewards):
         self.column = column
         self.default = default
         for name, recipe in self.recipes.items():
-            _check_recipe(name, recipe, self.names)
+            if not recipe:
+                raise ConfigError(f"recipes.{name} is empty: name at least one function and its weight.")
+            check_weights(f"recipes.{name}", recipe, self.names)
         if unused := [name for name in self.names if not any(name in recipe for recipe in self.recipes.values())]:
             raise ConfigError(f"functions holds {unused[0]!r}, which is in no recipe: add it to one, or leave it out.")
         if default is not None and default not in self.recipes:
@@ -78,9 +80,8 @@ class RewardRecipes(Rewards):
         return {column: [values[row] for row in rows] for column, values in columns.items()}
 
     def _callers_for(self, inputs: Mapping[str, Any]) -> Mapping[str, Caller]:
-        rows, callers = self._rows_for(inputs), {}
-        for name, caller in self._callers.items():
-            callers[name] = _RowsCaller(caller, rows[name])
+        rows = self._rows_for(inputs)
+        callers: dict[str, Any] = {name: _RowsCaller(each, rows[name]) for name, each in self._callers.items()}
         return callers
 
     def _rows_for(self, inputs: Mapping[str, Any]) -> Mapping[str, Sequence[int]]:
@@ -96,18 +97,16 @@ class RewardRecipes(Rewards):
         """Return the recipe of each row."""
         if self.column not in inputs:
             self.bind([name for name in inputs if name not in ("prompts", "completions", "completion_ids")])
-        return [self.recipes[self._recipe(row, value)] for row, value in enumerate(inputs[self.column])]
-
-    def _recipe(self, row: int, value: Any) -> str:
-        name = str(value) if value is not None else None
-        if name in self.recipes:
-            return name
-        if self.default is None:
-            raise RewardError(
-                f"row {row} has {self.column}={value!r:.80}, which is no recipe: {self._listed(str(value))} Or name "
-                "the recipe of all other rows: default=..."
-            )
-        return self.default
+        recipes: list[dict[str, float]] = []
+        for row, value in enumerate(inputs[self.column]):
+            name = self.default if value is None or str(value) not in self.recipes else str(value)
+            if name is None:
+                raise RewardError(
+                    f"row {row} has {self.column}={value!r:.80}, which is no recipe: {self._listed(str(value))} Or "
+                    "name the recipe of all other rows: default=..."
+                )
+            recipes.append(self.recipes[name])
+        return recipes
 
     def _listed(self, word: str) -> str:
         return f"recipes are {', '.join(self.recipes) or 'none'}.{did_you_mean(word, self.recipes)}"
@@ -144,12 +143,6 @@ class _RowsCaller:
             given = dict(zip(self.rows, values, strict=True))
             whole.extras[column] = [given.get(row) for row in range(count)]
         return whole
-
-
-def _check_recipe(name: str, recipe: Mapping[str, float], functions: Sequence[str]) -> None:
-    if not recipe:
-        raise ConfigError(f"recipes.{name} is empty: name at least one function and its weight.")
-    check_weights(f"recipes.{name}", recipe, functions)
 
 
 JOINT = "joint"
@@ -220,7 +213,7 @@ class JointRewards(Rewards):
         if JOINT not in self.functions:
             return by_function
         by_function = {name: replace(s, spans=[None] * len(s.values)) for name, s in by_function.items()}
-        values = {name: [_none_for_nan(v) for v in scores.values] for name, scores in by_function.items()}
+        values = {name: [None if math.isnan(v) else v for v in s.values] for name, s in by_function.items()}
         joint = self._callers[JOINT]
         job = joint.job({**inputs, **values}, len(completions), state)
         return by_function | {JOINT: joint.result(job, completions, joint.begin(job, completions))}
@@ -233,7 +226,3 @@ class JointRewards(Rewards):
 
     def _total(self, values: Tensor, weights: Tensor) -> Tensor:
         return values[:, -1].float()
-
-
-def _none_for_nan(value: float) -> float | None:
-    return None if math.isnan(value) else value

@@ -39,11 +39,11 @@ def text_of(completion: Completion) -> str:
         return completion
     if not isinstance(completion, list | tuple):
         raise RewardError(f"a completion is text or a list of messages, not {type(completion).__name__}.")
-    return "\n".join(content_of(message) for message in completion if _is_by_policy(message))
-
-
-def _is_by_policy(message: Message) -> bool:
-    return not isinstance(message, dict) or message.get("role", "assistant") == "assistant"
+    return "\n".join(
+        content_of(message)
+        for message in completion
+        if not isinstance(message, dict) or message.get("role", "assistant") == "assistant"
+    )
 
 
 def content_of(message: Message) -> str:

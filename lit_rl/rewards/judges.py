@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -315,7 +314,7 @@ class _PairCaller:
         in_range("judge.workers", workers, low=0)
         in_range("judge.recycle_after", recycle_after, low=0)
         in_range("judge.max_concurrent", max_concurrent, low=1)
-        function = _load_judge_function(fn) if isinstance(fn, str) else fn
+        function = load_function(fn, "judge.fn") if isinstance(fn, str) else fn
         self.name = name_of(function)
         check_callable(self.name, function)
         self.per_pair = is_per_sample(self.name, function)
@@ -372,14 +371,6 @@ class _PairCaller:
         finally:
             if begun is not None:
                 begun.cancel()
-
-
-def _load_judge_function(path: str) -> Callable[..., Any]:
-    """Return the function at a path, with the judge's key in errors in place of the reward's."""
-    try:
-        return load_function(path)
-    except (ConfigError, RewardError) as error:
-        raise type(error)(re.sub(r"^reward\.fn\b", "judge.fn", str(error))) from error
 
 
 def as_judge(judge: Any) -> Judge:

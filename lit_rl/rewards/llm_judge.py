@@ -13,7 +13,7 @@ from typing import Any
 
 from lit_rl.core.errors import ConfigError, RewardError, in_range
 from lit_rl.core.event_loops import FUNCTION_LOOP
-from lit_rl.core.rollout import Message, Prompt
+from lit_rl.core.rollout import Prompt
 from lit_rl.rewards.contract import Completion, content_of, text_of
 from lit_rl.rewards.jobs import TrainerState
 from lit_rl.rewards.judges import LogMetric, Verdict, average_orders, check_judge_columns
@@ -207,23 +207,20 @@ def verdict_of(answer: str) -> Verdict:
 
 
 def _prompt_text(prompt: Prompt) -> str:
-    """
+    """Return the prompt as text, messages with their roles.
+
     Raises:
         RewardError: the prompt shows images, which the judge would not see.
     """
     if isinstance(prompt, str):
         return prompt
-    if any(part.get("type") != "text" for message in prompt for part in _parts(message)):
+    contents = [message.get("content") for message in prompt]
+    if any(part.get("type") != "text" for each in contents if isinstance(each, list) for part in each):
         raise RewardError(
             "judge=llm reads text alone, and a prompt shows images: it would judge answers to what it has not seen. "
             "Take judge=reward, or a judge of your own (judge=function)."
         )
     return "\n\n".join(f"{message.get('role', '')}: {content_of(message)}" for message in prompt)
-
-
-def _parts(message: Message) -> list[dict[str, Any]]:
-    content = message.get("content")
-    return content if isinstance(content, list) else []
 
 
 def _reply_text(answer: bytes) -> str:

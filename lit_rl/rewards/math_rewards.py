@@ -282,8 +282,10 @@ def _gold(text: str, limit: Any) -> str | list[Any]:
     if text.count("$") % 2:  # of an amount of money; LaTeX comes between two
         text = text.replace("$", "")
     inside = boxed(text)
-    if _is_word(text if inside is None else inside):
-        return normalise(text if inside is None else inside)
+    answer = text if inside is None else inside
+    rest = _COMMAND.sub("", answer)
+    if not re.search(r"[\d$\\]", rest) and _WORD.search(rest):
+        return normalise(answer)
     if not _ANCHOR.search(text) and not _WORD.search(_COMMAND.sub("", text)):
         return parse(f"${text}$", parsing_timeout=limit) or parse(text, parsing_timeout=limit)
     return parse(text, parsing_timeout=limit)
@@ -292,11 +294,6 @@ def _gold(text: str, limit: Any) -> str | list[Any]:
 def _tidied(text: str) -> str:
     """Return the text with hyphens for minus signs, LaTeX percent signs, and no escaped dollar signs."""
     return _PERCENT.sub(r"\\%", text.replace("−", "-").replace("\\$", ""))
-
-
-def _is_word(text: str) -> bool:
-    rest = _COMMAND.sub("", text)
-    return not re.search(r"[\d$\\]", rest) and bool(_WORD.search(rest))
 
 
 def _compare(gold: str | list[Any], text: str, limit: Any) -> float | None:

@@ -251,4 +251,4 @@ def _load(judge: PairRMJudge) -> tuple[Any, PreTrainedTokenizerBase]:
             f"judge.name={name!r}: its files lack {len(missing)} weights ({', '.join(missing[:5])}), which would be "
             "random numbers."
         )
-    return model.to(judge.place).eval().requires_grad_(False), tokenizer
+    return model.to(judge.load_device).eval().requires_grad_(False), tokenizer

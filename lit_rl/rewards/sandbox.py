@@ -26,7 +26,7 @@ from typing import IO
 from lit_rl.core.errors import BackendError
 from lit_rl.rewards.code_runner import descendants
 
-_SCRIPT, _INSIDE = Path(__file__).with_name("code_apart.py"), "/code_apart.py"
+_SCRIPT, _INSIDE = Path(__file__).with_name("sandbox_script.py"), "/sandbox_script.py"
 _START = 30.0  # seconds until both interpreters are there
 _TICK = 0.02  # seconds between two checks of the memory
 _STOPPED = 2.0  # seconds until a stopped process has stopped
@@ -100,7 +100,11 @@ class Bubblewrap:
         finally:
             for end in ends:
                 end.close()
-            _wait_until_gone([pid for process in processes for pid in _ended(process)])
+            inside = [pid for process in processes for pid in _ended(process)]
+            # None may hold memory. A namespace's first process may linger: the kernel takes its network down.
+            until = time.monotonic() + 5
+            while time.monotonic() < until and any("VmRSS:" in _status(pid) for pid in inside):
+                time.sleep(0.005)
 
     def _watched(self, program: subprocess.Popen[bytes], judge: subprocess.Popen[bytes]) -> str:
         assert judge.stdout is not None
@@ -147,13 +151,6 @@ def _ended(process: subprocess.Popen[bytes]) -> list[int]:
     if process.stdout is not None:
         process.stdout.close()
     return inside
-
-
-def _wait_until_gone(pids: list[int]) -> None:
-    """Wait until none holds memory. A namespace's first process may linger: the kernel takes its network down."""
-    end = time.monotonic() + 5
-    while time.monotonic() < end and any("VmRSS:" in _status(pid) for pid in pids):
-        time.sleep(0.005)
 
 
 def _status(pid: int) -> str:

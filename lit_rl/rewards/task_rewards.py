@@ -40,17 +40,14 @@ def environment_turns(episodes: Sequence[Mapping[str, Any]]) -> list[float | lis
     every episode the same total. Estimators that read rewards of tokens credit
     turns separately (``algo/advantage=centered_return_to_go``, PPO's ``gae``); others see the sum.
     """
-    return [_turns(episode) for episode in episodes]
-
-
-def _turns(episode: Mapping[str, Any]) -> float | list[tuple[int, float]] | None:
-    given = {turn: value for turn, value in enumerate(episode["turn_rewards"]) if value is not None}
-    if not given:
-        return episode["reward"]
-    if rest := episode["reward"] - sum(given.values()):
-        last = episode["turns"] - 1
-        given[last] = given.get(last, 0.0) + rest
-    return sorted(given.items())
+    rewards: list[float | list[tuple[int, float]] | None] = []
+    for episode in episodes:
+        given = {turn: value for turn, value in enumerate(episode["turn_rewards"]) if value is not None}
+        if given and (rest := episode["reward"] - sum(given.values())):
+            last = episode["turns"] - 1
+            given[last] = given.get(last, 0.0) + rest
+        rewards.append(sorted(given.items()) if given else episode["reward"])
+    return rewards
 
 
 class ReasoningGymScore:
@@ -71,8 +68,16 @@ class ReasoningGymScore:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Completion], reasoning_gym: Sequence[str | None], **_: Any
     ) -> list[float | None]:
-        problems = {source for source in reasoning_gym if source is not None}  # a group shares one
-        scorers = {source: _scorer(source) for source in problems}
+        scorers: dict[str, Callable[[str], float]] = {}
+        for source in {source for source in reasoning_gym if source is not None}:  # a group shares one
+            try:
+                problem = ReasoningGymProblem.read(source)
+            except (TypeError, ValueError) as error:
+                raise RewardError(
+                    f"The column {REASONING_GYM_COLUMN!r} has {source!r:.80}, which names no problem. "
+                    "reward=reasoning_gym scores rows of data=reasoning_gym."
+                ) from error
+            scorers[source] = problem.scorer()
         answers = (self._answer(text_of(completion)) for completion in completions)
         return [
             None if source is None else self._scored(scorers[source], answer)
@@ -108,18 +113,6 @@ class ReasoningGymExact(ReasoningGymScore):
 
     def _scored(self, scorer: Callable[[str], float], answer: str | None) -> float:
         return float(super()._scored(scorer, answer) > 0.99)
-
-
-def _scorer(source: str) -> Callable[[str], float]:
-    try:
-        problem = ReasoningGymProblem.read(source)
-    except (TypeError, ValueError) as error:
-        raise RewardError(
-            f"The column {REASONING_GYM_COLUMN!r} has {source!r:.80}, which names no problem. reward=reasoning_gym "
-            "scores rows of "
-            "data=reasoning_gym."
-        ) from error
-    return problem.scorer()
 
 
 class VerifiersScore:

@@ -170,8 +170,5 @@ def reasoning_format(prompts: Sequence[Any], completions: Sequence[Completion], 
 
     The reply after ``</think>`` may be anything, nothing included. For an ``<answer>`` block too, take `RegexFormat`.
     """
-    return [float(_opens_once_and_closes(text_of(completion))) for completion in completions]
-
-
-def _opens_once_and_closes(text: str) -> bool:
-    return text.startswith(_OPEN) and _OPEN not in text[len(_OPEN) :] and _CLOSE in text
+    texts = [text_of(completion) for completion in completions]
+    return [float(text.startswith(_OPEN) and _OPEN not in text[len(_OPEN) :] and _CLOSE in text) for text in texts]

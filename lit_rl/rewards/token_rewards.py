@@ -38,13 +38,11 @@ class SoftOverlong:
         completion_ids: Sequence[Sequence[int]],
         **_: Any,
     ) -> list[float]:
-        return [self._penalty(len(ids)) for ids in completion_ids]
-
-    def _penalty(self, length: int) -> float:
-        free = self.max_length - self.cache
-        if length <= free:
-            return 0.0
-        return -1.0 if length > self.max_length else (free - length) / self.cache
+        free, lengths = self.max_length - self.cache, [len(ids) for ids in completion_ids]
+        return [
+            0.0 if length <= free else -1.0 if length > self.max_length else (free - length) / self.cache
+            for length in lengths
+        ]
 
 
 class CosineScaledLength:
@@ -153,9 +151,8 @@ class RepetitionPenalty:
         completion_ids: Sequence[Sequence[int]],
         **_: Any,
     ) -> list[float]:
-        return [self.max_penalty * self._repeated(ids) for ids in completion_ids]
-
-    def _repeated(self, ids: Sequence[int]) -> float:
-        """Return the share of n-grams that repeat an earlier one of the completion."""
-        ngrams = list(zip(*(ids[start:] for start in range(self.ngram_size))))
-        return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
+        penalties = []
+        for ids in completion_ids:
+            ngrams = list(zip(*(ids[start:] for start in range(self.ngram_size))))
+            penalties.append(self.max_penalty * (1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0))
+        return penalties

@@ -1,4 +1,8 @@
-"""Weighted sums of reward functions, with their checked values: `Rewards`, and `from_paths` for a config."""
+"""Weighted sums of reward functions, with their checked values: `Rewards`, and `from_paths` for a config.
+
+`Rewards` has a `Caller` and a `ValueWatch` for each of its functions. `score` calls them on a batch, checks and sums
+their values, and returns `Scores`. `begin` returns `PendingRewards`, which score completions as they are finished.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lit_rl.core.errors import ConfigError, RewardError, in_range
-from lit_rl.core.model_paths import weights_by_name
 from lit_rl.core.rollout import Prompt
+from lit_rl.core.user_functions import weights_by_name
 from lit_rl.rewards.caller import Caller, CallSettings, EarlyCalls, EarlyRows, FunctionScores
 from lit_rl.rewards.classifiers import Classifier, OnRunDevice
 from lit_rl.rewards.contract import (
@@ -95,20 +99,15 @@ class ValueWatch:
         Raises:
             RewardError: the last `constant_limit` batches held one and the same value.
         """
-        self._check_scale(values)
-        self._check_constant([i for i, value in enumerate(values) if not math.isnan(value)], values, completions)
-
-    def _check_scale(self, values: Sequence[float]) -> None:
-        largest = max((abs(value) for value in values if not math.isnan(value)), default=0.0)
+        rows = [i for i, value in enumerate(values) if not math.isnan(value)]
+        largest = max((abs(values[i]) for i in rows), default=0.0)
         if largest > LARGE and not self._large:
             self._large = True
             warnings.warn(
                 f"reward function {self.name!r} returned a value of size {largest:g}. Rewards beyond {LARGE:g} swamp "
                 "the other functions; scale it to about 1.",
-                stacklevel=4,
+                stacklevel=3,
             )
-
-    def _check_constant(self, rows: Sequence[int], values: Sequence[float], completions: Sequence[Completion]) -> None:
         if not rows:
             return
         first = values[rows[0]]
@@ -126,7 +125,7 @@ class ValueWatch:
         )
         if self._batches == self.constant_limit:
             raise RewardError(f"{told} The run ends because of reward.constant_limit={self.constant_limit}.")
-        warnings.warn(told, stacklevel=5)
+        warnings.warn(told, stacklevel=4)
 
 
 class PendingRewards:
@@ -135,8 +134,8 @@ class PendingRewards:
     Args:
         callers: Of each function, by name.
         inputs: Prompts and columns of the whole batch, under their plural names, one value a completion.
-        rows: Those that each function scores.
-        state: Where the run is.
+        rows: The rows that each function scores.
+        state: The progress of training.
     """
 
     def __init__(
@@ -450,7 +449,9 @@ class Rewards:
         if completions:
             by_function = self._call(inputs, completions, trainer_state or TrainerState(), early)
         for name, scores in by_function.items():
-            _print_output(scores.output)
+            with contextlib.suppress(OSError, ValueError):  # a closed output must not end a run
+                if scores.output and sys.stdout is not None:
+                    sys.stdout.write(scores.output)
             self._watches[name].observe(scores.values, completions)
         weights = self._weights(inputs, len(completions))
         table = torch.tensor([scores.values for scores in by_function.values()], dtype=torch.float64)
@@ -542,13 +543,6 @@ def _span_rewards(by_function: Mapping[str, FunctionScores], weights: Tensor) ->
         for row, (spans, weight) in enumerate(zip(scores.spans, row_weights, strict=True)):
             weighted[row] += [(*place, weight * value) for *place, value in spans or ()]  # pyright: ignore
     return weighted
-
-
-def _print_output(output: str) -> None:
-    """Print a worker's output."""
-    with contextlib.suppress(OSError, ValueError):  # a closed output must not end a run
-        if output and sys.stdout is not None:
-            sys.stdout.write(output)
 
 
 def _equal(values: Sequence[Any], others: Sequence[Any] | None) -> bool:

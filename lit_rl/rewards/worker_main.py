@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lit_rl.core.user_functions import load_source
-from lit_rl.rewards.jobs import CallFailed, Failure, Job, Outcome, failure_of, run, run_async
+from lit_rl.rewards.jobs import CallFailed, Failure, failure_of, run, run_async
 
 SPARE_TASKS = 4096
 """Processes and threads that the user may have beyond those at a worker's start, as a bound on fork bombs."""
@@ -58,7 +58,13 @@ def main(fd: int) -> None:
         send(connection, failure_of(error))
         return
     send(connection, None)
-    serve(connection, _runner_of(function, setup))
+    if not setup.is_async:
+        serve(connection, lambda job: run(function, job, _wait))
+        return
+    import asyncio  # half of a worker's start, and few functions are async
+
+    loop = asyncio.new_event_loop()  # one for all calls: a client may keep its connections
+    serve(connection, lambda job: loop.run_until_complete(run_async(function, job)))
 
 
 def connect(fd: int) -> socket.socket:
@@ -87,17 +93,10 @@ def serve(connection: socket.socket, call: Callable[[Any], Any]) -> None:
             reply = failure_of(error)
         if os.getpid() != me:  # a forked copy of the function must not answer too
             os._exit(0)
-        _flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # the function closed it
+                stream.flush()
         send(connection, (reply, _has_children()))
-
-
-def _runner_of(function: Callable[..., Any], setup: Setup) -> Callable[[Job], Outcome]:
-    if not setup.is_async:
-        return lambda job: run(function, job, _wait)
-    import asyncio  # half of a worker's start, and few functions are async
-
-    loop = asyncio.new_event_loop()  # one for all calls: a client may keep its connections
-    return lambda job: loop.run_until_complete(run_async(function, job))
 
 
 def _wait(awaitable: Awaitable[Any]) -> Any:
@@ -154,12 +153,6 @@ def _has_children() -> bool:
     except ChildProcessError:
         return False
     return True
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # the function closed it
-            stream.flush()
 
 
 def send(connection: socket.socket, message: Any) -> None:

@@ -1,6 +1,7 @@
 """Worker processes that can be killed, seen from the training process: one process, and a pool per function.
 
-`WorkerProcess` also runs environments.
+`WorkerProcess` starts `worker_main` in a fresh interpreter, exchanges messages with it and kills it at its limits; it
+also runs environments. `WorkerPool` has the processes of one reward function.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ START_LIMIT = 600.0
 
 _POLL = 0.05  # seconds between two checks of the process
 
-_PACKAGE = Path(sys.modules["lit_rl"].__path__[0])
+_PACKAGE = Path(__file__).parents[1]
 
 _WORKER_MODULES = [
     "lit_rl.core.process_state",
@@ -113,7 +114,10 @@ class WorkerProcess:
         ours.setblocking(False)
         read_end, write_end = os.pipe()
         os.set_blocking(read_end, False)
-        files = [(name, str(_file_of(name))) for name in dict.fromkeys((*_WORKER_MODULES, *modules))]
+        files = [
+            (name, str(_PACKAGE.joinpath(*name.split(".")[1:]).with_suffix(".py")))
+            for name in dict.fromkeys((*_WORKER_MODULES, *modules))
+        ]
         arguments = json.dumps([files, sys.path, theirs.fileno()])
         try:
             self.process = subprocess.Popen(
@@ -224,10 +228,6 @@ class WorkerProcess:
         return Failure("WorkerEnded", how, died=True)
 
 
-def _file_of(module: str) -> Path:
-    return _PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
-
-
 def _end_worker(process: subprocess.Popen[bytes], connection: socket.socket, output: int, owner: int) -> None:
     connection.close()
     os.close(output)
@@ -311,7 +311,13 @@ class WorkerPool:
             parent=os.getpid(),
         )
         try:
-            await worker.load(setup)
+            failure = await worker.start(setup)
+            if failure is not None:
+                hint = f" It may take {setup.memory_mb} MiB (reward.memory_mb)." if setup.memory_mb else ""
+                raise RewardError(
+                    f"the worker process of {setup.source}:{setup.name} failed while it imported it, with "
+                    f"{failure.kind}: {failure.text}{quote_output(failure.output)}.{hint}"
+                )
         except BaseException:
             worker.kill()
             raise
@@ -322,16 +328,6 @@ class _Worker(WorkerProcess):
     """One process, of one function."""
 
     n_calls = 0
-
-    async def load(self, setup: Setup) -> None:
-        """Wait until the function is loaded."""
-        failure = await self.start(setup)
-        if failure is not None:
-            hint = f" It may take {setup.memory_mb} MiB (reward.memory_mb)." if setup.memory_mb else ""
-            raise RewardError(
-                f"the worker process of {setup.source}:{setup.name} failed while it imported it, with {failure.kind}: "
-                f"{failure.text}{quote_output(failure.output)}.{hint}"
-            )
 
     async def call(self, job: Job, limit: float | None) -> tuple[Outcome | Failure, bool]:
         """Return the outcome of the job, and whether the process can be used for another one."""

@@ -19,10 +19,9 @@ from rich.text import Text
 from lit_rl.algorithms.checks import episode_checks as preflight
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
 from lit_rl.core.episode import message_text
-from lit_rl.core.errors import ConfigError, GenerationError, LitRLError
+from lit_rl.core.errors import ConfigError, GenerationError, LitRLError, excerpt
 from lit_rl.core.process_state import preserve_generators
 from lit_rl.core.rollout import PromptBatch
-from lit_rl.data.checks import excerpt
 from lit_rl.environments.factory import EnvironmentFactory
 from lit_rl.environments.frames import literal_ids
 from lit_rl.environments.interaction import Interaction

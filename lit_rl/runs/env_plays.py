@@ -57,9 +57,9 @@ def tool_calls(toolbox: Toolbox) -> dict[str, ToolCall]:
     made: dict[str, ToolCall] = {}
     for name, tool in toolbox.tools.items():
         arguments = _example(tool.schema["function"]["parameters"])
-        if tool.wrong_with(arguments) is None:
+        if tool.argument_error(arguments) is None:
             made[f"a call of {name}"] = ToolCall(name, arguments)
-        if tool.wrong_with({}) is not None:
+        if tool.argument_error({}) is not None:
             made[f"a call of {name} without arguments"] = ToolCall(name, {})
     return made | {"a call of no tool": ToolCall(_NO_TOOL, {})}
 

@@ -188,7 +188,7 @@ def drawn_of(rows: list[tuple[int, int, int]], first: int, *, wider: int = 0) ->
         attended=attended,
         kept_logmass=-numbers[:, :t] * mask / 9.0,
         turn=(attended & ~mask).long(),
-        held_back=numbers[:, 95:97],
+        blocked_eos=numbers[:, 95:97],
         vision=Vision([PromptVision({"pixels": row[None, :3]}) for row in numbers], torch.arange(len(rows))),
     )
 

@@ -29,7 +29,8 @@ from lit_rl.cli import data_kinds, fast_checks, hydra_app, hydra_start, listing,
 from lit_rl.cli import messages as accelerators
 from lit_rl.cli import schemas as stored_schemas
 from lit_rl.core.errors import BackendError, ConfigError, DataError, LitRLError
-from lit_rl.core.model_paths import check_function, check_model_is_readable
+from lit_rl.core.model_paths import check_model_is_readable
+from lit_rl.core.user_functions import check_function
 from lit_rl.rewards.contract import load_function
 
 REFUSED = {

@@ -305,7 +305,7 @@ def test_calls_made_of_a_schema_are_valid_where_they_should_be():
     made = tool_calls(box)
     assert list(made) == [f"a call of {name}{more}" for name in ("search", "divide") for more in ("", " without arguments")] + ["a call of no tool"]  # fmt: skip # noqa: E501
     for name, call in made.items():
-        right = call.name in box.tools and box.tools[call.name].wrong_with(call.arguments) is None
+        right = call.name in box.tools and box.tools[call.name].argument_error(call.arguments) is None
         assert right == (name in ("a call of search", "a call of divide")), name
 
 

@@ -175,7 +175,7 @@ def test_the_fingerprint_of_any_value_is_the_same_in_every_process():
         "import datetime, sys; from decimal import Decimal; sys.path.insert(0, sys.argv[1]);"
         "from lit_rl.data.prompt_set import *;"
         "rows=[{'d': datetime.date(2024, 1, 2), 'n': Decimal('1.5'), 'o': object(), 't': (1,), 'k': {3: b'x'}}];"
-        "print(PromptSet.of([Example('a', [64], rows[0], 'f')]).fingerprint)"
+        "print(PromptSet.of([PromptExample('a', [64], rows[0], 'f')]).fingerprint)"
     )
     out = subprocess.run([sys.executable, "-c", code, "."], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == whole(rows).fingerprint

@@ -138,8 +138,8 @@ def test_files_that_are_still_open_when_python_ends_are_no_noise(tmp_path):
     code = (
         "import sys; from lit_rl.data.splits import RowSource; from lit_rl.data.streams import SourcePosition, "
         "RowStream\n"
-        "kept = [RowStream(Source(path)) for path in sys.argv[1:]]\n"
-        "for stream in kept: stream.take(Mark(), 3)"
+        "kept = [RowStream(RowSource(path)) for path in sys.argv[1:]]\n"
+        "for stream in kept: stream.take(SourcePosition(), 3)"
     )
     paths = [str(write(kind, tmp_path)) for kind in ("a.jsonl", "a.csv", "a.parquet", "saved", "files")]
     done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, timeout=120)

@@ -22,7 +22,7 @@ from lit_rl.core.errors import ConfigError, DataError
 from lit_rl.data.encode import Encoder
 from lit_rl.data.example_module import SupervisedDataModule
 from lit_rl.data.prompt_set import PromptOptions, read_prompts
-from lit_rl.data.rendering import LeftOut, encode_prompt, warn_unknown_end
+from lit_rl.data.rendering import TemplateOmissions, encode_prompt, warn_unknown_end
 from lit_rl.data.sources import Rows, load_rows, rows_of_object
 from lit_rl.data.splits import RowSource
 from lit_rl.data.streams import RowStream
@@ -196,16 +196,16 @@ def test_prompts_say_it_too_and_arguments_of_a_template_that_nothing_renders():
 
 def test_a_turn_that_is_not_opened_is_said():
     tokenizer = make_tokenizer(template="{% for m in messages %}{{ m.content }}{% endfor %}")
-    left_out = LeftOut(tokenizer, {})
-    left_out.look([user("a")], "a", "f")
+    left_out = TemplateOmissions(tokenizer, {})
+    left_out.compare([user("a")], "a", "f")
     assert ["does not open the assistant's turn" in line for line in said(left_out.say)] == [True]
 
 
 def test_arguments_that_are_no_object_are_rendered_as_text_and_that_is_said():
-    left_out = LeftOut(make_tokenizer(template=TOOLS), {})
+    left_out = TemplateOmissions(make_tokenizer(template=TOOLS), {})
     for arguments in ("[1, 2]", '{"a": 1}'):
         call = assistant("", tool_calls=[{"type": "function", "function": {"name": "add", "arguments": arguments}}])
-        left_out.look([user("a"), call], f"add{arguments}", "f")
+        left_out.compare([user("a"), call], f"add{arguments}", "f")
     (line,) = said(left_out.say)
     assert line == "Arguments of tool calls that are no JSON object are rendered as text: [1, 2]"
 

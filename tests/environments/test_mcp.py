@@ -165,7 +165,7 @@ def test_rows_are_answered_at_the_same_time(tools: MCPTools) -> None:
 def test_a_loop_that_is_given_up_takes_no_server_with_it(tools: MCPTools) -> None:
     interaction, process = texts(tools), process_of(tools)
     assert "12" in (Talk(interaction, asked("?"), [1]).heard(0, "multiply(3, 4)") or "")
-    interaction._runner.leave()
+    interaction._runner.abandon()
     assert "35" in (Talk(interaction, asked("?"), [1]).heard(0, "multiply(5, 7)") or "")
     assert process_of(tools) == process
 

@@ -446,13 +446,13 @@ def test_arguments_of_rows_are_tried_once_each_the_first_256_and_64_are_kept(mon
     tokenizer, ends = tokenizer_of("qwen3")
     interaction = Interaction(FunctionTools([multiply]), tokenizer, eos_ids=ends, chat=True, template_kwargs={})
     asked_for: list[int] = []
-    (ready,) = interaction._ready.values()
+    (ready,) = interaction._prepared.values()
 
     def made_ready(kind: Any, own: Any) -> Any:
         asked_for.append(own["n"])
         return ready
 
-    monkeypatch.setattr(interaction, "_made_ready", made_ready)
+    monkeypatch.setattr(interaction, "_prepare_kind", made_ready)
     numbers = [n // 2 for n in range(600)]
     columns = {"prompt": numbers, "chat_template_kwargs": [{"n": n, "other": [1]} for n in numbers]}
     data = SimpleNamespace(columns_of_sets=lambda: [columns, columns])
@@ -460,7 +460,7 @@ def test_arguments_of_rows_are_tried_once_each_the_first_256_and_64_are_kept(mon
     assert [row["prompt"] for row in rows] == [*range(300)]
     for row in [*rows[:70], rows[69], rows[6], rows[70], rows[6], rows[7]]:
         interaction.ready_for(row)
-    assert len(interaction._ready_of_rows) == 64
+    assert len(interaction._prepared_of_rows) == 64
     assert asked_for == [*range(71), 7], "the one that was asked for longest ago has gone"
 
 

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from lit_rl.core.errors import BackendError, ConfigError
 from lit_rl.models import LanguageModel, Lora
 from lit_rl.models.forward import score_texts
-from lit_rl.models.hf_export import export_policy, model_card
+from lit_rl.models.hf_export import export_policy
+from lit_rl.models.model_card import model_card
 from lit_rl.models.sharding import full_state_dict
 
 TEMPLATE = "{% for m in messages %}{{ '<|role|>' + m['role'] + '<tool>' + m['content'] + '<|end|>' }}{% endfor %}"

@@ -81,7 +81,7 @@ def test_models_that_change_logits_after_the_head_keep_them(make_completions, co
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     torch.nn.init.normal_(model.get_output_embeddings().weight, std=0.5)
-    assert not head._returns_what_its_head_does(model, model.get_output_embeddings())
+    assert not head._returns_head_output(model, model.get_output_embeddings())
     completions = make_completions(PROMPTS, RESPONSES)
     assert_same(result(model, completions, FUSED), result(model, completions, WHOLE), 0)
 
@@ -99,7 +99,7 @@ def test_a_placeholder_has_no_probability_whatever_follows_the_head(make_complet
     with torch.no_grad():
         came = model(input_ids=ids).logits
     came[..., 9] = -torch.inf
-    loading.rule_out_placeholders(model)
+    loading.ban_placeholders(model)
     if adapted is not None:
         model = Lora(r=2, targets=adapted).apply(model).eval()
     said = make_completions([[5], [6]], [[9, 9], [7, 9]])

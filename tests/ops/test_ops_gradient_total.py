@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from live_tensors import Live
 from torch.nn import functional as F
 
-from lit_rl.ops.fused_head import Distribution, SummedWeight, linear_logprobs, of_whole_rows
+from lit_rl.ops.fused_head import Distribution, SummedWeight, linear_logprobs, measure_rows
 from lit_rl.ops.sampling_distribution import Truncation
 
 D, V = 5, 11
@@ -122,7 +122,7 @@ def test_rows_of_logits_add_to_the_sum_too():
         return (logits.square().sum(1),)
 
     sums = SummedWeight.of(weight)
-    found = sum(of_whole_rows(hidden, weight.detach(), None, squares, size=3, summed=sums)[0].sum() for _ in range(2))
+    found = sum(measure_rows(hidden, weight.detach(), None, squares, size=3, summed=sums)[0].sum() for _ in range(2))
     found.backward()
     wanted = torch.autograd.grad((hidden @ weight.T).square().sum(), weight)[0]
     torch.testing.assert_close(weight.grad, 2 * wanted)

@@ -239,7 +239,7 @@ def test_a_sandbox_that_is_ended_while_it_starts_leaves_nothing(seconds: float):
         time.sleep(seconds)
     assert [process.returncode for process in started] == [-9, -9]
     alone = [file.parent for file in Path("/proc").glob("[0-9]*/status") if b"\nPPid:\t1\n" in content(file)]
-    assert not [folder for folder in alone if b"code_apart.py" in content(folder / "cmdline")]
+    assert not [folder for folder in alone if b"sandbox_script.py" in content(folder / "cmdline")]
 
 
 def test_a_trainer_may_have_any_number_of_files_open():

@@ -97,9 +97,9 @@ WRONG = {
     "no_attribute": ("./my_reward.py:scor", ConfigError, ["score", "Did you mean 'score'?"]),
     "no_module": ("nowhere_at_all:score", ConfigError, ["there is no module 'nowhere_at_all'"]),
     "no_submodule": (
-        "lit_rl.rewards.builtin.maths:math_answer",
+        "lit_rl.rewards.math_reward:math_answer",
         ConfigError,
-        ["'lit_rl.rewards.builtin.maths'", "mean 'math'?"],
+        ["'lit_rl.rewards.math_reward'", "mean 'math_rewards'?"],
     ),
     "module_is_a_file": ("my_reward:score", ConfigError, ["'./my_reward.py:name'"]),
     "module_attribute": ("lit_rl.rewards.math_rewards:math_anser", ConfigError, ["Did you mean 'math_answer'?"]),

@@ -204,7 +204,7 @@ SAID: dict[str, tuple[dict[str, Any], str]] = {
     "reward limits": ({"reward": Rewards([score], timeout=3.0)}, "reward.timeout (not set) -> 3"),
     "reference": (
         {"reference": FrozenCopy()},
-        "reference models.reference.base.Auto -> models.reference.base.FrozenCopy",
+        "reference models.references.Auto -> models.references.FrozenCopy",
     ),
     "schedule": (
         {"scheduler": Cosine()},
@@ -521,7 +521,7 @@ def test_a_record_stays_small_and_the_same_at_every_start() -> None:
     assert all(len(note) < 90 for note in notes)
     assert identity.differences(notes[0], notes[1]) == ["reward.table changed"]
     code = "lambda completions, **_: [float(c in {'yes', 'no', 'perhaps'}) for c in completions]"
-    script = f"from lit_rl.core.fingerprints import fingerprint_of; print(named({code}))"
+    script = f"from lit_rl.core.fingerprints import fingerprint_of; print(fingerprint_of({code}))"
     printed = {
         subprocess.run(
             [sys.executable, "-c", script], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True

@@ -40,7 +40,7 @@ from lit_rl.generation.hf import HFGenerator
 from lit_rl.models import LanguageModel
 from lit_rl.models.forward import response_logprobs
 from lit_rl.models.language_model import ForwardOptions
-from lit_rl.models.vision_processor import FAMILIES
+from lit_rl.models.vision_processor import VIDEO_FAMILIES
 from lit_rl.reports.transcripts import transcripts
 from lit_rl.runs.data_check import data_check
 
@@ -84,7 +84,7 @@ def mixed(kind: str) -> list[tuple[str, list[Visual]]]:
     ]
 
 
-@pytest.fixture(params=kinds(*FAMILIES))
+@pytest.fixture(params=kinds(*VIDEO_FAMILIES))
 def toy(request: pytest.FixtureRequest, toy_of: Any) -> Toy:
     return toy_of(request.param)
 

@@ -47,7 +47,7 @@ def test_a_step_of_grpo(toy_folder: Any, kind: str, bits: Any, tmp_path: Path) -
     base = module.policy.get_base_model()
     few = [name for name, each in base.named_modules() if type(each).__name__ == HELD[bits]]
     assert {part_of(base)(name) for name in few} == {"vision", "projector", "text"}
-    assert type(base.get_output_embeddings()).__name__ == "RulingHead"
+    assert type(base.get_output_embeddings()).__name__ == "BanningHead"
 
     after, before = module.policy.state_dict(), model.load().state_dict()
     moved = {name for name, value in after.items() if not torch.equal(value, before[name])}

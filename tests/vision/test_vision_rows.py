@@ -16,7 +16,7 @@ from lit_rl.core.vision_inputs import Vision
 from lit_rl.generation.hf import HFGenerator
 from lit_rl.models.forward import response_logprobs, score
 from lit_rl.models.forward_inputs import trunk_inputs
-from lit_rl.models.head import Targets, run
+from lit_rl.models.head import Targets, score_targets
 from lit_rl.models.language_model import ForwardOptions
 from lit_rl.ops.fused_head import Distribution
 
@@ -175,7 +175,7 @@ def test_no_policy_says_a_placeholder(toy: Toy) -> None:
     inputs = {**trunk_inputs(toy.policy, rows), "use_cache": False}
     for fused in (True, False):
         with torch.no_grad():
-            found, _ = run(toy.policy, asked, Distribution(entropy=True), fused=fused, **inputs)
+            found, _ = score_targets(toy.policy, asked, Distribution(entropy=True), fused=fused, **inputs)
         assert float(found.logprobs[rows.response_mask].max()) < -1e3
         assert found.entropy is not None and bool((found.entropy[rows.response_mask] > 0.1).all())
     bias = torch.zeros(head.out_features)

@@ -376,7 +376,7 @@ def _return(value: int) -> bytes:
 
 
 def main() -> None:
-    """Run as `code_apart.py program|tests FD`, with the request as JSON on the standard input."""
+    """Run as `sandbox_script.py program|tests FD`, with the request as JSON on the standard input."""
     is_program = sys.argv[1] == "program"
     request, channel = json.load(sys.stdin), socket.socket(fileno=int(sys.argv[2]))
     said, null = os.dup(1), os.open(os.devnull, os.O_RDWR)
