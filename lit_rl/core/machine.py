@@ -92,7 +92,7 @@ def _behind_a_proxy() -> bool:
 
 
 def _ask_the_hub(ask: bool) -> None:
-    global _closed
+    global _set_offline
     from huggingface_hub import constants
 
     _set_offline = not ask
