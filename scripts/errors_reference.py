@@ -48,22 +48,19 @@ The list is read from the source. It leaves out a message that
   Their pages explain them.
 """
 OPTIONAL = {
-    "algorithms/preflight/deepspeed": "DeepSpeed",
-    "algorithms/optim/zero": "DeepSpeed",
+    "algorithms/checks/strategy_checks": "DeepSpeed",
+    "algorithms/optim/strategies": "DeepSpeed",
     "environments": "environments",
     "callbacks/alarms": "alarms",
-    "data/image": "images and videos",
-    "data/videos": "images and videos",
-    "images": "images and videos",
-    "tasksets": "task sets of verifiers",
+    "data/row_visuals": "images and videos",
+    "data/visual_prompts": "images and videos",
+    "core/visuals": "images and videos",
+    "core/task_sets": "task sets of verifiers",
     "generation": "generators",
-    "rewards/builtin": "rewards that are shipped",
-    "rewards/judges": "judges",
-    "rewards/scorers": "scorers",
+    "rewards/": "rewards and judges that are shipped",
     "models/scoring": "scorers",
-    "models/policy/adapter_kinds": "adapters of PEFT",
-    "models/policy/peft_adapter": "adapters of PEFT",
-    "models/policy/pieces": "adapters of PEFT",
+    "models/adapters": "adapters of PEFT",
+    "models/merging": "adapters of PEFT",
     "cli/lightning_": "the command line of LightningCLI",
 }
 """What begins so, below `lit_rl`, is of such a part."""
@@ -245,9 +242,10 @@ def page() -> str:
 
 
 def classes() -> list[type[errors.LitRLError]]:
-    """Those of `lit_rl/core/errors.py`, in its order."""
+    """Return those of `lit_rl/core/errors.py` with a page of messages, in its order; `UnknownKeyword` has one
+    message."""
     found = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.LitRLError)]
-    return [kind for kind in found if kind is not errors.LitRLError]
+    return [kind for kind in found if kind not in (errors.LitRLError, errors.UnknownKeyword)]
 
 
 def main() -> int:

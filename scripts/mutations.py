@@ -201,8 +201,8 @@ MUTATIONS = [
         "rollout-time",
         "an environment is asked although the time of its rollout is over",
         "lit_rl/environments/runner.py",
-        "await task.coroutine if left else _too_late(task)",
-        "await task.coroutine",
+        "raise _expired(self.task)",
+        "left = 1.0",
         "tests/environments/test_conversation.py::test_resets_beyond_the_time_of_a_rollout_are_not_begun",
     ),
     Mutation(

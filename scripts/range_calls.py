@@ -66,7 +66,9 @@ def of_loss(loss: Callable[..., Any]) -> Found:
 def every() -> dict[str, Found]:
     """By the path of what is built; and the words of Lightning's Trainer."""
     found = {path: of(get_object(path)) for path in schemas.TARGETS.values() if path.startswith("lit_rl.")}
-    losses = {path: of_loss(get_object(path)) for path in schemas.public_functions().values() if ".ops.losses." in path}
+    losses = {
+        path: of_loss(get_object(path)) for path in schemas.public_functions().values() if ".ops.policy_losses." in path
+    }
     lora = get_object("lit_rl.models.Lora")  # a schema beside the model's names it by the module that it is in
     found[f"{lora.__module__}.{lora.__qualname__}"] = found["lit_rl.models.Lora"]
     found |= losses

@@ -49,7 +49,7 @@ class ShownConversation:
 
     messages: Sequence[Mapping[str, Any]]
     learned: Sequence[bool]
-    """Whether each turn of the policy is in the loss."""
+    """A truth value for each turn of the policy: is it in the loss."""
 
     def __str__(self) -> str:
         return transcript_of(self.messages)

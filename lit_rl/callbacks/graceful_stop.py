@@ -185,7 +185,7 @@ class GracefulStop(SaveOnError):
         """The received signal; None before any."""
         self._before: dict[int, Any] = {}
         self.gave_up = False
-        """Whether the signal came in work that was abandoned."""
+        """True where the signal came in work that was abandoned."""
         self.saved: Path | None = None
         """The checkpoint of the step that the run stopped at; None while there is none."""
         self._watch: SignalWatch | None = None

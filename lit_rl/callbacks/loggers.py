@@ -80,7 +80,7 @@ class WriteFailures:
 
     @property
     def left_out(self) -> bool:
-        """Whether its failures have cost so much time that it is no longer called."""
+        """True where its failures have cost so much time that it is no longer called."""
         return self.seconds > PATIENCE
 
     def __str__(self) -> str:

@@ -37,7 +37,7 @@ class Record(L.Callback):
     def __init__(self, run_dir: str | Path) -> None:
         self.run_dir = Path(run_dir)
         self.began = False
-        """Whether the run trains, or has found nothing left to train: until then it may still be refused."""
+        """True where the run trains, or has found nothing left to train: until then it may still be refused."""
         self._to_cut: tuple[dict[str, int], set[Path]] | None = None
 
     def state_dict(self) -> dict[str, Any]:

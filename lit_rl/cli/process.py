@@ -22,7 +22,7 @@ from lit_rl.runs import rank_processes
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-"""Of mallopt(3)."""
+"""A parameter of mallopt(3)."""
 
 
 def prepare() -> None:

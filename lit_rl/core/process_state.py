@@ -182,7 +182,7 @@ class _Setting(NamedTuple):
     """One setting of the process."""
 
     name: str
-    """For people."""
+    """A name for messages."""
     read: Callable[[], Any]
     """Returns its value."""
     write: Callable[[Any], Any]

@@ -83,7 +83,7 @@ class Later:
     column: int
     """Column of the piece's first token, from the response's first (in `EnvironmentTurn`, from the answer's)."""
     seen: PromptVision
-    """With values of the piece's tokens in `per_token`."""
+    """The inputs, with values of the piece's tokens in `per_token`."""
     tokens: int
     """Tokens of the piece, images included."""
 

@@ -183,7 +183,7 @@ class StreamPosition:
     """The position where a window begins, with the counts of all rows before it."""
 
     marks: tuple[SourcePosition, ...]
-    """In each source."""
+    """Positions in each source."""
     met: tuple[Mapping[str, int], ...]
     """Counts of the rows of each source, as `read_examples` counts."""
     number: int = 0

@@ -26,7 +26,7 @@ class Turn:
     text: str
     """Without special tokens, and without what is thought apart."""
     written: str
-    """With the special tokens, but for the one that ended it: calls of tools may be written with them."""
+    """The text, with the special tokens but for the one that ended it: calls of tools may be written with them."""
     cut: bool
     """True if it was cut at its maximal length, and did not end by itself."""
     thought: str = ""

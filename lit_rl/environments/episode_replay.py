@@ -46,7 +46,7 @@ class JournalEntry:
 EpisodeName = tuple[int, ...]
 """The name of an episode in its rollout: number of the request, data row, occurrence, sample, seed."""
 _EntryKey = tuple[str, str | None]
-"""In an episode: ``reset``, a turn's number or ``reward``, and the digest of the action; None: of any."""
+"""A place in an episode: ``reset``, a turn's number or ``reward``, and the digest of the action; None: of any."""
 
 
 class Journal:

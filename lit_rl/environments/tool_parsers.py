@@ -65,7 +65,7 @@ class TurnPiece:
     text: str
     kind: Literal["said", "thought", "calls"]
     calls: tuple[AnyCall, ...] = ()
-    """In the order in which they were written. A mark around calls is a piece without any."""
+    """The pieces, in the order in which they were written. A mark around calls is a piece without any."""
 
 
 @dataclass(frozen=True)

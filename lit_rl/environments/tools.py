@@ -42,7 +42,7 @@ class ToolAnswer:
     failed: bool = False
     """True if the call was wrong, or the tool raised: the text says why."""
     parts: list[dict[str, Any]] = field(default_factory=list, repr=False)
-    """In the place of the text, where the answer has images: see `lit_rl.environments.observations.Content`."""
+    """Content in the place of the text, where the answer has images: see `lit_rl.environments.observations.Content`."""
 
     @classmethod
     def of(cls, content: Content) -> ToolAnswer:
@@ -391,7 +391,7 @@ def _whole(value: Any, schema: Any, validator: Validator) -> Any:
 
 
 _REFERENCES = 32
-"""From one ``$ref`` to the next, at most: one may refer to itself."""
+"""The most steps from one ``$ref`` to the next: one may refer to itself."""
 
 
 def _referred(root: Any, reference: str) -> Any:

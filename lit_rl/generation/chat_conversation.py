@@ -50,7 +50,7 @@ class ChatRequest:
     """A request for a turn of the policy."""
 
     messages: list[Message]
-    """With texts as contents; calls as OpenAI writes them, their arguments as JSON text."""
+    """Messages with texts as contents; calls as OpenAI writes them, their arguments as JSON text."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     max_new_tokens: int | None = None
     stream: bool = False

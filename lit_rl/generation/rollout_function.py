@@ -221,7 +221,7 @@ class RolloutHandle:
         self.sampling = request.sampling
         """The run's sampling."""
         self.encode = encode
-        """From a prompt to its tokens, by the chat template and its arguments."""
+        """A function from a prompt to its tokens, by the chat template and its arguments."""
         self.tokenizer = self.processing_class = tokenizer
         self.template_kwargs, self.max_tokens = dict(template_kwargs), max_tokens
         self.eos_ids = tuple(request.prompts.eos_ids)

@@ -1,4 +1,4 @@
-"""From a model's name to files that may be read, and from the errors of Hugging Face's libraries to those of lit_rl."""
+"""The way from a model's name to files that may be read; errors of Hugging Face's libraries as those of lit_rl."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From tokens to numbers: masked sums, metrics, totals of an optimizer step, and losses of tokens to one loss.
+"""Numbers from tokens: masked sums, metrics, totals of an optimizer step, and losses of tokens to one loss.
 
 What stands under a False entry of a mask never counts, be it NaN or infinite, neither in the value nor in the
 gradient: it is replaced before the sum, not multiplied by zero after it.

@@ -1,4 +1,4 @@
-"""From logits to the distribution that tokens are drawn from: earlier tokens, temperature, truncation.
+"""The distribution that tokens are drawn from, by their logits: earlier tokens, temperature, truncation.
 
 One arithmetic for the engine and for the scoring. Logits are float32 ``(..., v)``. A transform returns new logits and
 edits nothing; a token that is ruled out gets minus infinity. Meaning and order (temperature, top-k, top-p, min-p) are

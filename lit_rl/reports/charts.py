@@ -26,7 +26,7 @@ class ChartLine:
     """Name in the legend."""
     series: Series
     colour: int = 0
-    """From 0 on, modulo `COLOURS`."""
+    """An index from 0 on, modulo `COLOURS`."""
     points: bool = False
     """True for numbers that are measurements of their own, such as validations; others are noisy, and drawn faintly
     below their running mean."""

@@ -234,7 +234,7 @@ class Classifier(OnRunDevice):
         self._loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
         self._processor: VisionProcessor | None = None
         self.lockstep: Lockstep | None = None
-        """How the ranks agree where the weights are spread over them; None where they are whole."""
+        """The agreement of the ranks where the weights are spread over them; None where they are whole."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"

@@ -122,8 +122,9 @@ class TrainerState:
     """Optimizer steps of the whole run; -1 where there is no limit."""
     epoch: int = 0
     seed: int | None = None
-    """In [0, 2^32): another one for every batch of a run, the same one in an equal run. The global random generators
-    are seeded with it, the function and the completion (`Job.seed`). None outside of a run: they are left alone."""
+    """A number in [0, 2^32): another one for every batch of a run, the same one in an equal run. The global random
+    generators are seeded with it, the function and the completion (`Job.seed`). None outside of a run: they are left
+    alone."""
 
     @property
     def global_step(self) -> int:

@@ -198,7 +198,7 @@ class Scores:
     metrics: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Sum and count of each metric: over the calls of ``log_metric``, or over completions."""
     extras: dict[str, list[Any]] = field(default_factory=dict)
-    """From ``log_extra``: one value a completion."""
+    """Values from ``log_extra``: one value a completion."""
     span_rewards: list[list[Part]] | None = None
     """The part of ``total`` that was earned at known places: for each completion ``(start, end, weight * value)`` of
     every function that gave spans, in characters of its text, and ``(turn, weight * value)`` of those that gave turns.

@@ -87,7 +87,7 @@ def test_the_names_on_the_pages_of_the_api_are_up_to_date(root: Path) -> None:
     ]
     assert not stale and pages.MODULES.read_text() == pages.modules_page(), "run: python scripts/api_pages.py"
     assert dict(pages.public("lit_rl.rewards.text_rewards"))["exact_match"].startswith(
-        "1 where the completion is the answer"
+        "Return 1 where the completion is the answer"
     )
     assert [name for name, _ in pages.offered("lit_rl.algorithms.gkd", "GKD")] == ["GKD"], "and no helper"
     assert "writer_of" in dict(pages.offered("lit_rl.algorithms.gkd", ""))

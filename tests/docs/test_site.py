@@ -13,16 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-PUBLIC = (
-    "algorithms",
-    "rewards",
-    "models",
-    "models.reference",
-    "generation",
-    "environments",
-    "callbacks",
-    "ops.losses",
-)
+PUBLIC = ("algorithms", "rewards", "models", "generation", "environments", "callbacks")
 """Packages whose `__init__` names what they offer."""
 
 

@@ -242,8 +242,8 @@ class DDPBuckets:
     size: int
     """Bytes."""
     viewed: bool = False
-    """Whether gradients are views of them in a step with one micro-batch. With several, the sums are tensors of their
-    own until the last."""
+    """True where gradients are views of them in a step with one micro-batch. With several, the sums are tensors of
+    their own until the last."""
 
     def beside_gradients(self, steps_in_parts: bool) -> int:
         """Return the bytes besides the gradients."""

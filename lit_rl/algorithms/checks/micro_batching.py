@@ -149,9 +149,9 @@ class MicroBatchPlan:
     why: str
     """The number with its reason, for the table at the start of a run."""
     recompute: bool = False
-    """Whether the plan chose gradient checkpointing."""
+    """True where the plan chose gradient checkpointing."""
     offload: bool = False
-    """Whether it also keeps the inputs of layers on the host."""
+    """True where it also keeps the inputs of layers on the host."""
     scored: int | None = None
     """Most rows of a forward pass without gradient over a data set; None sets no bound."""
 

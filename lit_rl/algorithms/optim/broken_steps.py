@@ -26,7 +26,7 @@ class BrokenSteps:
     def __init__(self) -> None:
         self.in_a_row = 0
         self.last = False
-        """Whether the current step is skipped."""
+        """True where the current step is skipped."""
 
     def look(self, norm: float, *, scaled: bool) -> bool:
         """Count the step, and tell whether to skip it.

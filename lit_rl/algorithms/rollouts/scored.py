@@ -131,7 +131,7 @@ class Spare:
     """Function that completes a prompt to discard, where engine calls are collective."""
     reward: Callable[[PromptBatch, Completions], Scores]
     exact: bool
-    """Whether the generator is the policy itself, so that each rank can draw alone."""
+    """True where the generator is the policy itself, so that each rank can draw alone."""
 
     def draw(self, positions: range, *, rollout: int, first: int) -> Scored:
         """Complete and score the prompts at these positions of the spare order.
