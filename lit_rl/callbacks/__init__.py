@@ -1,6 +1,7 @@
 """Callbacks: they watch and save, and never steer. Without them the trained weights are the same.
 
-An alarm alone may end a run, or roll it back, where the user says so (`then`). Each name is imported at its first use:
+What may end a run are alarms, where the user says so (`then`), a signal, and the watchdog; an alarm may also roll it
+back. Each name is imported at its first use:
 readers of a run's files need no torch.
 """
 

@@ -276,8 +276,8 @@ class PromptBatch:
     slot: int = 0
     """0..R-1: which of the R micro-batches of this rollout Lightning's loop is at. 0 generates."""
     upcoming: Sequence[PromptBatch] = ()
-    """At slot 0, where the generator lags: the prompts of as many rollouts to come; fewer where the run ends before.
-    Empty elsewhere."""
+    """At slot 0, if the generator lags: the prompts of the next `lag` rollouts, fewer at the end of a run. Else
+    empty."""
     vision: Callable[[Sequence[int]], Sequence[PromptVision | None]] | None = None
     """Makes the vision inputs of prompts from the indices of their rows. None where no prompt of
     the data has images."""
@@ -412,7 +412,8 @@ class Rollout:
 
     completions: Completions
     rewards: Tensor = field(metadata=PER_ROW)
-    """Float32 ``(b,)``: weighted sum over functions; NaN where no function applied."""
+    """Float32 ``(b,)``: weighted sum over functions, after shaping, normalisation, clipping and the KL in the reward;
+    NaN where no function applied."""
     advantages: Tensor | None = field(metadata=PER_RESPONSE_TOKEN)
     """Float32 ``(b,)``, or ``(b, t)`` where tokens differ. None where pairs are learned; see ``verdicts``."""
     loss_mask: Tensor = field(metadata=PER_RESPONSE_TOKEN)

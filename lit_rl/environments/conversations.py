@@ -181,7 +181,7 @@ class Conversations(Responder):
         whole = factory.rollout_timeout
         self._ends = math.inf if whole is None else time.perf_counter() + whole
         self.waited = 0.0
-        """Seconds in which whoever asked waited for environments."""
+        """Seconds spent waiting for environments."""
 
     @property
     def max_tokens(self) -> int:
@@ -195,7 +195,7 @@ class Conversations(Responder):
     # ------------------------------------------------------------------ before and after
 
     def open(self) -> list[Opening]:
-        """Make every environment and reset it; what each row begins with."""
+        """Make and reset every environment; return the first observations, one a row."""
         openings = self._each(self._rows, _SeedOffset.RESET, _make_and_reset)
         return [self._unless_failed(row, opening) for row, opening in zip(self._rows, openings)]
 
@@ -409,7 +409,7 @@ class Conversations(Responder):
             return self._too_late(row)
 
     async def _catching_errors(self, ask: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """Return what it gives, or that it raised: the episode fails, and the others go on."""
+        """Await a call, and return its result, or its exception as a failure of this episode alone."""
         IMAGE_LIMIT.set(self._codec.max_image_pixels)
         try:
             return await ask()

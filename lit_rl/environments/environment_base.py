@@ -56,7 +56,7 @@ class Reply:
 
 
 class Environment(ABC):
-    """One row's. Made anew for each episode, used by it alone, and closed after it."""
+    """The environment of one episode: made for it, used by it alone, and closed after it."""
 
     @abstractmethod
     async def reset(self, seed: int, row: Mapping[str, Any]) -> Opening:

@@ -253,7 +253,7 @@ def _described_function(function: Callable[..., Any]) -> tuple[Callable[..., Any
 
 
 def _schema(name: str, described: Callable[..., Any], bound: Collection[str]) -> dict[str, Any]:
-    """Return what the chat template tells of a function, without the arguments that are bound: they need no type."""
+    """Return the JSON schema of a function for the chat template, without bound arguments, which need no type."""
     from transformers.utils.chat_template_utils import get_json_schema
 
     schema = get_json_schema(_without(described, bound) if bound else described)
@@ -303,7 +303,7 @@ def _why_not(function: Any, error: Exception) -> str:
 
 
 def _arguments(function: Callable[..., Any], name: str, bound: Collection[str]) -> list[inspect.Parameter]:
-    """Return what a function takes by name, beside what is bound.
+    """Return the parameters of a function that are not bound.
 
     Raises:
         ConfigError: it takes something that no JSON object can give it.
@@ -395,7 +395,7 @@ _REFERENCES = 32
 
 
 def _referred(root: Any, reference: str) -> Any:
-    """Return what a ``$ref`` within a schema refers to; None: nothing."""
+    """Resolve a ``$ref`` within a schema; None where it points nowhere."""
     for part in reference.removeprefix("#").strip("/").split("/") if reference != "#" else ():
         key = part.replace("~1", "/").replace("~0", "~")
         root = root.get(key) if isinstance(root, Mapping) else None

@@ -62,7 +62,7 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
 ) -> Callable[[], Completions]:
     """Give the generator the weights of the policy, and return a function that draws completions of every prompt.
 
-    This is the only sync, so a stale engine cannot answer; and no sync may come in between. The samples depend on
+    Every request begins with this sync, so a stale engine cannot answer; no other may come in between. The samples depend on
     `seed`, the rollout, the row and its occurrence, never on rank or batch.
 
     Args:

@@ -151,8 +151,8 @@ _COMPACT_BELOW = 0.75
 of new rows: for a quarter of the rows it pays back within a few tokens."""
 
 _STRAGGLERS = 2
-"""Prompts that are held at most, over those of places that are full of whole groups: the last row of a group keeps its
-prompt. A memory plan counts as many."""
+"""Extra prompts that are held at most, as the last running row of a group keeps its prompt. The memory plan counts
+them."""
 
 _POLL_TOKENS = 16
 """Tokens after which answers are polled, where no row has ended."""
@@ -392,5 +392,5 @@ class _Conversations:
 
 
 def _split(steps: DecodingSteps, rows: Sequence[int], which: Sequence[int]) -> DecodingSteps:
-    """Return those rows as steps of their own."""
+    """Return decoding steps over some of the rows."""
     return steps if len(which) == len(rows) else steps.split(torch.tensor(which, device=steps.logits.device))

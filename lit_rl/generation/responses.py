@@ -142,7 +142,7 @@ class Responses:
         )
 
     def end_at_stop_strings(self, rows: Tensor) -> None:
-        """End those of these rows, long ``(m,)``, that have completed a stop string since the last look."""
+        """End the rows, of long ``(m,)``, that have completed a stop string since they were last read."""
         if self._since and self._ends.stops:
             self.read_states(rows)
 
@@ -286,7 +286,7 @@ class FinishedRows:
         self._reported: set[int] = set()
 
     def report(self, states: RowStates) -> None:
-        """Report those of these rows that are finished, and were not reported before."""
+        """Report rows that have newly finished."""
         new = states.newly_finished(self._reported)
         for row, ids in zip(new, self._responses.texts(new) if new else (), strict=True):
             self._on_finished(row, ids)

@@ -22,7 +22,7 @@ from lit_rl.core.process_state import is_raised_by_user_code, mix_seed, seed_gen
 
 @dataclass(frozen=True)
 class Opaque:
-    """A description of a returned value that is neither a number, nor None, nor a list of spans."""
+    """A description of an invalid reward value: no number, None or list of spans."""
 
     kind: str
     text: str

@@ -180,7 +180,7 @@ class PendingRewards:
 
 
 _ROUNDING = 1e-12
-"""Less than this share of its parts is left of a sum only by rounding: 1 - 0.7 - 0.3 is 0."""
+"""A sum that is smaller than this share of its parts is rounding error: 1 - 0.7 - 0.3 is 0."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The contract of ``generation.base.Generator``, for every engine that runs on a CPU."""
+"""The contract of ``generation.generator.Generator``, for every engine that runs on a CPU."""
 
 from __future__ import annotations
 

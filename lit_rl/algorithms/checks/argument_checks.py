@@ -316,7 +316,7 @@ def check_reference(value: Any) -> None:
     if not hasattr(value, "scoring") or isinstance(value, type):
         raise ConfigError(
             f"reference is {value!r:.60}. Allowed is an object of lit_rl.models.references, such as FrozenCopy() "
-            "or AdapterBase(), of lit_rl.models.references, or None, which chooses by the policy."
+            "or AdapterBase(), or None, which chooses by the policy."
         )
 
 

@@ -590,7 +590,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     # ------------------------------------------------------------------ loading
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """Raise a ConfigError: a Trainer trains the module, and its policy is what can be called."""
+        """Refuse direct calls: a Trainer trains the module, and `module.policy` is the network."""
         raise ConfigError(
             f"{type(self).__name__} is not called. Train it with trainer.fit(module, datamodule=...); of tokens call "
             "module.policy(input_ids) after module.configure_model()."

@@ -164,7 +164,11 @@ class OnPolicyModule(GeneratingModule, ABC):
         self.in_a_step, self._slot = True, batch.slot
 
     def take_rollout(self, batch: PromptBatch) -> tuple[Scored, Rollout, Metrics]:
-        """Take the rollout of these prompts; return it as scored, and as learned from, with metrics."""
+        """Generate and score completions of these prompts, and compute advantages.
+
+        Returns the completions as scored, the rollout that is learned from, and metrics. Completions that were drawn
+        ahead are taken in place of new ones.
+        """
         draws_more = self.groups is not None or self.needs_greedy_rewards
         oldest = self.generator.lag * self.minibatches * self.iterations
         with fail_on_all_ranks(self.ranks):

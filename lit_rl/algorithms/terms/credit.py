@@ -329,7 +329,7 @@ class Whitening:
         return ranks.apply(over_all, columns)
 
     def fits(self, *, of_tokens: bool) -> None:
-        """Refuse to whiten one advantage a token by rows. (The other way round every token counts.)
+        """Refuse to whiten advantages of tokens by rows; advantages of rows may be whitened by tokens.
 
         Raises:
             ConfigError: names the whitening and the estimator.

@@ -144,7 +144,8 @@ class ReferenceTable:
     """The float32 log-probs of each text of each row (of a pair: the chosen one, the rejected one)."""
 
     def of(self, batch: ExampleBatch) -> Tensor:
-        """Return those of a micro-batch, float32 ``(b, s - 1)``, for pairs ``(2 b, s - 1)``; 0 at unlearned tokens."""
+        """Return reference log-probs of a micro-batch, float32 ``(b, s - 1)``, for pairs ``(2 b, s - 1)``; 0 at
+        unlearned tokens."""
         mask = batch.tokens.learned
         sides = range(len(batch.tokens) // len(batch.rows))
         found = torch.zeros(mask.shape)
@@ -297,7 +298,7 @@ class PrecomputedReference:
             raise _reference_is_released("these rows")
 
     def of_texts(self, tokens: TokenBatch) -> Tensor | None:
-        """Return those of further texts, float32 ``(b, s - 1)``; 0 at unlearned tokens.
+        """Return reference log-probs of extra texts, float32 ``(b, s - 1)``; 0 at unlearned tokens.
 
         None before the training, while the reference can still be used.
 

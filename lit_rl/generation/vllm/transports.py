@@ -393,6 +393,5 @@ def _open_descriptor(folder: Path) -> Iterator[int]:
 
 
 def shared_memory() -> str | None:
-    """Return a folder in memory that other processes of this machine read; None where there is none, and a disk has to
-    do."""
+    """Return the folder of shared memory that other processes of this machine can read, or None."""
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
