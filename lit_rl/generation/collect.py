@@ -62,8 +62,8 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
 ) -> Callable[[], Completions]:
     """Give the generator the weights of the policy, and return a function that draws completions of every prompt.
 
-    Every request begins with this sync, so a stale engine cannot answer; no other may come in between. The samples depend on
-    `seed`, the rollout, the row and its occurrence, never on rank or batch.
+    Every request begins with this sync, so a stale engine cannot answer; no other may come in between. The samples
+    depend on `seed`, the rollout, the row and its occurrence, never on rank or batch.
 
     Args:
         generator: The generator.
