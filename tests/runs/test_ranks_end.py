@@ -301,11 +301,11 @@ def gave_up(error):
     print(f"{type(error).__name__}", "STARTED_BY" in "".join(os.environ), flush=True)
     return error.exit_code
 
-parent.end_with_it()
-with parent.missed(gave_up):
+parent.end_with_parent()
+with parent.while_parent_matters(gave_up):
     pass  # the first job of a sweep
 time.sleep(1.0)
-with parent.missed(gave_up):
+with parent.while_parent_matters(gave_up):
     print("begun", flush=True)
     time.sleep(float(sys.argv[1]))
 print("writes", flush=True)

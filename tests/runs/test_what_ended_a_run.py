@@ -377,6 +377,6 @@ def test_ctrl_c_once_more_writes_no_model(monkeypatch: pytest.MonkeyPatch) -> No
             raise BackendError("ended") from exit_
 
     for came, times in ((exit_signals.ExitBySignal, 0), (KeyboardInterrupt, 1)):
-        with pytest.raises(BackendError), train_command._save_after_error(None, {}):  # pyright: ignore
+        with pytest.raises(BackendError), train_command._saving_after_error(None, {}):  # pyright: ignore
             ended_by(came)
         assert len(kept) == times
