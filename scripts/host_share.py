@@ -52,7 +52,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "records": [
         *((RolloutRecords, name) for name in ("open", "add", "add_step", "close")),
         *((OfflineRecords, name) for name in ("open", "add", "close", "line")),
-        (PolicyModule, "tell_callbacks"),
+        (PolicyModule, "publish_metrics"),
     ],
     "Lightning's own metrics": [
         (_LoggerConnector, name) for name in ("on_batch_start", "update_train_step_metrics", "on_batch_end")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.rollouts.rollout_source import abort_on_all_ranks
+from lit_rl.callbacks import graceful_stop
 from lit_rl.callbacks.graceful_stop import SignalWatch
 from lit_rl.core import interrupts
 from lit_rl.core.interrupts import Interrupted, agreed_by_ranks, interruptible, run_ending_hook, uninterruptible
@@ -146,7 +147,8 @@ def test_what_another_rank_was_told_and_the_same_signal_here_are_one_and_the_nex
     before = signal.signal(signal.SIGUSR2, lambda number, frame: told.set())
     try:
         watch = SignalWatch(lambda: signal.SIGUSR2 if known.is_set() else None, ranks=1)
-        watch._heard = lambda: None if told.is_set() else signal.SIGUSR2  # pyright: ignore
+        key = graceful_stop._SIGNAL_KEY
+        watch._received = lambda name: signal.SIGUSR2 if name == key and not told.is_set() else None  # pyright: ignore
         watch.begin()
         assert told.wait(20) and watch._sent
         known.set()

@@ -13,6 +13,8 @@ from lit_rl.cli.build import ALLOWED, check_target, targets
 from lit_rl.core.errors import ConfigError
 
 _NAMES_CODE = (
+    "lit_rl.core.event_loops.",
+    "lit_rl.core.user_functions.",
     "lit_rl.rewards.",
     "lit_rl.environments.",
     "lit_rl.data.tasks.VerifiersTasks.",

@@ -163,24 +163,13 @@ TARGETS = {
 
 OPS = (
     "lit_rl.ops.policy_losses",
-    "lit_rl.ops.policy_losses",
     "lit_rl.ops.advantages",
-    "lit_rl.ops.returns",
     "lit_rl.ops.returns",
     "lit_rl.ops.kl",
     "lit_rl.ops.reductions",
     "lit_rl.ops.engine_mismatch",
-    "lit_rl.ops.engine_mismatch",
-    "lit_rl.ops.engine_mismatch",
     "lit_rl.ops.selection",
-    "lit_rl.ops.advantages",
     "lit_rl.ops.imitation",
-    "lit_rl.ops.advantages",
-    "lit_rl.ops.preference_losses",
-    "lit_rl.ops.preference_losses",
-    "lit_rl.ops.preference_losses",
-    "lit_rl.ops.preference_losses",
-    "lit_rl.ops.preference_losses",
     "lit_rl.ops.preference_losses",
 )
 """Modules with functions of tensors whose keywords are the setting: built as `functools.partial`."""

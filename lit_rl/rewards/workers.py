@@ -80,7 +80,6 @@ _WORKER_MODULES = [
     "lit_rl.core.process_state",
     "lit_rl.core.user_functions",
     "lit_rl.rewards.jobs",
-    "lit_rl.rewards.jobs",
     "lit_rl.rewards.worker_main",
 ]
 

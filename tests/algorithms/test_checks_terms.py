@@ -25,7 +25,6 @@ from lit_rl.core.rollout import Completions, Prompts, Sampling
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.ops import advantages, engine_mismatch, policy_losses, returns, selection
 from lit_rl.ops import advantages as shaping
-from lit_rl.ops import returns as turns
 
 partial = functools.partial
 
@@ -228,7 +227,7 @@ DEAF |= {name: {"shaping"} for name in ("remax", "remax_return_to_go")}
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("module", [advantages, returns, turns])
+@pytest.mark.parametrize("module", [advantages, returns])
 def test_a_change_of_the_rewards_is_refused_exactly_where_the_advantage_does_not_see_it(module, change):
     estimators = [
         function

@@ -177,7 +177,7 @@ def test_an_episode_without_room_for_another_token_is_over() -> None:
     talk = Talk(texts(tools(max_tokens=said + 2)), asked("?"), [1], turn=20)
     talk.say(0, "multiply(2,3)")
     (answer,) = talk.conversations.answers(wait=True)
-    assert answer.token_ids is not None and answer.room == 1
+    assert answer.token_ids is not None and answer.max_new_tokens == 1
     talk.conversations.close()
     talk = Talk(texts(tools(max_tokens=said + 1)), asked("?"), [1])
     talk.say(0, "multiply(2,3)")
@@ -212,7 +212,7 @@ def test_no_episode_leaves_its_limits(said: list[str], max_turns: int, max_token
         (answer,) = talk.conversations.answers(wait=True)
         if answer.token_ids is None:
             break
-        length, room = length + len(answer.token_ids), answer.room
+        length, room = length + len(answer.token_ids), answer.max_new_tokens
         assert room >= 1 and length + room <= max_tokens
     (episode,) = talk.over()
     assert episode.turns <= max_turns and length <= max_tokens

@@ -119,7 +119,7 @@ def test_without_gradient_it_computes_as_it_does_uncompiled(pair, programs, comp
         assert torch.equal(*found)
         engine = NativeGenerator()
         engine.sync(ours, 0)
-        kind: Any = engine._kind(ours, 20)
+        kind: Any = engine._choose_steps(ours, 20)
     assert getattr(kind, "func", kind) is LeanSteps
     assert not programs
 

@@ -185,7 +185,7 @@ class TestKernels:
         for model in ways(**settings):
             engine = NativeGenerator()
             engine.sync(model, 0)
-            kind: Any = engine._kind(model.eval(), 20)
+            kind: Any = engine._choose_steps(model.eval(), 20)
             assert getattr(kind, "func", kind) is LeanSteps
             prompts = Prompts([[5, 6, 7, 8], [9, 10]], [1, 2], 2, (258,), 256)
             written.append(engine.generate(prompts, Sampling(max_new_tokens=2)))

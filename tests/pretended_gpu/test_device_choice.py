@@ -144,7 +144,7 @@ def test_a_reward_model_is_on_the_device_of_the_run(
 
 def test_outside_of_a_run_a_scorer_takes_the_gpu() -> None:
     torch.cuda.set_device(1)
-    assert OnRunDevice().place == torch.device("cuda", 1)
+    assert OnRunDevice().load_device == torch.device("cuda", 1)
 
 
 def test_noise_on_embeddings_is_the_same_on_every_device() -> None:

@@ -398,7 +398,7 @@ trainer.strategy._launcher = types.SimpleNamespace(procs=[])
 folder = RunDir(pathlib.Path(sys.argv[1]))
 if sys.argv[3] == "met":
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-with watching_those_started(trainer, lambda error: give_up(error, folder, trainer, "train.py"), float(sys.argv[2])):
+with watching_children(trainer, lambda error: record_lost_rank(error, folder, trainer, "train.py"), float(sys.argv[2])):
     trainer.strategy.launcher.procs.append(subprocess.Popen(["false"]))
     _launch_process_observer(trainer.strategy.launcher.procs)
     threading.Event().wait(60)

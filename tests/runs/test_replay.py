@@ -498,6 +498,7 @@ def test_a_run_that_is_trusted_may_name_code():
         ({"reward": {"_target_": "lit_rl.rewards.RemoteReward", "urls": ["http://a.b"]}}, "RemoteReward"),
         ({"judge": {"_target_": "lit_rl.rewards.LLMJudge", "base_url": "http://a.b"}}, "LLMJudge"),
         ({"data": {"task": {"_target_": "lit_rl.data.tasks.VerifiersTasks"}}}, "VerifiersTasks"),
+        ({"reward": {"_target_": "lit_rl.rewards.contract.load_by_path", "path": "x:y"}}, "load_by_path"),
         ({"optimizer": {"_target_": "lit_rl.algorithms.optim.optimizers.ByPath", "path": "x.Y"}}, "optimizer"),
         (
             {"s": {"_target_": "lit_rl.algorithms.optim.schedules.ScheduleByPath", "path": "x.Y"}},

@@ -376,5 +376,5 @@ def test_a_template_that_only_appends_rewrites_nothing(toy_of: Any) -> None:
         drawn = toy.drawn(prompt, max_new_tokens=4, logit_bias=letters)
         drawn = replace(drawn, episodes=conversations.episodes())
         assert drawn.episodes[0].turns > 1
-        rewriting.look(drawn, conversations.chat_frames)
+        rewriting.check(drawn, conversations.chat_frames)
     assert rewriting.pop_metrics() == {"template/rewritten": (0, 1)}
