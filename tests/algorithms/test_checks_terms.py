@@ -235,7 +235,7 @@ def test_a_change_of_the_rewards_is_refused_exactly_where_the_advantage_does_not
         if callable(function) and estimator_checks.is_from_ops(function) and function not in SHAPINGS
         if list(inspect.signature(function).parameters)[:2] == ["rewards", "group_id"]
     ]
-    assert len(estimators) > (1 if module is turns else 4)
+    assert len(estimators) > 4
     for estimator in estimators:
         if change in DEAF.get(estimator.__name__, set()):
             with pytest.raises(ConfigError, match=change):
@@ -290,8 +290,8 @@ COMPARES = {
     returns.process_supervised: True,
     returns.reinforce_plus_plus_baseline: True,
     returns.centered_return_to_go: True,
-    turns.centered_turns: True,
-    turns.gigpo: True,
+    returns.centered_turns: True,
+    returns.gigpo: True,
     advantages.raw: False,
     advantages.remax: False,
     returns.reinforce_plus_plus: False,
