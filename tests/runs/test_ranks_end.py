@@ -9,7 +9,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -314,6 +317,18 @@ print("written", flush=True)
 """
 
 
+@contextmanager
+def parent_of(words: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """Start a parent, which is killed after a minute: a child that breaks must not leave its reader waiting."""
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        end = threading.Timer(60, parent.kill)
+        end.start()
+        try:
+            yield parent
+        finally:
+            end.cancel()
+
+
 @pytest.mark.parametrize(
     ("work", "said"), [(60.0, ["begun", "BackendError False"]), (0.0, ["begun", "writes", "written"])]
 )
@@ -322,7 +337,7 @@ def test_a_rank_ends_with_its_parent_while_they_work_together_and_writes_what_it
 ) -> None:
     """Not with the thread of its parent that has started it."""
     words = [sys.executable, "-c", STARTS, WORKS, str(work)]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+    with parent_of(words) as parent:
         assert parent.stdin is not None and parent.stdout is not None
         assert parent.stdout.readline() == "begun\n"
         time.sleep(1.0)
@@ -337,7 +352,7 @@ def test_a_rank_that_a_script_has_started_for_rank_0_watches_rank_0() -> None:
     wrapped = STARTS.replace("[sys.executable, ", "['sh', '-c', '\"$@\"; exit $?', 'wrapper', sys.executable, ")
     assert wrapped != STARTS
     words = [sys.executable, "-c", wrapped, WORKS, "60.0"]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+    with parent_of(words) as parent:
         assert parent.stdin is not None and parent.stdout is not None
         assert parent.stdout.readline() == "begun\n"
         time.sleep(2.0)
