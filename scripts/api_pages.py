@@ -22,8 +22,8 @@ PAGES = ROOT / "docs" / "api"
 MODULES = ROOT / "docs" / "modules.md"
 HEAD = """# Every module in a line
 
-Written by `python scripts/api_pages.py` from the docstrings, not by hand. How the packages stand on each other, and how
-a step walks through them, is in [architecture.md](architecture.md).
+Written from the docstrings, not by hand. How the packages stand on each other, and how a step walks through them, is in
+[architecture.md](architecture.md).
 """
 BEGIN, END = "<!-- names: `python scripts/api_pages.py`; not by hand -->", "<!-- end -->"
 MODULE = re.compile(r"^::: (\S+)$(?:\n    options:\n      members: \[(.+)\]$)?", re.M)

@@ -423,7 +423,7 @@ def test_help_shows_the_docstrings(lit_rl_run: CommandLine) -> None:
     assert "Prompts of one rollout, all ranks together" in text
     assert "--optimizer" in text and "--scheduler" in text and "--reference" in text and "--data.task" in text
     text = " ".join(lit_rl_run("fit", "--model.help=GRPO").out.split())
-    assert "2 or more where the advantage compares completions of one prompt. (type: int, default: 8)" in text
+    assert "2 or more if the advantage compares completions of one prompt. (type: int, default: 8)" in text
     assert "Linear warm-up" not in text and "--model.optimizer" not in text
 
 
