@@ -131,13 +131,10 @@ def test_a_run_goes_on_in_the_precision_it_began_in_on_any_processor(train, tmp_
     assert yaml.safe_load((again / "config.yaml").read_text())["trainer"]["precision"] == precision
 
 
-@pytest.mark.parametrize("kept", ["master", "remainder"])
-def test_checkpoints_of_earlier_versions_were_float32_or_have_masters(tmp_path, kept):
-    plain = {"state_dict": {}, "optimizer_states": [{"state": {0: {"exp_avg": torch.zeros(1)}}}]}
-    narrow = {"state_dict": {}, "optimizer_states": [{"state": {0: {kept: torch.zeros(1)}}}]}
+def test_the_precision_of_a_checkpoint_is_the_one_it_names(tmp_path):
     file = tmp_path / "one.ckpt"
-    for state, precision in ((plain, FLOAT32), (narrow, BF16), (plain | {"precision": "bf16-mixed"}, "bf16-mixed")):
-        torch.save(state, file)
+    for precision in (BF16, FLOAT32, "bf16-mixed"):
+        torch.save({"state_dict": {}, "optimizer_states": [], "precision": precision}, file)
         assert precision_of(file) == trainer_precision({"precision": "auto", "plugins": None}, str(file)) == precision
     assert trainer_precision({"precision": "auto", "plugins": [MixedPrecision("bf16-mixed", "cpu")]}, str(file)) is None
     assert trainer_precision({"precision": FLOAT32, "plugins": None}, str(file)) == FLOAT32
