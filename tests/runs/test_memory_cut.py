@@ -34,12 +34,12 @@ def test_a_resumed_run_keeps_its_cut_whatever_memory_is_free(train, tmp_path, me
     whole, again = tmp_path / "whole", tmp_path / "again"
     overrides = [*SMALL, *EVERY_STEP, *ROWS]
     assert train(*overrides, memory, f"run_dir={whole}") == 0
-    kept = newest(whole)["cut"]
+    kept = newest(whole)["micro_batch_plan"]
     assert (kept["micro_batches"] > 1) and (kept["micro_batches"] > 8) == (memory != LITTLE)
     assert kept["recompute"] == (memory == LEAST)
     interrupted(whole, again, 2)
     assert train(*overrides, f"run_dir={again}", "ckpt_path=last") == 0
-    assert newest(again)["cut"] == kept
+    assert newest(again)["micro_batch_plan"] == kept
     assert_same_run(whole, again)
 
 
