@@ -48,8 +48,6 @@ The list is read from the source. It leaves out a message that
   Their pages explain them.
 """
 OPTIONAL = {
-    "algorithms/checks/strategy_checks": "DeepSpeed",
-    "algorithms/optim/strategies": "DeepSpeed",
     "environments": "environments",
     "callbacks/alarms": "alarms",
     "data/row_visuals": "images and videos",
@@ -57,7 +55,10 @@ OPTIONAL = {
     "core/visuals": "images and videos",
     "core/task_sets": "task sets of verifiers",
     "generation": "generators",
-    "rewards/": "rewards and judges that are shipped",
+    **{f"rewards/{name}_rewards": "rewards that are shipped" for name in ("text", "token", "math", "task", "code")},
+    **{f"rewards/{name}": "rewards that are shipped" for name in ("sandbox", "code_runner")},
+    **{f"rewards/{name}": "judges" for name in ("judges", "llm_judge", "pair_ranker")},
+    **{f"rewards/{name}": "scorers" for name in ("classifiers", "model_rewards", "remote_reward")},
     "models/scoring": "scorers",
     "models/adapters": "adapters of PEFT",
     "models/merging": "adapters of PEFT",

@@ -383,8 +383,8 @@ def check_trainable_weights(trained: Mapping[str, Tensor], strategy: Strategy) -
         return
     dtype = next(iter(lost.values()))
     names = ", ".join(list(lost)[:3]) + (", ..." if len(lost) > 3 else "")
-    why = _explain_lost_updates(dtype, strategy)
-    raise ConfigError(f"Weights to be trained are {str(dtype).removeprefix('torch.')} ({names}): {why}")
+    kind, why = str(dtype).removeprefix("torch."), _explain_lost_updates(dtype, strategy)
+    raise ConfigError(f"Weights to be trained are {kind} ({names}): {why}")
 
 
 def check_optimizer_shards(optimizer: OptimizerFactory, strategy: Strategy) -> None:
