@@ -87,7 +87,7 @@ def test_nothing_is_offloaded_to_the_host_from_the_host(train, tmp_path, capsys)
     assert "this run has no GPU. Set it to true" in capsys.readouterr().err
 
 
-def test_what_can_never_fit_is_refused_before_weights_load(train, tmp_path, capsys):
+def test_what_can_never_fit_is_refused_with_what_each_part_needs(train, tmp_path, capsys):
     assert train(*SMALL, *ROWS, "plan.memory_gb=0.005", f"run_dir={tmp_path / 'run'}") == 2
     said = capsys.readouterr().err
     assert "does not fit" in said and "micro-batches of 1 row" in said and "weights" in said
