@@ -41,11 +41,11 @@ from rich.table import Table
 from lit_rl.algorithms import GRPO
 from lit_rl.algorithms.evaluation.validation import Evaluation
 from lit_rl.cli.process import filter_warnings
+from lit_rl.core.model_paths import copy_without_hub
 from lit_rl.core.rollout import Sampling
 from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Largest
 from lit_rl.models import LanguageModel
-from lit_rl.models.hub_files import copy_without_hub
 from lit_rl.rewards import exact_match
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -34,10 +34,11 @@ from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.core.chat_template import marks_start
 from lit_rl.core.errors import in_range
 from lit_rl.core.examples import PairBatch, StepwiseBatch, TokenBatch, Totals
-from lit_rl.models.hf_export import ExportReport, export_scoring
+from lit_rl.models.hf_export import export_scoring
 from lit_rl.models.loaded_model import ModelLike, TokenizerLike
 from lit_rl.models.model_card import model_card
 from lit_rl.models.scoring import SEQUENCES, TOKENS, Scoring, check_scoring, load_scoring, scoring_logits
+from lit_rl.models.verified_folder import ExportReport
 from lit_rl.ops.preference_losses import bradley_terry, step_label_loss
 from lit_rl.ops.reductions import Highest, Lowest, Metrics, mean_of
 

@@ -16,10 +16,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.algorithms.data_parallel import tensor_parallel_size
 from lit_rl.callbacks.output_files import ImageWriter
+from lit_rl.core.episode import Prompt
 from lit_rl.core.errors import ConfigError, StorageError, did_you_mean, in_range
-from lit_rl.core.rollout import Prompt
-from lit_rl.core.visuals import IMAGE_COLUMNS as IMAGE_COLUMNS
-from lit_rl.core.visuals import VIDEO_COLUMNS as VIDEO_COLUMNS
+from lit_rl.core.visuals import IMAGE_COLUMNS, VIDEO_COLUMNS
 from lit_rl.data.example_formats import OTHER_MASKS
 from lit_rl.data.kinds import COLUMNS
 from lit_rl.data.rendering import control_tokens

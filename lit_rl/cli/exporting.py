@@ -16,8 +16,9 @@ from lit_rl.algorithms.optim.master_weights import BF16
 from lit_rl.algorithms.reward_modeling import RewardModeling
 from lit_rl.callbacks.checkpoint_io import step_of
 from lit_rl.cli import data_choice, key_checks, run_trust
-from lit_rl.cli.build import ALLOWED, build, check_target, plain
+from lit_rl.cli.build import build, plain
 from lit_rl.cli.replays import checkpoint_of, config_of
+from lit_rl.cli.targets import ALLOWED, check_target
 from lit_rl.cli.trainer_settings import precision_of
 from lit_rl.core.errors import BackendError, ConfigError, StorageError
 from lit_rl.models.language_model import LanguageModel

@@ -41,13 +41,13 @@ from lit_rl.callbacks import AtomicCheckpointIO, Export, GracefulStop, JsonlLogg
 from lit_rl.callbacks.checkpoint_io import read_lazily, verify_once
 from lit_rl.callbacks.process_signals import remove_requeue_handler, requeue_signal
 from lit_rl.cli import config_files, lightning_arguments, process, run_info
-from lit_rl.cli.build import ALLOWED, check_trainer
+from lit_rl.cli.build import check_trainer
 from lit_rl.cli.lightning_arguments import data_module_of
 from lit_rl.cli.lightning_messages import in_one_sentence
 from lit_rl.cli.listing import neighbouring_keys
 from lit_rl.cli.run_failures import record_error, record_lost_rank
 from lit_rl.cli.schemas import PYTHON_ONLY, parameters
-from lit_rl.cli.targets import find_here
+from lit_rl.cli.targets import ALLOWED, find_here
 from lit_rl.cli.trainer_settings import Accumulation, Asked, cut_by, settle_precision, trainer_precision
 from lit_rl.core.errors import SIGNALLED, BackendError, ConfigError, StorageError, did_you_mean
 from lit_rl.core.user_functions import is_file_path

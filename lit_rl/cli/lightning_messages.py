@@ -12,9 +12,9 @@ from typing import Any
 import lightning as L
 from jsonargparse import ArgumentError
 
-from lit_rl.cli.build import ALLOWED
 from lit_rl.cli.lightning_words import no_such_key
 from lit_rl.cli.schemas import parameters
+from lit_rl.cli.targets import ALLOWED
 from lit_rl.core.errors import ConfigError, LitRLError, did_you_mean
 from lit_rl.data.prompt_module import RolloutDataModule
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lit_rl.cli.build import ALLOWED, check_target, targets
+from lit_rl.cli.targets import ALLOWED, check_target, targets
 from lit_rl.core.errors import ConfigError
 
 _NAMES_CODE = (

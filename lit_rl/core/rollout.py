@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_rl.core.episode import Episode, Prompt, Responder
-from lit_rl.core.episode import Message as Message
 from lit_rl.core.errors import ConfigError, check_strings, in_range, reject_unknown_keywords
 from lit_rl.core.transfers import CopiedToHost, HostCopy, to_device
 from lit_rl.core.vision_inputs import PromptVision, Vision

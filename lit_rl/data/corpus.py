@@ -16,7 +16,8 @@ from lit_rl.core.errors import ConfigError, DataError
 from lit_rl.core.progress_bar import delayed_progress
 from lit_rl.data.encode import Encoder, pack_examples
 from lit_rl.data.example_reader import ExampleOptions, ExampleReader, reason_to_drop
-from lit_rl.data.example_set import Example, ExampleSet, Kind
+from lit_rl.data.example_set import Example, ExampleSet
+from lit_rl.data.kinds import Kind
 from lit_rl.data.prompt_set import PromptExample, PromptOptions, PromptSet, read_prompts
 from lit_rl.data.rendering import TemplateOmissions
 from lit_rl.data.sources import Rows

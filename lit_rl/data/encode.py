@@ -17,8 +17,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lit_rl.core.chat_template import common_prefix_length, marks_start, tokenize_parts
+from lit_rl.core.episode import Message, Prompt
 from lit_rl.core.errors import ConfigError, DataError, excerpt, in_range
-from lit_rl.core.rollout import Message, Prompt
 from lit_rl.core.visuals import Visual
 from lit_rl.data.example_formats import Text
 from lit_rl.data.example_set import Encoded, Example

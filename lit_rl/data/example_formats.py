@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lit_rl.core.episode import Message, Prompt
 from lit_rl.core.errors import DataError, did_you_mean, excerpt
-from lit_rl.core.rollout import Message, Prompt
 from lit_rl.core.visuals import Visual
 from lit_rl.data.kinds import COLUMNS, USABLE, Kind, format_for, is_verdict, parse_verdict
 from lit_rl.data.message_forms import parse_list, read_tools

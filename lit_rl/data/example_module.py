@@ -15,7 +15,8 @@ from lit_rl.data.corpus import ExampleCorpus, read_example_corpus, streamed_corp
 from lit_rl.data.data_module import SourcedDataModule, check_keywords
 from lit_rl.data.encode import Encoder
 from lit_rl.data.example_reader import ExampleOptions
-from lit_rl.data.example_set import ExampleSet, Kind
+from lit_rl.data.example_set import ExampleSet
+from lit_rl.data.kinds import Kind
 from lit_rl.data.loaders import EvalLoader, ExampleEvalLoader, ExampleLoader
 from lit_rl.data.order import DEFAULT_STEP_ROWS, RolloutOrder
 from lit_rl.data.sources import GivenRows

@@ -23,7 +23,8 @@ from lit_rl.data.encode import (
     truncate_labels,
 )
 from lit_rl.data.example_formats import ExampleRecord, is_blank, read_record
-from lit_rl.data.example_set import Encoded, Example, Kind
+from lit_rl.data.example_set import Encoded, Example
+from lit_rl.data.kinds import Kind
 from lit_rl.data.readers import ON_BAD_ROW, OnBadRow
 from lit_rl.data.rendering import KWARGS_COLUMN, check_template_kwargs
 from lit_rl.data.row_visuals import MAX_IMAGE_PIXELS, MOST_IMAGE_PIXELS

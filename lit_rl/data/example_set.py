@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
+from lit_rl.core.episode import Prompt
 from lit_rl.core.examples import ExampleBatch, PairBatch, StepwiseBatch, TextBatch, TokenBatch, Totals, VerdictBatch
-from lit_rl.core.rollout import Prompt
 from lit_rl.core.vision_inputs import Vision
-from lit_rl.data.kinds import Kind as Kind
-from lit_rl.data.prompt_set import PromptExample as PromptExample
-from lit_rl.data.prompt_set import PromptSet
+from lit_rl.data.kinds import Kind
+from lit_rl.data.prompt_set import PromptExample, PromptSet
 from lit_rl.data.splits import prompt_key
 from lit_rl.data.visual_prompts import Processor, PromptVisuals, refuse_unequal_videos
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lit_rl.core.episode import Prompt
 from lit_rl.core.errors import ConfigError, DataError, in_range, one_of
 from lit_rl.core.progress_bar import delayed_progress
-from lit_rl.core.rollout import Prompt, PromptBatch
+from lit_rl.core.rollout import PromptBatch
 from lit_rl.core.vision_inputs import PromptVision
 from lit_rl.data.message_forms import read_tools
 from lit_rl.data.readers import ON_BAD_ROW, OnBadRow

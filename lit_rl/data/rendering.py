@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.core.chat_template import THOUGHTS, apply_chat_template, arguments_of_rendering, call_arguments
+from lit_rl.core.episode import Message, Prompt
 from lit_rl.core.errors import ConfigError, DataError, did_you_mean, excerpt
-from lit_rl.core.rollout import Message, Prompt
 from lit_rl.data.message_forms import parse_nested_literal
 from lit_rl.data.readers import without_none
 from lit_rl.data.row_visuals import text_of

@@ -18,8 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from lit_rl.core.errors import ConfigError, DataError, did_you_mean, excerpt
-from lit_rl.core.visuals import IMAGE_COLUMNS, ImageRef, VideoRef, Visual, as_png, as_rgb, digest_of, is_pillow, pillow
-from lit_rl.core.visuals import VIDEO_COLUMNS as VIDEO_COLUMNS
+from lit_rl.core.visuals import (
+    IMAGE_COLUMNS,
+    VIDEO_COLUMNS,
+    ImageRef,
+    VideoRef,
+    Visual,
+    as_png,
+    as_rgb,
+    digest_of,
+    is_pillow,
+    pillow,
+)
 
 MAX_IMAGE_PIXELS = 40_000_000
 """Width times height of an image that a data set may hold, by default: 120 MB as RGB."""

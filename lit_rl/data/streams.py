@@ -31,7 +31,8 @@ from lit_rl.data.corpus import (
 from lit_rl.data.data_module import SourcedDataModule
 from lit_rl.data.encode import Encoder
 from lit_rl.data.example_reader import ExampleOptions, ExampleReader
-from lit_rl.data.example_set import ExampleSet, Kind
+from lit_rl.data.example_set import ExampleSet
+from lit_rl.data.kinds import Kind
 from lit_rl.data.loaders import ExampleLoader, accept_changed_data, whole_steps, world_size_changed
 from lit_rl.data.order import RolloutOrder, apportion
 from lit_rl.data.readers import (

@@ -7,9 +7,9 @@ from functools import cached_property
 
 import numpy as np
 
+from lit_rl.core.episode import Prompt
 from lit_rl.core.errors import ConfigError, DataError, did_you_mean, excerpt, in_range
 from lit_rl.core.examples import TokenBatch
-from lit_rl.core.rollout import Prompt
 from lit_rl.data.encode import Encoder
 from lit_rl.data.example_set import Encoded, token_batch
 from lit_rl.data.message_forms import normalize_messages, read_tools

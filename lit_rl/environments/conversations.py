@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from lit_rl.core.episode import End, EnvironmentTurn, Episode, PolicyTurn, Responder
+from lit_rl.core.episode import End, EnvironmentTurn, Episode, Message, PolicyTurn, Prompt, Responder
 from lit_rl.core.errors import DataError, LitRLError
 from lit_rl.core.process_state import is_raised_by_user_code
-from lit_rl.core.rollout import Message, Prompt
 from lit_rl.core.vision_inputs import Later
 from lit_rl.data.visual_prompts import Processor, count_placeholders
 from lit_rl.environments.environment_base import Environment, Opening, Reply, Turn

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol, Self, TypeVar
 
-from lit_rl.core.episode import End
+from lit_rl.core.episode import End, Message
 from lit_rl.core.errors import ConfigError
-from lit_rl.core.rollout import Completions, Message, PromptBatch, Prompts, Sampling
+from lit_rl.core.rollout import Completions, PromptBatch, Prompts, Sampling
 
 Opening = str | Sequence[Message] | None
 """The first observation of an environment: a text that goes on the end of the prompt's last message, messages after it,

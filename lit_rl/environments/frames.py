@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lit_rl.core.chat_template import apply_chat_template
+from lit_rl.core.episode import Message
 from lit_rl.core.errors import ConfigError, excerpt
-from lit_rl.core.rollout import Message
 from lit_rl.core.vision_inputs import Later, PromptVision
 from lit_rl.core.visuals import ImageRef
 from lit_rl.data.rendering import control_tokens

@@ -11,8 +11,9 @@ from functools import partial
 from typing import Any
 
 from lit_rl.core.chat_template import apply_chat_template
+from lit_rl.core.episode import Message, Prompt
 from lit_rl.core.errors import ConfigError, DataError, GenerationError, excerpt
-from lit_rl.core.rollout import Completions, Message, Prompt, PromptBatch
+from lit_rl.core.rollout import Completions, PromptBatch
 from lit_rl.core.vision_inputs import PromptVision
 from lit_rl.core.visuals import ImageRef
 from lit_rl.data.message_forms import tools_argument

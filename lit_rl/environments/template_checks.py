@@ -14,9 +14,9 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_rl.core.episode import Episode
+from lit_rl.core.episode import Episode, Message
 from lit_rl.core.errors import ConfigError, excerpt
-from lit_rl.core.rollout import Completions, Message
+from lit_rl.core.rollout import Completions
 from lit_rl.environments.frames import ChatFrames, template_name
 from lit_rl.environments.observations import without_payload
 from lit_rl.environments.thoughts import CHANNEL_TOKEN, KNOWN_MARKS, MESSAGE_TOKEN

@@ -14,10 +14,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from lit_rl.core.episode import Message
 from lit_rl.core.errors import ConfigError, RewardError, describe_error, did_you_mean, excerpt, one_of
 from lit_rl.core.event_loops import BackgroundLoop
 from lit_rl.core.process_state import is_raised_by_user_code, preserve_process_state
-from lit_rl.core.rollout import Message
 from lit_rl.core.user_functions import load_by_path
 from lit_rl.environments.environment_base import Environment, Opening, Reply, Turn
 from lit_rl.environments.environment_pool import Pool, target_of

@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from lit_rl.core.episode import Message
 from lit_rl.core.errors import excerpt
-from lit_rl.core.rollout import Message
 from lit_rl.environments.frames import AnswerRole, ChatFrames, check_tools_are_rendered
 from lit_rl.environments.thoughts import speaks_on_channels, split_thoughts
-from lit_rl.environments.tool_parsers import UNREADABLE, BadCall, Parser, RegexParser, ToolCall, parser_for
+from lit_rl.environments.tool_parsers import UNREADABLE, BadCall, Parser, RegexParser, parser_for
+from lit_rl.environments.tools import ToolCall
 
 MODEL = "policy"
 """The policy's name in the API."""

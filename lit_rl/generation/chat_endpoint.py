@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Generic, TypeVar
 
+from lit_rl.core.episode import Prompt
 from lit_rl.core.errors import GenerationError, in_range
 from lit_rl.core.event_loops import hide_running_loop, run_coroutine
-from lit_rl.core.rollout import Prompt
 from lit_rl.environments.tool_parsers import check_parser
 from lit_rl.generation.chat_conversation import (
     MODEL,

@@ -15,9 +15,9 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lit_rl.core.episode import Episode
+from lit_rl.core.episode import Episode, Message, Prompt
 from lit_rl.core.errors import ConfigError, GenerationError
-from lit_rl.core.rollout import Completions, Message, Prompt, PromptBatch, Prompts, Sampling
+from lit_rl.core.rollout import Completions, PromptBatch, Prompts, Sampling
 from lit_rl.environments.environment_base import EpisodeRequest, EpisodeSource, RunTogether
 from lit_rl.generation.generator import ConversationsLost, EngineLost, Generator
 from lit_rl.generation.noise import prompt_key, row_keys

@@ -24,11 +24,11 @@ from typing import Any, Literal
 
 import torch
 
-from lit_rl.core.episode import End, Episode
+from lit_rl.core.episode import End, Episode, Message, Prompt
 from lit_rl.core.errors import ConfigError, GenerationError, LitRLError, NumericError, describe_error, excerpt, in_range
 from lit_rl.core.interrupts import TimeLimitExceeded, time_limit
 from lit_rl.core.process_state import is_raised_by_user_code, mix_seed, preserve_process_state, seed_generators
-from lit_rl.core.rollout import Completions, Message, Prompt, PromptBatch, Prompts
+from lit_rl.core.rollout import Completions, PromptBatch, Prompts
 from lit_rl.core.user_functions import load_by_path
 from lit_rl.data.rendering import encode_prompt
 from lit_rl.environments.environment_base import EpisodeRequest, EpisodeSource, Interactive

@@ -2,7 +2,8 @@
 
 from lit_rl.rewards.code_rewards import CodeExecution
 from lit_rl.rewards.combinations import JointRewards, RewardRecipes
-from lit_rl.rewards.contract import text_of
+from lit_rl.rewards.contract import FunctionFromPath, load_function, text_of
+from lit_rl.rewards.jobs import TrainerState
 from lit_rl.rewards.judges import FunctionJudge, Judge, PairwiseJudge, RewardJudge
 from lit_rl.rewards.llm_judge import LLMJudge
 from lit_rl.rewards.math_rewards import MathAccuracy, boxed, final_answer, math_accuracy, math_answer
@@ -18,7 +19,7 @@ from lit_rl.rewards.task_rewards import (
 )
 from lit_rl.rewards.text_rewards import Length, RegexFormat, contains, exact_match, reasoning_format
 from lit_rl.rewards.token_rewards import CosineScaledLength, RepetitionPenalty, SoftOverlong
-from lit_rl.rewards.weighted_rewards import FunctionFromPath, Rewards, Scores, TrainerState, from_paths, load_function
+from lit_rl.rewards.weighted_rewards import Rewards, Scores, from_paths
 
 __all__ = [
     "CodeExecution",

@@ -17,8 +17,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from lit_rl.core.episode import Message
 from lit_rl.core.errors import RewardError, did_you_mean
-from lit_rl.core.rollout import Message
 from lit_rl.core.user_functions import load_by_path
 from lit_rl.rewards.jobs import SERVICES, Opaque
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+from lit_rl.core.episode import Prompt
 from lit_rl.core.errors import ConfigError, RewardError, in_range
 from lit_rl.core.process_state import preserve_process_state, seed_generators
-from lit_rl.core.rollout import Prompt
 from lit_rl.rewards.caller import Caller, CallSettings, FunctionScores
 from lit_rl.rewards.contract import Completion, argument_names, check_callable, is_per_sample, load_function, name_of
 from lit_rl.rewards.jobs import TrainerState, number_of

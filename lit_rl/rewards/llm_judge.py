@@ -11,9 +11,9 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from lit_rl.core.episode import Prompt
 from lit_rl.core.errors import ConfigError, RewardError, in_range
 from lit_rl.core.event_loops import FUNCTION_LOOP
-from lit_rl.core.rollout import Prompt
 from lit_rl.rewards.contract import Completion, content_of, text_of
 from lit_rl.rewards.jobs import TrainerState
 from lit_rl.rewards.judges import LogMetric, Verdict, average_orders, check_judge_columns

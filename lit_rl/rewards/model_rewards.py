@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_rl.core.chat_template import apply_chat_template, tokenize_parts
+from lit_rl.core.episode import Prompt
 from lit_rl.core.errors import ConfigError, RewardError, did_you_mean
-from lit_rl.core.rollout import Prompt
 from lit_rl.core.vision_inputs import PromptVision
 from lit_rl.core.visuals import Visual, shown_in
 from lit_rl.rewards.classifiers import Classifier, ScorerLike, in_lockstep, logits_of

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lit_rl.core.episode import Prompt
 from lit_rl.core.errors import ConfigError, RewardError, StorageError, in_range, one_of
-from lit_rl.core.rollout import Prompt
 from lit_rl.rewards.classifiers import OnRunDevice
 from lit_rl.rewards.contract import Completion, content_of, text_of
 from lit_rl.rewards.jobs import TrainerState

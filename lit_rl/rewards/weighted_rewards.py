@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lit_rl.core.episode import Prompt
 from lit_rl.core.errors import ConfigError, RewardError, in_range
-from lit_rl.core.rollout import Prompt
 from lit_rl.core.user_functions import weights_by_name
 from lit_rl.rewards.caller import Caller, CallSettings, EarlyCalls, EarlyRows, FunctionScores
 from lit_rl.rewards.classifiers import Classifier, OnRunDevice

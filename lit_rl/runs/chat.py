@@ -14,8 +14,9 @@ import lightning as L
 
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.callbacks.display import printable
+from lit_rl.core.episode import Message, Prompt
 from lit_rl.core.errors import ConfigError, DataError, NumericError
-from lit_rl.core.rollout import Message, Prompt, PromptForm, Sampling
+from lit_rl.core.rollout import PromptForm, Sampling
 from lit_rl.core.vision_inputs import PromptVision
 from lit_rl.core.visuals import ImageRef
 from lit_rl.data.rendering import control_tokens, encode_prompt, render_prompt

@@ -18,8 +18,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from lit_rl.algorithms.loop.module import PolicyModule
+from lit_rl.core.episode import Prompt
 from lit_rl.core.errors import GenerationError, NumericError, in_range
-from lit_rl.core.rollout import Completions, Prompt, Prompts, Sampling
+from lit_rl.core.rollout import Completions, Prompts, Sampling
 from lit_rl.data.rendering import encode_prompt
 from lit_rl.generation.collect import Vocabulary, with_blocked_eos
 from lit_rl.generation.generator import Gap, Generator, as_generator, rollout_mode

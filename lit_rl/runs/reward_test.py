@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lit_rl.core.episode import Message, Prompt
 from lit_rl.core.errors import ConfigError, DataError, in_range
-from lit_rl.core.rollout import Message, Prompt, PromptBatch
+from lit_rl.core.rollout import PromptBatch
 from lit_rl.rewards import Rewards, Scores, TrainerState, text_of
 from lit_rl.rewards.contract import content_of
 from lit_rl.runs.train import Run

@@ -14,7 +14,8 @@ import pytest
 import yaml
 from cli_helpers import Command, Outcome, contents, refused
 
-from lit_rl.core.rollout import Prompt, Prompts, Sampling
+from lit_rl.core.episode import Prompt
+from lit_rl.core.rollout import Prompts, Sampling
 from lit_rl.data.rendering import encode_prompt
 from lit_rl.generation.collect import response_ids
 from lit_rl.generation.native import NativeGenerator

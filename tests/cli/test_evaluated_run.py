@@ -12,7 +12,8 @@ import pytest
 import yaml
 from cli_helpers import QUICK, refused, write_jsonl
 
-from lit_rl.cli.run_settings import command_over, is_over_a_run
+from lit_rl.cli.run_info import is_over_a_run
+from lit_rl.cli.run_settings import command_over
 from lit_rl.runs.run_dir import RunDir
 
 ROWS = [{"prompt": f"{n}+{n}=", "answer": "no number"} for n in range(8)]

@@ -13,7 +13,8 @@ from lit_rl.core.errors import ConfigError, DataError
 from lit_rl.data.corpus import read_examples
 from lit_rl.data.encode import Encoder
 from lit_rl.data.example_reader import ExampleOptions
-from lit_rl.data.example_set import Encoded, Example, Kind
+from lit_rl.data.example_set import Encoded, Example
+from lit_rl.data.kinds import Kind
 from lit_rl.data.rendering import encode_prompt
 from lit_rl.data.sources import Rows
 

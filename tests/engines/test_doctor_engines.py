@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_rl.models.hub_files import copy_without_hub
+from lit_rl.core.model_paths import copy_without_hub
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 

@@ -9,9 +9,9 @@ from typing import Any
 from chat_templates import tokenizer_of
 from transformers import AutoTokenizer
 
-from lit_rl.core.episode import EnvironmentTurn, Episode, PolicyTurn
+from lit_rl.core.episode import EnvironmentTurn, Episode, PolicyTurn, Prompt
 from lit_rl.core.model_paths import TINY
-from lit_rl.core.rollout import Prompt, PromptBatch
+from lit_rl.core.rollout import PromptBatch
 from lit_rl.environments.factory import EnvironmentFactory
 from lit_rl.environments.interaction import Interaction
 

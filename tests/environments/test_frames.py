@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from lit_rl.core.episode import Message
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.model_paths import TINY
-from lit_rl.core.rollout import Message
 from lit_rl.environments.frames import ChatFrames, Frames, TextFrames
 
 TOOL = {

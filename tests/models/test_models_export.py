@@ -27,11 +27,11 @@ from lit_rl.core import durable_files
 from lit_rl.core.errors import ConfigError, StorageError
 from lit_rl.core.model_paths import TINY
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.hf_export import export_policy, verify
+from lit_rl.models.hf_export import export_policy
 from lit_rl.models.loaded_model import LoadedModel
 from lit_rl.models.model_card import model_card as make_card
 from lit_rl.models.sharding import full_state_dict
-from lit_rl.models.verified_folder import unpublished_folders
+from lit_rl.models.verified_folder import unpublished_folders, verify
 
 CARD = make_card({"base_model": "me/base", "algorithm": "grpo"})
 

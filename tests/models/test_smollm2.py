@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from lit_rl.core.model_paths import copy_without_hub
 from lit_rl.core.rollout import Sampling
 from lit_rl.generation.collect import Vocabulary, texts_of
 from lit_rl.generation.hf import HFContinuousGenerator, HFGenerator
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models import LanguageModel
 from lit_rl.models.forward import score
-from lit_rl.models.hub_files import copy_without_hub
 
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 THERE = (copy_without_hub(NAME) / "config.json").is_file()

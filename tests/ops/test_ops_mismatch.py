@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lit_rl.ops.engine_mismatch import (
-    WeightTotals,
     effective_share,
     engine_log_ratio,
     engine_ratios,
@@ -26,7 +25,7 @@ from lit_rl.ops.engine_mismatch import (
     token_mask,
     token_truncate,
 )
-from lit_rl.ops.reductions import Highest, Lowest, masked_moments
+from lit_rl.ops.reductions import Highest, Lowest, WeightTotals, masked_moments
 
 reproducible = settings(derandomize=True, deadline=None, max_examples=40)
 CORRECTIONS = [token_truncate, token_mask, sequence_truncate, sequence_mask]

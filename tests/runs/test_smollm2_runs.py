@@ -9,6 +9,7 @@ import pytest
 from runs_helpers import assert_same_run, interrupted
 
 from lit_rl.core.episode import PolicyTurn
+from lit_rl.core.model_paths import copy_without_hub
 from lit_rl.core.rollout import PromptBatch, Sampling
 from lit_rl.environments import FunctionTools
 from lit_rl.environments.games import QuestionDemonstrations, multiply
@@ -16,7 +17,6 @@ from lit_rl.environments.interaction import Interaction
 from lit_rl.generation.collect import Vocabulary, texts_of
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models import LanguageModel
-from lit_rl.models.hub_files import copy_without_hub
 
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 THERE = (copy_without_hub(NAME) / "config.json").is_file()

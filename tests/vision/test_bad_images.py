@@ -21,7 +21,7 @@ from lit_rl.core.rollout import Sampling
 from lit_rl.data.corpus import read_examples as read_texts
 from lit_rl.data.encode import Encoder
 from lit_rl.data.example_reader import ExampleOptions
-from lit_rl.data.example_set import Kind
+from lit_rl.data.kinds import Kind
 from lit_rl.data.prompt_set import PromptOptions, read_prompts
 from lit_rl.data.sources import Rows
 from lit_rl.data.supervised_text import SupervisedText

@@ -40,8 +40,8 @@ from lit_rl.algorithms import PPO
 from lit_rl.algorithms.terms.groups import GroupReplay
 from lit_rl.callbacks import Samples
 from lit_rl.callbacks.output_files import write_parquet
-from lit_rl.core.episode import EnvironmentTurn, PolicyTurn
-from lit_rl.core.rollout import Completions, Message, Sampling, select
+from lit_rl.core.episode import EnvironmentTurn, Message, PolicyTurn
+from lit_rl.core.rollout import Completions, Sampling, select
 from lit_rl.core.vision_inputs import Later, Vision
 from lit_rl.data.row_visuals import image_of
 from lit_rl.environments import CustomEnvironment

@@ -18,7 +18,8 @@ from lit_rl.core.errors import ConfigError, DataError, did_you_mean, in_range
 from lit_rl.core.rollout import Sampling
 from lit_rl.core.visuals import IMAGE_COLUMNS as IMAGES
 from lit_rl.core.visuals import VIDEO_COLUMNS as VIDEOS
-from lit_rl.data.example_set import Example, Kind
+from lit_rl.data.example_set import Example
+from lit_rl.data.kinds import Kind
 from lit_rl.generation.generator import Generator
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.references import Auto, Reference

@@ -26,8 +26,8 @@ from lit_rl.data.rendering import control_tokens, encode_prompt, row_template_kw
 from lit_rl.generation.collect import as_reward_input, response_ids, texts_of
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.loaded_model import LoadedModel
+from lit_rl.rewards.jobs import TrainerState
 from lit_rl.rewards.judges import Judge, ask_judge, check_verdicts
-from lit_rl.rewards.weighted_rewards import TrainerState
 
 BASE = "base"
 """The name of the policy before its first step."""

@@ -34,8 +34,9 @@ from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.noise import prompt_key
 from lit_rl.models.forward import refuse_lookahead
 from lit_rl.rewards.classifiers import OnRunDevice
+from lit_rl.rewards.jobs import TrainerState
 from lit_rl.rewards.judges import Judge, as_judge
-from lit_rl.rewards.weighted_rewards import PendingRewards, Rewards, Scores, TrainerState
+from lit_rl.rewards.weighted_rewards import PendingRewards, Rewards, Scores
 
 _DEFAULT_SAMPLING = Sampling()
 """The default sampling, whose completions are shortened to fit the model's context."""

@@ -100,7 +100,7 @@ from lit_rl.core.errors import ConfigError, StorageError, seed_in_range
 from lit_rl.core.process_state import preserve_generators
 from lit_rl.generation.ranks import gather_objects
 from lit_rl.models import kernels
-from lit_rl.models.hf_export import ExportReport, export_policy
+from lit_rl.models.hf_export import export_policy
 from lit_rl.models.kernels import fixed_order
 from lit_rl.models.language_model import ForwardOptions
 from lit_rl.models.loaded_model import LoadedModel, ModelLike, TokenizerLike, as_language_model
@@ -109,6 +109,7 @@ from lit_rl.models.model_costs import ModelFlops, Span
 from lit_rl.models.modes import set_checkpointing
 from lit_rl.models.references import Auto, Copy, Reference, Scorer
 from lit_rl.models.sharding import clip_over_meshes, full_state_dict, parallelize_layers, shard
+from lit_rl.models.verified_folder import ExportReport
 from lit_rl.models.vision_parts import trained_by_images
 from lit_rl.ops.fused_head import part_numbers
 from lit_rl.ops.logprobs import block_numbers

@@ -49,7 +49,8 @@ from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.core.errors import ConfigError, in_range
 from lit_rl.core.examples import ExampleBatch, TokenBatch, Totals
 from lit_rl.core.rollout import PromptBatch
-from lit_rl.data.example_set import ExampleSet, Kind
+from lit_rl.data.example_set import ExampleSet
+from lit_rl.data.kinds import Kind
 from lit_rl.models.forward import TextScores, refuse_leaks, score_texts
 from lit_rl.models.model_costs import Span
 from lit_rl.ops.reductions import Metrics

@@ -23,8 +23,7 @@ from lit_rl.core.transfers import to_device
 from lit_rl.models.forward import TokenScores, response_logprobs
 from lit_rl.models.language_model import DEFAULT, ForwardOptions
 from lit_rl.models.modes import evaluation_mode
-from lit_rl.ops.engine_mismatch import WeightTotals
-from lit_rl.ops.reductions import StepTotals, masked_mean, masked_sum
+from lit_rl.ops.reductions import StepTotals, WeightTotals, masked_mean, masked_sum
 
 # ---------------------------------------------------------------------- plans
 

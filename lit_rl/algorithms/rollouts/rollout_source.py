@@ -43,10 +43,11 @@ from lit_rl.generation.generator import EngineLost, Gap, Generator
 from lit_rl.generation.native import for_another_policy
 from lit_rl.generation.ranks import background_thread
 from lit_rl.models.language_model import LanguageModel
-from lit_rl.models.references import shared_copy
 from lit_rl.models.sharding import is_tensor_parallel
+from lit_rl.models.trunk import shared_copy
 from lit_rl.ops.reductions import Highest, Metrics
-from lit_rl.rewards.weighted_rewards import PendingRewards, Rewards, TrainerState
+from lit_rl.rewards.jobs import TrainerState
+from lit_rl.rewards.weighted_rewards import PendingRewards, Rewards
 
 _PATIENCE = 5.0
 """Seconds that a stopping run waits for completions drawn ahead."""
