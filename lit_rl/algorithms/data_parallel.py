@@ -20,7 +20,7 @@ def tensor_parallel_size(trainer: Any) -> int:
     return getattr(trainer.strategy, "tp_size", 1)
 
 
-def data_ranks(trainer: Any) -> int:
+def data_world_size(trainer: Any) -> int:
     """Return the number of ranks with rows of their own; known before the processes are started."""
     return trainer.world_size // tensor_parallel_size(trainer)
 
@@ -52,7 +52,7 @@ class Ranks:
     def of(cls, trainer: Any, device: torch.device | str) -> Ranks:
         """Return the ranks of a Trainer's run that have rows of their own."""
         groups = getattr(trainer.strategy, "data_group", None), getattr(trainer.strategy, "tensor_group", None)
-        return cls(device, data_rank(trainer), data_ranks(trainer), *groups)
+        return cls(device, data_rank(trainer), data_world_size(trainer), *groups)
 
     def gather(self, column: Tensor) -> Tensor:
         """Return the rows `(n, ...)` of all ranks, in the order of ranks, from our `(b, ...)`.

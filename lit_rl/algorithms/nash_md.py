@@ -66,7 +66,7 @@ class NashMD(JudgedModule):
 
     # ------------------------------------------------------------------ generate -> judge
 
-    def draw_now(self, batch: PromptBatch) -> Completions:
+    def draw_rollout(self, batch: PromptBatch) -> Completions:
         """Generate a completion of the policy and one of the mixture for each prompt."""
         scoring = partial(self.reference.scoring, self.policy, self.reference_policy)
         mixture = GeometricMixture(self.policy, scoring, self.at_epoch(self.mixture_coef))

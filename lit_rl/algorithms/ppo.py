@@ -169,8 +169,8 @@ class PPO(PolicyGradient):
             kl_factor=self.kl.control.factor,
         )
         self.kl.update(old, ref, sampled, self.ranks)
-        rollout, weighing = self.engine.at_rollout(rollout, self.global_step)
-        return rollout, distances | weighing | _rollout_metrics(scored, credit, old, ref, self.data_ranks)
+        rollout, weighing = self.engine_correction.at_rollout(rollout, self.global_step)
+        return rollout, distances | weighing | _rollout_metrics(scored, credit, old, ref, self.data_world_size)
 
     @torch.no_grad()
     def values(self, completions: Completions) -> Tensor:
@@ -266,9 +266,9 @@ class PPO(PolicyGradient):
         return super().shares_prompts and not isinstance(self.value_function, SharedTrunk)
 
     def auxiliary_texts(self) -> AuxiliaryTexts | None:
-        if self.ptx is None or self.step is None:
+        if self.ptx is None or self.step_rows is None:
             return None
-        of_all_ranks = self.step.units * self.step.rows * self.data_ranks
+        of_all_ranks = self.step_rows.units * self.step_rows.rows * self.data_world_size
         return AuxiliaryTexts(self.ptx.batch_size, of_all_ranks, self.ptx.max_tokens)
 
     def critic_network(self, policy: Network, numbers: NumberSizes) -> Network | None:

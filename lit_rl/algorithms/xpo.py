@@ -60,7 +60,7 @@ class XPO(JudgedPairs):
         preference_checks.check_two_policies(type(self).__name__, self.group_size, self.reference)
         preference_checks.check_per_epoch("algo.alpha", alpha, open_low=False)
 
-    def draw_now(self, batch: PromptBatch) -> Completions:
+    def draw_rollout(self, batch: PromptBatch) -> Completions:
         """Generate a completion of the policy and one of the reference for each prompt."""
         own = self.own_completions(batch)
         with self.reference.scoring(self.policy, self.reference_policy) as reference:

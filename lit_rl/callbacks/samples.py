@@ -297,7 +297,7 @@ class TokenSamples(_Periodic):
         # At the last slot everything is available, also in a run that was resumed in the middle of a rollout.
         if seen is None or plan is None or batch.slot != plan.slots - 1 or trainer.fast_dev_run:  # pyright: ignore
             return
-        step = trainer.global_step - plan.minibatches * plan.iterations
+        step = trainer.global_step - plan.steps_per_rollout
         if not self._due.at(step):
             return
         mine: Table | None = None

@@ -20,7 +20,7 @@ _LEARNING_PARTS = ("gradients", "buckets", "optimizer")
 
 def planned_memory(module: PolicyModule) -> MemoryPlan | None:
     """Return bytes by part; None where model or rows are not known. Called once the module is set up."""
-    memory, step = module.memory(), module.step
+    memory, step = module.memory(), module.step_rows
     if memory is None or step is None:
         return None
     count = module.trainer.accumulate_grad_batches
@@ -112,7 +112,7 @@ def out_of_memory_error(error: BaseException, module: PolicyModule) -> BackendEr
         module: That was trained.
     """
     first = _first_words(error)
-    sizes, memory, step = planned_memory(module), module.memory(), module.step
+    sizes, memory, step = planned_memory(module), module.memory(), module.step_rows
     if sizes is None or memory is None or step is None:
         return BackendError(
             f"Memory ran out: {first}. Set algo.micro_batch_size lower, shorten the texts "
@@ -123,7 +123,7 @@ def out_of_memory_error(error: BaseException, module: PolicyModule) -> BackendEr
     rows = step.units * step.rows // micro_batches
     smaller = [below for below in sorted(step.cuts().values(), reverse=True) if below < rows]
     ways = [f"algo.micro_batch_size={smaller[0]} (it was {rows})"] if smaller else []
-    if smaller and module.accumulation_by_hand > 1:
+    if smaller and module.user_accumulation > 1:
         count = step.units * step.rows // smaller[0]
         ways = [f"trainer.accumulate_grad_batches={count} (it was {micro_batches})"]
     worst = {name: size for name, size in worst.items() if size}

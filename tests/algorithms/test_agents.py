@@ -699,7 +699,9 @@ def test_one_turn_is_never_taken_for_an_episode(tmp_path: Path) -> None:
     module, data = module_of(), prompts()
     module.configure_model()
     data.prepare(module.tokenizer)
-    with pytest.raises(ConfigError, match="GRPO has env=CustomEnvironment.*none has set the module up: call trainer"):
+    with pytest.raises(
+        ConfigError, match="GRPO has env=CustomEnvironment.*no Trainer has set the module up: call trainer"
+    ):
         module.generate(data.peek(2))
     trainer_of(tmp_path).validate(module, data, verbose=False)
     with module.rollout_context():

@@ -14,6 +14,7 @@ from small_rollouts import trainer
 
 from lit_rl.algorithms import GRPO, SFT
 from lit_rl.algorithms.checks.micro_batching import StepRows, micro_batches_of_size
+from lit_rl.algorithms.loop import on_policy
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
 from lit_rl.algorithms.rollouts.rollout_plan import BatchPlan, RowCounts, deal_rows, micro_rows, minibatch_rows
 from lit_rl.core.errors import ConfigError
@@ -191,16 +192,18 @@ def test_a_group_is_split_only_into_equal_slices():
         plan(split_groups=3)
 
 
-def test_how_a_rollout_is_dealt_out_is_worked_out_once(tmp_path):
+def test_how_a_rollout_is_dealt_out_is_worked_out_once(tmp_path, monkeypatch):
     """For all of its slots, also those that are looked at ahead."""
     dealt: list[int] = []
     looked: list[int] = []
 
-    class Counted(GRPO):
-        def _deal(self, index):
-            dealt.append(index)
-            return super()._deal(index)
+    def deal(*args, index, **others):
+        dealt.append(index)
+        return deal_rows(*args, index=index, **others)
 
+    monkeypatch.setattr(on_policy, "deal_rows", deal)
+
+    class Counted(GRPO):
         def look_ahead(self, micro_batches):
             looked.append(len(micro_batches))
             return super().look_ahead(micro_batches)
@@ -231,10 +234,10 @@ def test_a_rollout_that_nobody_sized_divides_into_what_the_user_cut_it_into(grou
     by_number = isinstance(cut, int)
     slices = 1 if split == "auto" else split
     settings = SimpleNamespace(
-        _slices_by_hand=slices,
+        _user_slices=slices,
         group_size=group_size,
         minibatches=minibatches,
-        accumulation_by_hand=cut if by_number else 1,
+        user_accumulation=cut if by_number else 1,
         micro_batch_size=None if by_number else cut[0] * group_size,
     )
     prompts = fit_step_rows(10_000, 32, OnPolicyModule.parts_of_step.fget(settings) * ranks) or 32  # pyright: ignore
@@ -242,7 +245,7 @@ def test_a_rollout_that_nobody_sized_divides_into_what_the_user_cut_it_into(grou
         prompts_per_rollout=prompts,
         group_size=group_size,
         minibatches=minibatches,
-        accumulate=settings.accumulation_by_hand,
+        accumulate=settings.user_accumulation,
         world_size=ranks,
         split_groups=slices,
     )

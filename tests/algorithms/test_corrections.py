@@ -83,12 +83,12 @@ def with_the_pass(monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize("algorithm", [GRPO, RLOO, Reinforce, PPO])
 def test_by_default_an_engine_of_its_own_is_corrected_and_the_policy_itself_is_not(algorithm):
-    assert algorithm("tiny", len, **OTHER).engine.correction is auto_correction
+    assert algorithm("tiny", len, **OTHER).engine_correction.correction is auto_correction
     for generator in (NativeGenerator(), HFGenerator(), None):
-        assert algorithm("tiny", len, generator=generator).engine.correction is None
-    assert algorithm("tiny", len, correction=None, **OTHER).engine.correction is None
+        assert algorithm("tiny", len, generator=generator).engine_correction.correction is None
+    assert algorithm("tiny", len, correction=None, **OTHER).engine_correction.correction is None
     chosen = partial(engine_mismatch.token_mask, high=2.0)
-    assert algorithm("tiny", len, correction=chosen).engine.correction is chosen
+    assert algorithm("tiny", len, correction=chosen).engine_correction.correction is chosen
 
 
 def test_a_generator_that_says_nothing_is_exact():
@@ -99,7 +99,7 @@ def test_a_generator_that_says_nothing_is_exact():
         def generate(self, prompts, sampling):
             raise NotImplementedError
 
-    assert GRPO("tiny", len, generator=Silent()).engine.correction is None
+    assert GRPO("tiny", len, generator=Silent()).engine_correction.correction is None
 
 
 def test_the_automatic_one_is_truncated_importance_sampling_by_tokens():
@@ -116,8 +116,8 @@ def test_every_preset_takes_it_and_none_switches_it_off(name):
     assert off["correction"] is None
     settings = {key: value for key, value in tree.items() if key != "generator"}
     made = build(settings | {"_partial_": True})
-    assert getattr(made(**OTHER).engine.correction, "func", None) is auto_correction
-    assert made(generator=NativeGenerator()).engine.correction is None
+    assert getattr(made(**OTHER).engine_correction.correction, "func", None) is auto_correction
+    assert made(generator=NativeGenerator()).engine_correction.correction is None
 
 
 def test_weights_to_be_normalised_must_be_there():

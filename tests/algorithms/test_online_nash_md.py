@@ -122,7 +122,7 @@ def test_the_opponent_is_the_mixture(tmp_path: Path) -> None:
     module, *_ = run(tmp_path, 8, lambda m: None, mixture_coef=[1.0])
     batch = module.trainer.datamodule.peek(16)
     with module.rollout_context():
-        drawn = module.draw_now(batch)
+        drawn = module.draw_rollout(batch)
         own, ref = module.old_logprobs(drawn), module.ref_logprobs(drawn)
     mask = drawn.response_mask
     for rows, right in ((slice(0, None, 2), own), (slice(1, None, 2), ref)):

@@ -116,9 +116,9 @@ def test_the_second_completion_is_the_references(tmp_path: Path, model: str) -> 
                 parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
     batch = module.trainer.datamodule.peek(16)
     with module.rollout_context():
-        drawn = module.draw_now(batch)
+        drawn = module.draw_rollout(batch)
         own, ref = module.old_logprobs(drawn), module.ref_logprobs(drawn)
-        again = module.draw_now(batch)
+        again = module.draw_rollout(batch)
     assert torch.equal(drawn.response_ids, again.response_ids)
     mask = drawn.response_mask
     for rows, right, wrong in ((slice(0, None, 2), own, ref), (slice(1, None, 2), ref, own)):
@@ -154,7 +154,7 @@ def test_ranks_agree_before_they_gather_the_opponents_weights(monkeypatch: pytes
         raise InterruptedError
 
     module = module_of()
-    monkeypatch.setattr(XPO, "data_ranks", 2)
+    monkeypatch.setattr(XPO, "data_world_size", 2)
     monkeypatch.setattr(XPO, "trainer", SimpleNamespace(strategy=FSDP2Strategy()), raising=False)
     monkeypatch.setattr(XPO, "draw", lambda *asked, **more: completions(LENGTHS))
     monkeypatch.setattr(Ranks, "any", lambda ranks, flag: True)
@@ -162,7 +162,7 @@ def test_ranks_agree_before_they_gather_the_opponents_weights(monkeypatch: pytes
     interrupts.enable_interrupts(ends, several=True)
     try:
         with pytest.raises(InterruptedError), interrupts.run_ending_hook():
-            module.draw_now(batch([0, 1]))
+            module.draw_rollout(batch([0, 1]))
     finally:
         interrupts.disable_interrupts()
 

@@ -56,7 +56,7 @@ def test_transformers_processors_have_their_say_and_are_in_the_log_probs():
 
 def test_what_changes_the_distribution_is_weighed_for_or_refused():
     generator = HFGenerator(generation_kwargs=NO_BIGRAM_TWICE)
-    assert GRPO("tiny", len, generator=generator).engine.correction is not None, "auto weighs"
+    assert GRPO("tiny", len, generator=generator).engine_correction.correction is not None, "auto weighs"
     GRPO("tiny", len, generator=generator, correction=engine_mismatch.token_mask)
     with pytest.raises(ConfigError, match=r"generation_kwargs\.no_repeat_ngram_size.*algo/correction=token_truncate"):
         GRPO("tiny", len, generator=generator, correction=None)

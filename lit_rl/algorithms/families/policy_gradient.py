@@ -142,7 +142,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         )
         self.advantage, self.advantage_clip = advantage, AdvantageClip(advantage_clip)
         self.whitening = Whitening(whitening, of=name_of(advantage))
-        self.engine = EngineCorrection(correction, rejection, weight_norm, exact=self.generator.exact)
+        self.engine_correction = EngineCorrection(correction, rejection, weight_norm, exact=self.generator.exact)
         self.policy_loss, self.reduction = loss, reduction
         self.off_policy, self.selection = OffPolicyMask(off_policy_threshold), TokenSelection(selection)
         self.entropy = None if entropy is None else EntropyBonus(entropy)
@@ -154,7 +154,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         self.needs_greedy_rewards = "greedy_rewards" in parameters(advantage)
         reads_step = reads_column(loss, "step") or self.selection.needs_step
         self.needs_step = reads_step or (selection is not None and entropy is not None)
-        made_of_old = self.kl.needs_old_logprobs, self.engine.needs_old_logprobs, replay
+        made_of_old = self.kl.needs_old_logprobs, self.engine_correction.needs_old_logprobs, replay
         self._reads_old_logprobs = not self.ratio_is_one or any(made_of_old)
         self._loss_reads = tuple(name for name in ("weights", "step") if reads_column(loss, name))
         self._loss_multiplies_weights = multiplies_weights(loss)
@@ -193,7 +193,7 @@ class PolicyGradient(OnPolicyModule, ABC):
             kl_factor=self.kl.control.factor,
         )
         self.kl.update(old, ref, sampled, self.ranks)
-        rollout, weighing = self.engine.at_rollout(rollout, self.global_step)
+        rollout, weighing = self.engine_correction.at_rollout(rollout, self.global_step)
         return rollout, distances | weighing
 
     def loss_mask(self, scored: Scored) -> Tensor:
@@ -217,7 +217,9 @@ class PolicyGradient(OnPolicyModule, ABC):
         The engine correction alone can use the training's own forward pass, unless that has dropout: then it is of
         another policy than the one that sampled.
         """
-        engine_meets_dropout = self.engine.measures_mismatch and self.policy is not None and drops_out(self.policy)
+        engine_meets_dropout = (
+            self.engine_correction.measures_mismatch and self.policy is not None and drops_out(self.policy)
+        )
         return self._reads_old_logprobs or engine_meets_dropout
 
     # ------------------------------------------------------------------ loss
@@ -228,9 +230,9 @@ class PolicyGradient(OnPolicyModule, ABC):
         assert rollout.advantages is not None
         mask, logprobs, entropy = rollout.loss_mask, scores.logprobs, scores.entropy
         old = logprobs.detach() if rollout.old_logprobs is None else rollout.old_logprobs
-        sampler = rollout.completions.sampler_logprobs if self.engine.correction is not None else old
+        sampler = rollout.completions.sampler_logprobs if self.engine_correction.correction is not None else old
 
-        weights, weighing = self.engine.in_loss(rollout, logprobs, totals)
+        weights, weighing = self.engine_correction.in_loss(rollout, logprobs, totals)
         copied = weights if weights is None else copies_for(self.policy_loss, weights)[0]
         offered = {"weights": copied, "step": step}
         read = {name: offered[name] for name in self._loss_reads}
@@ -291,7 +293,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         A subclass with its own loss may learn from every row, so all are computed. So are they if the loss measures the
         mismatch between engine and policy.
         """
-        measured_in_loss = self.engine.measures_mismatch and rollout.old_logprobs is None
+        measured_in_loss = self.engine_correction.measures_mismatch and rollout.old_logprobs is None
         others = self.beta, self.entropy, self.router_aux_loss_coef, self.selection.choose, self.needs_step
         only_this_loss = self._zero_advantages_teach_nothing and type(self).loss is PolicyGradient.loss
         if any(others) or measured_in_loss or not (self.skip_zero_advantages and only_this_loss):
@@ -334,7 +336,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         terms = dict(saved[0]["terms"])  # states are equal on all ranks, but for the replay buffers
         if self.replay is not None and "replay" in terms:
             kept = [each["terms"]["replay"] for each in saved]
-            terms["replay"] = self.replay.redistribute(kept, self.data_rank, self.data_ranks)
+            terms["replay"] = self.replay.redistribute(kept, self.data_rank, self.data_world_size)
         return super().merge_rank_states(saved) | {"terms": terms}
 
     def _stateful(self) -> dict[str, Any]:
@@ -351,7 +353,7 @@ class PolicyGradient(OnPolicyModule, ABC):
 
     def _check_terms(self) -> None:
         """Refuse incompatible terms before anything is loaded; each term has already checked its own settings."""
-        name, weighted = type(self).__name__, self.engine.correction is not None
+        name, weighted = type(self).__name__, self.engine_correction.correction is not None
         policy_gradient_checks.require_rewards(name, self.reward_functions.names)
         check_sampling(self.sampling, self.generator, weighted=weighted)
         check_lag(self.generator, weighted=weighted)
@@ -359,7 +361,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         policy_gradient_checks.check_loss_settings(self.policy_loss)
         policy_gradient_checks.check_declared_weights(self.policy_loss)
         policy_gradient_checks.check_term_settings(
-            self.policy_loss, self.selection.choose, self.engine, self.credit.shaping
+            self.policy_loss, self.selection.choose, self.engine_correction, self.credit.shaping
         )
         policy_gradient_checks.check_group_size(name, self.group_size, compares_completions=self.compares_completions)
         if self.groups is not None:
@@ -369,7 +371,7 @@ class PolicyGradient(OnPolicyModule, ABC):
             needs_spread("algo/replay=buffer", self.group_size)
         policy_gradient_checks.check_controller(self.kl.control, self.beta, self.reward_beta)
         policy_gradient_checks.check_engine_weights(
-            self.engine, multiplied_by_loss=multiplies_weights(self.policy_loss)
+            self.engine_correction, multiplied_by_loss=multiplies_weights(self.policy_loss)
         )
 
     def check_advantage(self) -> None:

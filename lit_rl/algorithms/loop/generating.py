@@ -27,7 +27,7 @@ from lit_rl.core.interrupts import interruptible, run_ending_hook
 from lit_rl.core.process_state import preserve_settings
 from lit_rl.core.rollout import Completions, PromptBatch, Sampling
 from lit_rl.data.prompt_module import RolloutDataModule
-from lit_rl.environments.environment_base import EpisodeSource
+from lit_rl.environments.environment_base import EpisodeSource, Interactive
 from lit_rl.generation.collect import as_reward_input, response_ids, texts_of
 from lit_rl.generation.generator import Generator, InProcessGenerator, as_generator
 from lit_rl.generation.native import NativeGenerator
@@ -116,8 +116,11 @@ class GeneratingModule(PolicyModule):
     group_size = 1
     """Completions a prompt by default."""
 
+    env: Interactive | None = None
+    """Settings of the environment of multi-turn completions. None: a completion is one turn."""
+
     interaction: EpisodeSource | None = None
-    """The source of completions of several turns. None: a completion is one turn."""
+    """The source of completions of several turns, made of `env` in `setup`. None: a completion is one turn."""
 
     def shorten_to_context(self, longest: int) -> None:
         """Shorten the default sampling to fit after prompts of `longest` tokens. `env` limits episodes itself."""
@@ -209,7 +212,7 @@ class GeneratingModule(PolicyModule):
             )
         if isinstance(batch, PromptBatch):
             return self.draw(batch, sampling, group_size)
-        self._check_loaded()
+        self._check_ready()
         data = RolloutDataModule([{"prompt": text} for text in texts], val_fraction=0, overlong="error")
         data.prepare(self.tokenizer, stage="predict")  # texts are tokenised like training prompts
         with self.rollout_context():
@@ -235,18 +238,24 @@ class GeneratingModule(PolicyModule):
                 `reward` is called next. Its result is the same; for other completions it starts anew.
 
         Raises:
-            ConfigError: the policy is not loaded yet.
+            ConfigError: the policy is not loaded yet, or the environment is not set up.
         """
-        self._check_loaded()
+        self._check_ready()
         request = self.request(batch, sampling, group_size)
         functions, state = self.reward_functions, self.state_at(batch)
         with self._early.begun(functions, request, state, expected=score_early) as request:
             return self.source.draw(request, self.ranks)
 
-    def _check_loaded(self) -> None:
+    def _check_ready(self) -> None:
         if self.policy is None:
             raise ConfigError(
                 "The policy is not loaded yet: call module.configure_model() first, then generate; a Trainer does it."
+            )
+        if self.env is not None and self.interaction is None:  # one turn would be taken for an episode
+            raise ConfigError(
+                f"{type(self).__name__} has env={type(self.env).__name__}, which reads the data of a Trainer, and no "
+                "Trainer has set the module up: call trainer.validate(module, datamodule=data) before generate, or "
+                "trainer.fit."
             )
 
     def request(

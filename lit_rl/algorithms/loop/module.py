@@ -60,7 +60,7 @@ from lit_rl.algorithms.checks.strategy_checks import (
     check_zero_optimizer,
     check_zero_settings,
 )
-from lit_rl.algorithms.data_parallel import Ranks, data_rank, data_ranks
+from lit_rl.algorithms.data_parallel import Ranks, data_rank, data_world_size
 from lit_rl.algorithms.loop.save_on_error import SaveOnError
 from lit_rl.algorithms.optim import resumed_optimizer
 from lit_rl.algorithms.optim.broken_steps import BrokenSteps, save_bad_batch
@@ -211,7 +211,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         self.memory_gb: float | None = None
         self.precision_by_device = False
         self.micro_batch_plan: MicroBatchPlan | None = None
-        self.step: StepRows | None = None
+        self.step_rows: StepRows | None = None
         self._room: int | None = None
         self._host_room: int | None = None
         self.policy: Any = None
@@ -284,9 +284,9 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         return getattr(self, "_trainer", None)
 
     @property
-    def data_ranks(self) -> int:
+    def data_world_size(self) -> int:
         """The number of ranks with rows of their own; under tensor parallelism fewer than there are processes."""
-        return data_ranks(self.trainer_or_none) if self.trainer_or_none else 1
+        return data_world_size(self.trainer_or_none) if self.trainer_or_none else 1
 
     @property
     def data_rank(self) -> int:
@@ -472,7 +472,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             engine=int(share * (device_memory(device, gigabytes=self.memory_gb) or 0)),
             decoding=self.decoding(),
             grouped_cache=getattr(getattr(self, "generator", None), "grouped_cache", False),
-            spread_over=self.data_ranks if shards_weights(trainer.strategy) else 1,
+            spread_over=self.data_world_size if shards_weights(trainer.strategy) else 1,
             ranks=trainer.world_size,
             gathered=gathered_weights(policy, numbers, critic, reference=reference > 0, stored=stored)
             if fsdp2
@@ -535,8 +535,8 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
                 "model.gradient_checkpointing=offload moves activations from a GPU to the host, and this run has no "
                 "GPU. Set it to true."
             )
-        self.step = step = replace(step, sequences=self.decoded_at_once(step))
-        given = MicroBatchRequest(self.micro_batch_size, self.accumulation_by_hand)
+        self.step_rows = step = replace(step, sequences=self.decoded_at_once(step))
+        given = MicroBatchRequest(self.micro_batch_size, self.user_accumulation)
         given.check()
         if self.micro_batch_plan is None or self.micro_batch_plan.micro_batches != trainer.accumulate_grad_batches:
             room, device = self.room(), trainer.strategy.root_device
@@ -548,7 +548,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         return trainer.accumulate_grad_batches, self.micro_batch_plan.why if self.micro_batch_plan else ""
 
     @property
-    def accumulation_by_hand(self) -> int:
+    def user_accumulation(self) -> int:
         """The user's `accumulate_grad_batches`: 1 if `split_step` set the Trainer's, as in an earlier `setup`."""
         trainer: Any = self.trainer
         ours = (
@@ -560,12 +560,12 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     def parts_of_step(self) -> int:
         """The divisor that the user's micro-batches require of a rank's rows of a step."""
         size = self.micro_batch_size
-        return max(1, size) if isinstance(size, int) else self.accumulation_by_hand
+        return max(1, size) if isinstance(size, int) else self.user_accumulation
 
     def teardown(self, stage: str) -> None:
         """Restore the Trainer's micro-batches, so that it may train another module."""
         if stage == "fit":
-            self.trainer.accumulate_grad_batches = self.accumulation_by_hand
+            self.trainer.accumulate_grad_batches = self.user_accumulation
 
     def fit_decoding(self) -> None:
         """Bound the sequences decoded at once in a validation without training."""
@@ -787,7 +787,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             return  # the engine clips in its step, with the Trainer's setting: see `optimizer_step`
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         if self._averages_gradients(optimizer):
-            average_over_ranks(trained, self.data_ranks)
+            average_over_ranks(trained, self.data_world_size)
         by_value = gradient_clip_algorithm == "value"
         limit = math.inf if by_value or not gradient_clip_val else gradient_clip_val
         if isinstance(strategy, FSDPStrategy):
@@ -929,6 +929,11 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             check_monitors(self.trainer, metrics, "train/", self.may_log)
         self.metrics_step = step
 
+    def log_to_loggers(self, metrics: dict[str, float], step: int) -> None:
+        """Write metrics, already reduced over ranks, to the Trainer's loggers as those of an optimizer step."""
+        for logger in self.trainer.loggers:
+            logger.log_metrics(metrics, step=step)
+
     def on_train_epoch_end(self) -> None:
         """Log the remaining metrics at the end of the run, before callbacks see the end."""
         trainer, last = self.trainer, self.trainer.current_epoch + 1 == self.trainer.max_epochs
@@ -942,8 +947,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         """Log under the number of the step, and return the names."""
         fitting = self.trainer.state.fn == TrainerFn.FITTING
         if fitting and not self.trainer.sanity_checking:
-            for logger in self.trainer.loggers:  # `log_dict` counts a step less at an epoch's end
-                logger.log_metrics(metrics, step=self.global_step)
+            self.log_to_loggers(metrics, self.global_step)  # `log_dict` counts a step less at an epoch's end
         self.log_dict(metrics, logger=not fitting, batch_size=1)
         return set(metrics)
 
@@ -1061,7 +1065,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         if self.needs_reference and self.reference.moves:
             self._load_reference(checkpoint)
         ranks = checkpoint.get("lit_rl", ()) if self.trainer_or_none is not None else ()
-        if ranks and len(ranks) != self.data_ranks:
+        if ranks and len(ranks) != self.data_world_size:
             if self._fitting:
                 self._load_other_world(ranks, checkpoint["loops"])
             return
@@ -1150,7 +1154,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
 
         Micro-batches are planned anew: a process has another share of a step.
         """
-        before = checkpoints.slots_when_written(loops, len(ranks), self.data_ranks)
+        before = checkpoints.slots_when_written(loops, len(ranks), self.data_world_size)
         checkpoints.advance_loops(loops, before, self.slots, self._epoch_batches())
         name = type(self).__name__
         saved = [checkpoints.saved_by_algorithm(each["module"], name) for each in ranks]
@@ -1158,9 +1162,9 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         self.broken_steps.in_a_row, self._world_size_changed = ranks[0]["broken_steps"], True
         rank_zero_info(
             f"The checkpoint was written by {checkpoints.count_processes(len(ranks))}, and this run has "
-            f"{self.data_ranks}. "
+            f"{self.data_world_size}. "
             f"{self.describe_dropped_state(saved, before)} Steps have as many rows as before, a process "
-            f"{len(ranks) / self.data_ranks:g} times as many."
+            f"{len(ranks) / self.data_world_size:g} times as many."
         )
 
     @property

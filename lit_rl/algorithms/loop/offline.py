@@ -28,7 +28,7 @@ from lit_rl.algorithms.checks.data_and_trainer import (
 )
 from lit_rl.algorithms.checks.memory import RowLengths
 from lit_rl.algorithms.checks.micro_batching import MicroBatchPlan, StepRows, rows_scored_at_once
-from lit_rl.algorithms.data_parallel import data_ranks
+from lit_rl.algorithms.data_parallel import data_world_size
 from lit_rl.algorithms.evaluation.summary_statistics import Averages
 from lit_rl.algorithms.evaluation.validation import prefixed
 from lit_rl.algorithms.loop.generating import GeneratingModule
@@ -151,12 +151,12 @@ class OfflineModule(PolicyModule, ABC):
                 check_stream(self.reads_all_rows())
             plan = OfflinePlan(
                 batch_size=data.batch_size,
-                accumulate=self.accumulation_by_hand,
-                world_size=self.data_ranks,
+                accumulate=self.user_accumulation,
+                world_size=self.data_world_size,
                 rows=len(data.corpus.train),
                 stream_buffer=data.stream_buffer,
             )
-            accumulate, why = self.split_step(StepRows(data.batch_size // self.data_ranks, 1))
+            accumulate, why = self.split_step(StepRows(data.batch_size // self.data_world_size, 1))
             self.plan = replace(plan, accumulate=accumulate, why=why)
             self.check_length(data)
         elif self.micro_batch_plan is None:
@@ -176,7 +176,7 @@ class OfflineModule(PolicyModule, ABC):
         OfflinePlan(
             batch_size=examples.batch_size,
             accumulate=trainer.accumulate_grad_batches,
-            world_size=data_ranks(trainer),
+            world_size=data_world_size(trainer),
             rows=0,
         )
 
@@ -256,8 +256,7 @@ class OfflineModule(PolicyModule, ABC):
         seconds = self.take_generation_seconds()
         metrics = self._records.line(self.ranks, self.coefficients(), self._rates, seconds, kept=kept)
         metrics |= self.speed_of({"generate": seconds, "update": metrics["time/update"]})
-        for logger in self.trainer.loggers:
-            logger.log_metrics(metrics, step=step)
+        self.log_to_loggers(metrics, step)
         self.publish_metrics(metrics, step)
 
     def _work(self) -> UpdateWork:
@@ -266,7 +265,7 @@ class OfflineModule(PolicyModule, ABC):
         totals, ref = self._micro.totals, self._micro.ref_logprobs
         spans, reads = [Span(0, tokens) for tokens in totals.texts], int(self.needs_reference and ref is None)
         flops = self.flops_of_update(spans, spans, totals.learned, reads=reads)
-        return UpdateWork(flops / self.data_ranks, totals.learned / self.data_ranks)
+        return UpdateWork(flops / self.data_world_size, totals.learned / self.data_world_size)
 
     def step_batch(self) -> dict[str, Any]:
         micro = self._micro

@@ -22,7 +22,7 @@ from lit_rl.algorithms.checks import argument_checks, data_and_trainer, episode_
 from lit_rl.algorithms.checks.memory import REWARD_MODELS, Memory, RowLengths
 from lit_rl.algorithms.checks.micro_batching import MicroBatchPlan, StepRows
 from lit_rl.algorithms.checks.policy_gradient_checks import check_weight_copies
-from lit_rl.algorithms.data_parallel import data_ranks
+from lit_rl.algorithms.data_parallel import data_world_size
 from lit_rl.algorithms.evaluation.validation import MOST_ROWS, entropies
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.records import RolloutRecords, learning_rates
@@ -38,7 +38,7 @@ from lit_rl.algorithms.rollouts.rollout_plan import (
     step_counts,
     step_totals,
 )
-from lit_rl.algorithms.rollouts.rollout_source import RolloutRequest, fail_on_all_ranks
+from lit_rl.algorithms.rollouts.rollout_source import fail_on_all_ranks
 from lit_rl.algorithms.rollouts.scored import Scored, Spare
 from lit_rl.algorithms.terms.groups import GroupSelection
 from lit_rl.core.errors import ConfigError, GenerationError, in_range
@@ -140,9 +140,6 @@ class OnPolicyModule(GeneratingModule, ABC):
     compares_in_step = False
     """True if `loss` compares completions of one prompt, so that a micro-batch must contain whole groups."""
 
-    env: Interactive | None = None
-    """Settings of the environment of multi-turn completions. None: a completion is one turn."""
-
     shares_prompts = True
     """True if a group's prompt may be computed once, as the objective reads response tokens only."""
 
@@ -170,10 +167,10 @@ class OnPolicyModule(GeneratingModule, ABC):
         ahead are taken in place of new ones.
         """
         draws_more = self.groups is not None or self.needs_greedy_rewards
-        oldest = self.generator.lag * self.minibatches * self.iterations
+        oldest = self.generator.lag * self.steps_per_rollout
         with fail_on_all_ranks(self.ranks):
             ahead = self.source.take_ahead(self.request(batch), self.ranks, oldest=oldest)
-            completions = self.draw_now(batch) if ahead is None else ahead
+            completions = self.draw_rollout(batch) if ahead is None else ahead
         if not draws_more:
             self._finish_drawing(batch.upcoming)
         scored = Scored(batch, completions, self.reward_together(batch, completions))
@@ -183,8 +180,8 @@ class OnPolicyModule(GeneratingModule, ABC):
             scored = replace(scored, greedy_rewards=self.greedy_rewards(scored.batch))
         if draws_more:
             self._finish_drawing(batch.upcoming)
-        scores = self.needs_old_logprobs or self.needs_reference
-        with self.stopwatch.measure("score") if scores else nullcontext():
+        reads_logprobs = self.needs_old_logprobs or self.needs_reference
+        with self.stopwatch.measure("score") if reads_logprobs else nullcontext():
             old = self.old_logprobs(scored.completions) if self.needs_old_logprobs else None
             ref = self.reference_of(scored) if self.needs_reference else None
             rollout, metrics = self.advantages(scored, old, ref)
@@ -223,24 +220,8 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     # ------------------------------------------------------------------ parts of a rollout
 
-    def request(
-        self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
-    ) -> RolloutRequest:
-        """Return the request as in `GeneratingModule.request`.
-
-        Raises:
-            ConfigError: the module is not set up yet, so that one turn would be taken for an episode.
-        """
-        if self.env is not None and self.interaction is None:
-            raise ConfigError(
-                f"{type(self).__name__} has env={type(self.env).__name__}, which answers by the data that a Trainer "
-                "brings, and none has set the module up: call trainer.validate(module, datamodule=data) before "
-                "generate, or trainer.fit."
-            )
-        return super().request(batch, sampling, group_size)
-
-    def draw_now(self, batch: PromptBatch) -> Completions:
-        """Generate the completions of a rollout's prompts with the current weights."""
+    def draw_rollout(self, batch: PromptBatch) -> Completions:
+        """Generate the completions of a rollout's prompts with the current weights; some methods mix policies here."""
         return self.draw(batch, score_early=True)
 
     def choose(self, scored: Scored) -> tuple[Scored, Metrics]:
@@ -248,7 +229,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         if self.groups is None:
             return scored, {}
         datamodule = getattr(self.trainer_or_none, "datamodule", None)
-        spare = Spare(datamodule, self.draw_now, self.draw, self.reward, self.generator.exact)
+        spare = Spare(datamodule, self.draw_rollout, self.draw, self.reward, self.generator.exact)
         return self.groups(scored, spare=spare, tokenizer=self.tokenizer, ranks=self.ranks)
 
     def judged(self, scored: Scored) -> Scored:
@@ -264,9 +245,14 @@ class OnPolicyModule(GeneratingModule, ABC):
         return total.to(completions.response_ids.device).repeat_interleave(self.group_size)
 
     @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps that learn from a rollout."""
+        return self.minibatches * self.iterations
+
+    @property
     def ratio_is_one(self) -> bool:
         """True if a rollout is one optimizer step: the policy that learns is the one that sampled."""
-        return self.minibatches * self.iterations == 1
+        return self.steps_per_rollout == 1
 
     def token_scores(self, completions: Completions) -> TokenScores:
         """Return log-probs `(b, t)` of the response under the policy, with gradient, and entropies if logged."""
@@ -409,8 +395,8 @@ class OnPolicyModule(GeneratingModule, ABC):
             minibatches=self.minibatches,
             iterations=self.iterations,
             accumulate=trainer.accumulate_grad_batches,
-            world_size=data_ranks(trainer),
-            split_groups=self._slices_by_hand,
+            world_size=data_world_size(trainer),
+            split_groups=self._user_slices,
         )
 
     def _plan_batches(self, data: Any) -> None:
@@ -420,9 +406,9 @@ class OnPolicyModule(GeneratingModule, ABC):
             group_size=self.group_size,
             minibatches=self.minibatches,
             iterations=self.iterations,
-            accumulate=self.accumulation_by_hand,
-            world_size=self.data_ranks,
-            split_groups=self._slices_by_hand,
+            accumulate=self.user_accumulation,
+            world_size=self.data_world_size,
+            split_groups=self._user_slices,
             max_new_tokens=self.longest_response(self.sampling),
         )
         slices: Sequence[int] = (1,)  # numbers of slices that the memory plan may split a group into
@@ -450,14 +436,14 @@ class OnPolicyModule(GeneratingModule, ABC):
         data_and_trainer.check_engine(self.generator, whole, self.longest_prompt(longest))
 
     @property
-    def _slices_by_hand(self) -> int:
+    def _user_slices(self) -> int:
         return 1 if isinstance(self.split_groups, str) else self.split_groups
 
     @property
     def parts_of_step(self) -> int:
         """The divisor that the user's batch settings require of a rank's prompts of a rollout."""
-        slices, size = self._slices_by_hand, self.micro_batch_size
-        parts = self.accumulation_by_hand
+        slices, size = self._user_slices, self.micro_batch_size
+        parts = self.user_accumulation
         if isinstance(size, int):
             parts, left = divmod(max(1, size), max(1, self.group_size // slices))
             parts = 1 if left or not parts else parts  # a part of a group, or refused by the batch plan
@@ -465,7 +451,7 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     def lengths(self) -> RowLengths:
         data: Any = self.trainer.datamodule  # pyright: ignore
-        rows = max(1, self.group_size // self._slices_by_hand)  # a remainder is refused by the batch plan
+        rows = max(1, self.group_size // self._user_slices)  # a remainder is refused by the batch plan
         shares = rows > 1 and self.shares_prompts and self.forward_options.shared_prompts
         shares = shares and model_sizes.shares_prompts(self.model)
         device: Any = self.trainer.strategy.root_device
@@ -490,17 +476,17 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     def resume_micro_batches(self, plan: MicroBatchPlan) -> None:
         super().resume_micro_batches(plan)
-        if self.plan is not None and self.step is not None:
-            self.plan = self._with_micro_batches(self.plan, self.step, plan.micro_batches, plan.why)
+        if self.plan is not None and self.step_rows is not None:
+            self.plan = self._with_micro_batches(self.plan, self.step_rows, plan.micro_batches, plan.why)
 
     def _with_micro_batches(self, plan: BatchPlan, step: StepRows, micro_batches: int, why: str) -> BatchPlan:
-        split = self._slices_by_hand * step.slices_of(micro_batches)
+        split = self._user_slices * step.slices_of(micro_batches)
         return replace(plan, accumulate=micro_batches, split_groups=split, why=why)
 
     @property
     def slots_per_rollout(self) -> int:
         """Micro-batches of a rollout: the number of times that the data module repeats its batches."""
-        return self.iterations * self.minibatches * self.trainer.accumulate_grad_batches
+        return self.steps_per_rollout * self.trainer.accumulate_grad_batches
 
     @property
     def samples(self) -> dict[str, list[Any]]:
@@ -553,29 +539,26 @@ class OnPolicyModule(GeneratingModule, ABC):
         return micro_batch(rollout, rows[batch.slot + ahead], used[batch.slot + ahead])
 
     def dealt_out(self, batch: PromptBatch) -> tuple[Rollout, list[Tensor], list[dict[Width, slice]]]:
-        """Return the rollout to learn from, the rows of each slot, and the columns that they use. Computed once."""
-        if self._dealt is None:
-            self._dealt = self._deal(batch.rollout)
-        return self._dealt
-
-    def _deal(self, index: int) -> tuple[Rollout, list[Tensor], list[dict[Width, slice]]]:
-        """Return the rollout to learn from, the rows of each slot, and the columns that they use.
+        """Return the rollout to learn from, the rows of each slot, and the columns that they use. Computed once.
 
         Rows that contribute nothing have no loss token in it: if one is computed anyway, so that every rank makes the
         same number of passes, no metric counts it.
         """
+        if self._dealt is not None:
+            return self._dealt
         assert self.rollout is not None and self.plan is not None
         rollout, teaching = self.rollout, self.rows_that_teach(self.rollout)
         rollout = replace(rollout, completions=rollout.completions.with_host())  # each slot takes its part along
         if teaching is not None:
             rollout = replace(rollout, loss_mask=rollout.loss_mask & teaching[:, None])
         counts = RowCounts.of(rollout)
-        rows = deal_rows(counts, self.plan, seed=self.seed, index=index, teaching=teaching)
+        rows = deal_rows(counts, self.plan, seed=self.seed, index=batch.rollout, teaching=teaching)
         used = used_columns_of_parts(rollout.completions, rows)
         prompt = rollout.completions.prompt_ids.shape[1]
         widths = [(prompt - part[Width.PROMPT].start, part[Width.RESPONSE].stop) for part in used]
         self._work = [self._work_of(counts, *slot) for slot in zip(rows, widths)]
-        return rollout, rows, used
+        self._dealt = rollout, rows, used
+        return self._dealt
 
     def _work_of(self, counts: RowCounts, rows: Tensor, widths: tuple[int, int]) -> UpdateWork:
         """Return the work of a micro-batch of these rows, with these widths of prompts and responses."""
@@ -613,8 +596,9 @@ class OnPolicyModule(GeneratingModule, ABC):
             return
         step, every = self.global_step + 1, self.trainer.log_every_n_steps  # pyright: ignore
         self._unlogged = metrics = self._metrics_of_rollout(kept=False)
-        if every and step // every > (step - self.minibatches * self.iterations) // every:
-            self._give_loggers(metrics, step)
+        if every and step // every > (step - self.steps_per_rollout) // every:
+            self.log_to_loggers(metrics, step)
+            self._unlogged = {}
         self.publish_metrics(metrics, step)
 
     def log_rest(self) -> None:
@@ -624,12 +608,8 @@ class OnPolicyModule(GeneratingModule, ABC):
             metrics = self._metrics_of_rollout(kept=True)
             self.publish_metrics(metrics, self.global_step)
         if metrics and self.trainer.log_every_n_steps:  # pyright: ignore
-            self._give_loggers(metrics, self.global_step)
-
-    def _give_loggers(self, metrics: dict[str, float], step: int) -> None:
-        for logger in self.trainer.loggers:
-            logger.log_metrics(metrics, step=step)
-        self._unlogged = {}
+            self.log_to_loggers(metrics, self.global_step)
+            self._unlogged = {}
 
     def _metrics_of_rollout(self, *, kept: bool) -> dict[str, float]:
         self.phase_memory.end("update")

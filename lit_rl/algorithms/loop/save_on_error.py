@@ -45,7 +45,7 @@ class SaveOnError(L.Callback):
         if trainer.fit_loop._should_accumulate():
             self._place = None
         else:
-            self._take_down(trainer)
+            self._take_snapshot(trainer)
 
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -60,7 +60,7 @@ class SaveOnError(L.Callback):
                 loop.batch_progress.current, "a validation", f"at optimizer step {trainer.global_step}"
             )
         if self._place is not None:
-            self._take_down(trainer)
+            self._take_snapshot(trainer)
             self._validated = True
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -80,7 +80,7 @@ class SaveOnError(L.Callback):
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._place = None
 
-    def _take_down(self, trainer: L.Trainer) -> None:
+    def _take_snapshot(self, trainer: L.Trainer) -> None:
         """Record the state of loops and data, which a failed rollout advances, and of torch's generators, from which a
         reward function may draw."""
         self._place = {
@@ -140,7 +140,7 @@ class SaveOnError(L.Callback):
             self._place, anew = {"rng": rng_state(trainer.strategy.root_device)}, False
         if self._place is not None and in_validation:
             rng = self._place["rng"]
-            self._take_down(trainer)
+            self._take_snapshot(trainer)
             self._place = {**self._place, "fit_loop": _before_validation(self._place["fit_loop"]), "rng": rng}
         folder = folder or folder_of(trainer)
         if self._place is None or folder is None or alone:  # saving takes every rank

@@ -125,7 +125,7 @@ class Spare:
     """Prompts beyond those of the epochs, completed and scored like those of the rollout."""
 
     datamodule: Any
-    draw_now: Callable[[PromptBatch], Completions]
+    draw_rollout: Callable[[PromptBatch], Completions]
     """Function that completes prompts to learn from."""
     generate: Callable[..., Completions]
     """Function that completes a prompt to discard, where engine calls are collective."""
@@ -142,7 +142,7 @@ class Spare:
             first: The number drawn for it before, over all ranks.
         """
         batch = self.datamodule.spare.batch(positions, rollout=rollout, first=first)
-        completions = self.draw_now(batch)
+        completions = self.draw_rollout(batch)
         return Scored(batch, completions, self.reward(batch, completions))
 
     def dummy_generate(self, position: int, *, rollout: int, first: int) -> None:
