@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_rl.algorithms.signatures import arguments_for, copies_for
+from lit_rl.core.ranks import broadcast_object, gather_objects
 from lit_rl.core.transfers import to_host
-from lit_rl.generation.ranks import gather_objects
 
 
 def tensor_parallel_size(trainer: Any) -> int:
@@ -131,11 +131,7 @@ class Ranks:
 
     def broadcast(self, mine: Any) -> Any:
         """Return the object of rank 0."""
-        if self.world_size == 1:
-            return mine
-        held = [mine]
-        torch.distributed.broadcast_object_list(held, group=self.group, group_src=0)
-        return held[0]
+        return broadcast_object(mine, self.group) if self.world_size > 1 else mine
 
     def all_reduce(self, tensor: Tensor, operation: str) -> Tensor:
         """Reduce a tensor in place and return it; `operation` is the name of a `torch.distributed.ReduceOp`.

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
-import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.algorithms.data_parallel import tensor_parallel_size
 from lit_rl.callbacks.output_files import ImageWriter
 from lit_rl.core.episode import Prompt
 from lit_rl.core.errors import ConfigError, StorageError, did_you_mean, in_range
+from lit_rl.core.ranks import gather_objects
 from lit_rl.core.visuals import IMAGE_COLUMNS, VIDEO_COLUMNS
 from lit_rl.data.example_formats import OTHER_MASKS
 from lit_rl.data.kinds import COLUMNS
@@ -124,12 +124,7 @@ class PreferenceSets(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch.slot != 0 or pl_module.scored is None or trainer.fast_dev_run:  # pyright: ignore
             return
-        of_this_rank = self.rows(pl_module)
-        of_all_ranks = [of_this_rank]
-        if trainer.world_size > 1:
-            of_all_ranks = [{} for _ in range(trainer.world_size)]
-            torch.distributed.all_gather_object(of_all_ranks, of_this_rank)
-            of_all_ranks = of_all_ranks[:: tensor_parallel_size(trainer)]
+        of_all_ranks = gather_objects(self.rows(pl_module))[:: tensor_parallel_size(trainer)]
         if trainer.is_global_zero:
             for name in self.sets:
                 self._append(trainer, name, [row for rows in of_all_ranks for row in rows[name]])

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from lit_rl.core.episode import Episode, Message, Prompt
 from lit_rl.core.errors import ConfigError, GenerationError
+from lit_rl.core.ranks import in_background_thread, run_on_all_ranks
 from lit_rl.core.rollout import Completions, PromptBatch, Prompts, Sampling
 from lit_rl.environments.environment_base import EpisodeRequest, EpisodeSource, RunTogether
 from lit_rl.generation.generator import ConversationsLost, EngineLost, Generator
 from lit_rl.generation.noise import prompt_key, row_keys
-from lit_rl.generation.ranks import in_background_thread, run_on_all_ranks
 from lit_rl.models.language_model import LanguageModel
 
 

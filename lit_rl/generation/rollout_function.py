@@ -28,6 +28,7 @@ from lit_rl.core.episode import End, Episode, Message, Prompt
 from lit_rl.core.errors import ConfigError, GenerationError, LitRLError, NumericError, describe_error, excerpt, in_range
 from lit_rl.core.interrupts import TimeLimitExceeded, time_limit
 from lit_rl.core.process_state import is_raised_by_user_code, mix_seed, preserve_process_state, seed_generators
+from lit_rl.core.ranks import background_thread
 from lit_rl.core.rollout import Completions, PromptBatch, Prompts
 from lit_rl.core.user_functions import load_by_path
 from lit_rl.data.rendering import encode_prompt
@@ -35,7 +36,6 @@ from lit_rl.environments.environment_base import EpisodeRequest, EpisodeSource, 
 from lit_rl.environments.episode_replay import error_line
 from lit_rl.generation.decode_batches import Decoded, assemble
 from lit_rl.generation.noise import sample_key, turn_key
-from lit_rl.generation.ranks import background_thread
 from lit_rl.rewards.contract import ARGUMENTS, SINGULAR
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lit_rl.core.errors import ConfigError, NumericError, StorageError
+from lit_rl.core.ranks import broadcast_object, rank
 from lit_rl.models.merging import LayerWeights, layer_weights, merge_layer
 from lit_rl.models.sharding import own_part, refuse_flat_parameters, reshard, whole_shape, whole_tensor
 from lit_rl.models.trunk import base_of
@@ -104,12 +104,7 @@ def write_adapter(policy: nn.Module, folder: str | Path) -> None:
     if reason is not None:
         raise ConfigError(f"This policy cannot be shipped as an adapter: {reason}. Ship its merged weights.")
     tensors = _adapter_tensors(policy)
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        problem = _write(policy, tensors, Path(folder))
-    else:
-        problems = [_write(policy, tensors, Path(folder)) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(problems, src=0)
-        problem = problems[0]
+    problem = broadcast_object(_write(policy, tensors, Path(folder)) if rank() == 0 else None)
     if problem is not None:
         raise StorageError(f"The adapter cannot be written to {folder}: {problem}")
 

@@ -20,6 +20,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
 from lit_rl.core.errors import ConfigError, RewardError, in_range
+from lit_rl.core.http_client import AnswerTooLarge, opener_for, read_answer
 from lit_rl.core.machine import is_loopback
 from lit_rl.core.visuals import ImageRef, VideoRef, visuals_in
 from lit_rl.rewards.contract import ARGUMENTS
@@ -142,27 +143,18 @@ class RemoteReward:
         if self.token_env is not None:
             headers["Authorization"] = f"Bearer {os.environ.get(self.token_env, '').strip()}"
         request = urllib.request.Request(url, body, headers, method="POST")
-        handlers: list[Any] = [_NoRedirect]
-        if is_loopback(urlsplit(url).hostname):
-            handlers.append(urllib.request.ProxyHandler({}))
         until = time.monotonic() + self.timeout
         try:
-            response = urllib.request.build_opener(*handlers).open(request, timeout=self.timeout)
+            with opener_for(url).open(request, timeout=self.timeout) as response:
+                return read_answer(response, largest=_LARGEST_ANSWER, until=until)
+        except AnswerTooLarge as error:
+            raise RequestRefused(f"the answer is larger than {_LARGEST_ANSWER >> 20} MiB") from error
         except HTTPError as error:
             with error:
                 raise RequestRefused(
                     f"answered {error.code} {error.reason} {error.read(200).decode(errors='replace')}",
                     for_good=400 <= error.code < 500 and error.code not in _RETRIED_STATUSES,
                 ) from error
-        with response:
-            answer = bytearray()
-            while piece := response.read1(2**16):
-                answer += piece
-                if time.monotonic() > until:
-                    raise TimeoutError(f"the answer took longer than {self.timeout:g} seconds")
-                if len(answer) > _LARGEST_ANSWER:
-                    raise RequestRefused(f"the answer is larger than {_LARGEST_ANSWER >> 20} MiB")
-        return bytes(answer)
 
 
 Post = Callable[[str, bytes], Awaitable[bytes]]
@@ -201,13 +193,6 @@ class RequestRefused(Exception):
 NO_ANSWER = (OSError, HTTPException, ValueError, RecursionError, RequestRefused)
 """Errors after which a request is retried. Invalid JSON or UTF-8 is a ValueError, JSON that is nested too
 deeply a RecursionError."""
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Refuses redirects, which would turn the request into a GET, and send the token to another server."""
-
-    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
-        return None
 
 
 def _check_url(url: str, allow_http: bool) -> None:

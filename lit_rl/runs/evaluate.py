@@ -27,6 +27,7 @@ from lit_rl.callbacks.output_files import ImageWriter
 from lit_rl.callbacks.preference_sets import forbidden_texts, is_readable
 from lit_rl.core.durable_files import replacing
 from lit_rl.core.errors import ConfigError, RewardError, StorageError
+from lit_rl.core.ranks import gather_objects
 from lit_rl.core.rollout import PromptBatch
 from lit_rl.reports.metric_groups import decoding_label
 from lit_rl.runs.run_dir import nan_to_null
@@ -197,10 +198,7 @@ class KeepBest(L.Callback):
             self.seen[dataloader_idx, row] = _best_completion(part)
 
     def on_predict_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        if trainer.world_size > 1:
-            parts: list[Any] = [None] * trainer.world_size
-            torch.distributed.all_gather_object(parts, self.seen)
-            self.seen = {key: best for part in parts for key, best in part.items()}
+        self.seen = {key: best for part in gather_objects(self.seen) for key, best in part.items()}
 
 
 def _best_completion(part: dict[str, list[Any]]) -> BestCompletion | None:

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from lit_rl.core.errors import ConfigError, in_range
 from lit_rl.core.machine import is_loopback, require_vllm
-from lit_rl.generation.vllm import api_key
 from lit_rl.generation.vllm.engine_settings import (
+    API_KEY_VARIABLE,
     EngineSettings,
     adapter_rank,
+    api_key,
     model_arguments,
     model_dtype,
     runs_on_cpu,
@@ -80,12 +81,11 @@ def _server(job: Serve) -> ServerProcess:
     log = temporary_log() if job.log is None else Path(job.log).expanduser()
     reached = _EVERYWHERE.get(job.host, job.host)
     url = f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
-    if not is_loopback(job.host) and not api_key.api_key():
+    if not is_loopback(job.host) and not api_key():
         raise ConfigError(
             f"serve.host={job.host} without a key: whoever reaches this port could replace the weights and run code in "
-            f"the server. Set the environment variable {api_key.API_KEY_VARIABLE} to a secret, here and where the "
-            "training runs, or "
-            "listen on 127.0.0.1."
+            f"the server. Set the environment variable {API_KEY_VARIABLE} to a secret, here and where the "
+            "training runs, or listen on 127.0.0.1."
         )
     _note(f"Starting vLLM for {model.name} on port {port}; its output is in {log}")
     return ServerProcess(arguments, url=url, cpu=cpu, log=log)

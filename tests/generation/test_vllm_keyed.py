@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lit_rl.generation.vllm.api_key import API_KEY_VARIABLE, APIKeyMiddleware
+from lit_rl.generation.vllm.engine_settings import API_KEY_VARIABLE, APIKeyMiddleware
 from lit_rl.generation.vllm.launch import server_arguments
 
 RIGHT = (b"authorization", b"Bearer of this test")
@@ -50,7 +50,7 @@ def test_whether_it_is_there_is_no_secret() -> None:
 
 
 def test_a_server_gets_it_where_there_is_a_key_and_no_server_is_keyed_with_nothing(monkeypatch) -> None:
-    flag = "--middleware=lit_rl.generation.vllm.api_key.APIKeyMiddleware"
+    flag = "--middleware=lit_rl.generation.vllm.engine_settings.APIKeyMiddleware"
     assert flag in server_arguments({}, name="m", host="h", port=1)
     monkeypatch.setenv(API_KEY_VARIABLE, " ")
     assert flag not in server_arguments({}, name="m", host="h", port=1)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from lit_rl.core import ranks
 from lit_rl.core.errors import BackendError, ConfigError, GenerationError, NumericError
 from lit_rl.core.rollout import Prompts, Sampling
-from lit_rl.generation import ranks
 from lit_rl.generation.vllm import in_process, launch, transports
 from lit_rl.generation.vllm import transports as host
 from lit_rl.generation.vllm.client import ServerRefused

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from copied_engines import CopiedPolicyGenerator
 
+from lit_rl.core import ranks
 from lit_rl.core.rollout import Completions, Prompts, Sampling
-from lit_rl.generation import ranks
 from lit_rl.generation.generator import EngineLost
 
 

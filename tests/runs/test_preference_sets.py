@@ -103,7 +103,9 @@ def test_messages_stay_messages_and_control_tokens_stay_out():
 
 
 def trainer(folder: Path) -> Any:
-    return SimpleNamespace(default_root_dir=str(folder), fast_dev_run=False, world_size=1, is_global_zero=True)
+    return SimpleNamespace(
+        default_root_dir=str(folder), fast_dev_run=False, world_size=1, is_global_zero=True, strategy=None
+    )
 
 
 def lines(folder: Path, name: str) -> list[dict[str, Any]]:

@@ -98,7 +98,7 @@ from lit_rl.algorithms.rollouts.phase_costs import PhaseMemory, SpeedMeter, peak
 from lit_rl.algorithms.rollouts.rollout_plan import mix
 from lit_rl.core.errors import ConfigError, StorageError, seed_in_range
 from lit_rl.core.process_state import preserve_generators
-from lit_rl.generation.ranks import gather_objects
+from lit_rl.core.ranks import gather_objects
 from lit_rl.models import kernels
 from lit_rl.models.hf_export import export_policy
 from lit_rl.models.kernels import fixed_order

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 
 from lit_rl.core.durable_files import PARTIAL, check_free_space, flush_tree, retry_on_full_disk, write_manifest
 from lit_rl.core.errors import BackendError, ConfigError, RewardError, StorageError
+from lit_rl.core.ranks import broadcast_object, gather_objects
 from lit_rl.models.sharding import move_all_but_shards, restore_whole_parameters, unsharded
 
 # ---------------------------------------------------------------------- one folder for all nodes
@@ -73,8 +74,7 @@ def check_every_node_sees(folder: Path, strategy: Any, name: str) -> None:
         if said is not None:
             raise StorageError(said)
         sees = strategy.local_rank != 0 or _appears(Path(mark))
-        hosts: list[Any] = [None] * strategy.world_size
-        torch.distributed.all_gather_object(hosts, None if sees else socket.gethostname())
+        hosts = gather_objects(None if sees else socket.gethostname())
     if lacking := list(dict.fromkeys(filter(None, hosts))):
         raise ConfigError(
             f"With strategy={name} each process writes its part of a checkpoint, and {' and '.join(lacking)} cannot "
@@ -614,14 +614,13 @@ class FSDPTPStrategy(FSDP2Strategy):
         Raises:
             RewardError: on every rank of the group, where it cannot be pickled.
         """
-        held: list[Any] = [try_pickle(mine)]
-        torch.distributed.broadcast_object_list(held, group=self.tensor_group, group_src=0)
-        if held[0] is None:
+        pickled = broadcast_object(try_pickle(mine), self.tensor_group)
+        if pickled is None:
             raise RewardError(
                 "What a reward function gave log_extra cannot be sent to the other rank of its tensor-parallel group: "
                 "give it numbers and text."
             )
-        return pickle.loads(held[0])  # from a rank of this run
+        return pickle.loads(pickled)  # from a rank of this run
 
 
 def try_pickle(value: Any) -> bytes | None:

@@ -32,6 +32,7 @@ from lit_rl.algorithms.rollouts.rollout_plan import mix
 from lit_rl.core import interrupts
 from lit_rl.core.errors import GenerationError, LitRLError
 from lit_rl.core.interrupts import Interrupted
+from lit_rl.core.ranks import background_thread
 from lit_rl.core.rollout import Completions, PromptBatch, Sampling
 from lit_rl.core.transfers import to_device
 from lit_rl.core.vision_inputs import PromptVision
@@ -41,7 +42,6 @@ from lit_rl.generation.ahead import Ahead, DrawnAhead, RolloutName
 from lit_rl.generation.collect import Vocabulary, answer_to, as_reward_input, request
 from lit_rl.generation.generator import EngineLost, Gap, Generator
 from lit_rl.generation.native import for_another_policy
-from lit_rl.generation.ranks import background_thread
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.sharding import is_tensor_parallel
 from lit_rl.models.trunk import shared_copy

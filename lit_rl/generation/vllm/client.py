@@ -25,9 +25,9 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode, urlsplit
 
 from lit_rl.core.errors import ConfigError, GenerationError
-from lit_rl.core.machine import is_loopback
-from lit_rl.generation.vllm import api_key
+from lit_rl.core.http_client import AnswerTooLarge, opener_for, read_answer
 from lit_rl.generation.vllm.engine import EngineAnswer, Facts, Request
+from lit_rl.generation.vllm.engine_settings import API_KEY_VARIABLE, api_key
 
 
 class ServerError(GenerationError):
@@ -90,10 +90,7 @@ class JSONCalls:
     def __init__(self, url: str, key: str = "generator.urls") -> None:
         self.url = checked_url(url, key)
         self._connections = Connections()
-        handlers: list[Any] = [_NoRedirect, *self._connections.handlers()]
-        if is_loopback(urlsplit(self.url).hostname):
-            handlers.append(urllib.request.ProxyHandler({}))
-        self._opener = urllib.request.build_opener(*handlers)
+        self._opener = opener_for(self.url, *self._connections.handlers())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
@@ -124,7 +121,7 @@ class JSONCalls:
         if deadline <= 0:
             raise ServerHung(self.url, call, "no time was left for it.")
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if secret := api_key.api_key():
+        if secret := api_key():
             headers["Authorization"] = f"Bearer {secret}"
         asked = urlencode(query, doseq=True)
         address = f"{self.url}{route}?{asked}" if asked else f"{self.url}{route}"
@@ -132,7 +129,10 @@ class JSONCalls:
         request = urllib.request.Request(address, data, headers, method=verb)
         try:
             with self._opener.open(request, timeout=deadline) as response:
-                answer = self._whole(response, call, until)
+                answer = read_answer(response, largest=LARGEST_ANSWER, until=until)
+        except AnswerTooLarge as error:
+            start = json_excerpt(error.start)
+            raise unexpected_answer(self.url, call, f"it is longer than {LARGEST_ANSWER} bytes: {start}") from error
         except HTTPError as error:
             with error:
                 raise self._refused(call, error) from error
@@ -151,19 +151,6 @@ class JSONCalls:
                 return None
             raise unexpected_answer(self.url, call, f"{json_excerpt(answer)} is no JSON") from error
 
-    def _whole(self, response: http.client.HTTPResponse, call: str, until: float) -> bytes:
-        answer = bytearray()
-        while piece := response.read1(2**20):
-            answer += piece
-            if time.monotonic() > until:
-                raise TimeoutError
-            if len(answer) > LARGEST_ANSWER:
-                start = json_excerpt(bytes(answer[:999]))
-                raise unexpected_answer(self.url, call, f"it is longer than {LARGEST_ANSWER} bytes: {start}")
-        if response.length:  # `read1` takes the end of the connection for the end of the answer
-            raise http.client.IncompleteRead(b"", response.length)
-        return bytes(answer)
-
     def _refused(self, call: str, error: HTTPError) -> ServerError:
         try:
             said = _message(error.read(2**16))
@@ -175,7 +162,7 @@ class JSONCalls:
             return ServerDead(self.url, call, "it is shutting down")
         advice = ""
         if error.code == 401:
-            advice = f" The server wants a key: set the environment variable {api_key.API_KEY_VARIABLE}."
+            advice = f" The server wants a key: set the environment variable {API_KEY_VARIABLE}."
         elif error.code == 404 and not call.partition(" ")[2].startswith("/v1/"):
             advice = (
                 " The server lacks the routes of training: start it with `lit-rl serve`, or VLLM_SERVER_DEV_MODE=1."
@@ -183,13 +170,6 @@ class JSONCalls:
         return ServerRefused(
             self.url, call, f"HTTP {error.code} {_plain(str(error.reason))}: {said.rstrip('.')}.{advice}", error.code
         )
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A handler that follows no redirect: one would turn a POST into a GET, and send the key to another server."""
-
-    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
-        return None
 
 
 class Connections:
@@ -248,8 +228,7 @@ def checked_url(url: str, key: str) -> str:
         raise ConfigError(f"{key}: {url!r} is no address of a server: {error}.") from error
     if parts.username or parts.password:
         raise ConfigError(
-            f"{key} holds a user name or a password: put a key into the environment variable "
-            f"{api_key.API_KEY_VARIABLE}."
+            f"{key} holds a user name or a password: put a key into the environment variable {API_KEY_VARIABLE}."
         )
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"{key}: {url!r} is no address of a server: it reads http://host:port.")

@@ -18,13 +18,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from lit_rl.core import ranks
 from lit_rl.core.errors import ConfigError, GenerationError, LitRLError, in_range, one_of
+from lit_rl.core.ranks import run_on_all_ranks
 from lit_rl.core.rollout import Completions, Prompts, Sampling
-from lit_rl.generation import ranks
 from lit_rl.generation.decode_batches import Decoded, assemble
 from lit_rl.generation.engine_kwargs import VLLM_NAMES
 from lit_rl.generation.generator import ConversationsLost, Gap, Generator, check_request, context_length
-from lit_rl.generation.ranks import run_on_all_ranks
 from lit_rl.generation.responses import Responses, report_group
 from lit_rl.generation.vllm.engine import (
     CompletionWork,

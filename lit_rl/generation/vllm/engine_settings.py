@@ -1,10 +1,16 @@
-"""Settings with which vLLM holds the policy, in this process and in a server, and the files that it reads first."""
+"""Settings with which vLLM holds the policy, in this process and in a server, the files that it reads first, and the
+key of a server.
+
+`APIKeyMiddleware` is imported by name in the server's process (``--middleware``).
+"""
 
 from __future__ import annotations
 
 import copy
+import hmac
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -234,3 +240,51 @@ def write_model_files(policy: nn.Module, model: LanguageModel, folder: str | Pat
     model.tokenizer.save_pretrained(folder)
     if model.processor is not None:
         model.processor.processor.save_pretrained(folder)
+
+
+# ------------------------------------------------------------------ key of a server
+
+API_KEY_VARIABLE = "VLLM_API_KEY"
+"""The environment variable of the key, for the server and for the training."""
+OPEN_ROUTES = ("/health",)
+"""Routes without a key: they tell whether the server is there."""
+
+Scope = MutableMapping[str, Any]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Any, Send], Awaitable[None]]
+
+
+def api_key() -> str:
+    """Return the key of the environment; empty where there is none."""
+    return os.environ.get(API_KEY_VARIABLE, "").strip()
+
+
+class APIKeyMiddleware:
+    """ASGI middleware (`--middleware` of vLLM's server): 401 for a request without `Authorization: Bearer KEY`.
+
+    vLLM's own guards completions, and not the routes that replace weights.
+
+    Args:
+        app: The guarded application.
+
+    Raises:
+        RuntimeError: there is no key.
+    """
+
+    def __init__(self, app: App) -> None:
+        if not api_key():
+            raise RuntimeError(f"{API_KEY_VARIABLE} is not set.")
+        self._app, self._expected = app, f"Bearer {api_key()}".encode()
+
+    async def __call__(self, scope: Scope, receive: Any, send: Send) -> None:
+        free = scope["type"] == "lifespan" or scope["path"] in OPEN_ROUTES
+        keys = [] if free else [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+        if free or (len(keys) == 1 and hmac.compare_digest(keys[0], self._expected)):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            body = json.dumps({"error": f"Unauthorized: this server asks for the key of {API_KEY_VARIABLE}."}).encode()
+            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": body})

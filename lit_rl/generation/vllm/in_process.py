@@ -21,10 +21,10 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
+from lit_rl.core import ranks
 from lit_rl.core.errors import ConfigError, GenerationError, one_of
 from lit_rl.core.interrupts import interruptible, uninterruptible
 from lit_rl.core.machine import require_vllm
-from lit_rl.generation import ranks
 from lit_rl.generation.vllm import engine_settings as vllm_settings
 from lit_rl.generation.vllm.engine import (
     CompletionWork,

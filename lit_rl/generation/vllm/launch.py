@@ -26,10 +26,16 @@ from torch import nn
 
 from lit_rl.core import supervisor
 from lit_rl.core.errors import ConfigError, GenerationError
-from lit_rl.generation.vllm import api_key
 from lit_rl.generation.vllm import engine_settings as vllm_settings
 from lit_rl.generation.vllm.client import Client, ServerError
-from lit_rl.generation.vllm.engine_settings import SERVER, EngineSettings, engine_environment, write_model_files
+from lit_rl.generation.vllm.engine_settings import (
+    SERVER,
+    APIKeyMiddleware,
+    EngineSettings,
+    api_key,
+    engine_environment,
+    write_model_files,
+)
 from lit_rl.generation.vllm.transports import call_all
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.sharding import device_of
@@ -218,8 +224,8 @@ def server_arguments(
     flags = {**engine, "served_model_name": name, "host": host, "port": port, "uvicorn_log_level": "warning"}
     if transfer is not None:
         flags["weight_transfer_config"] = {"backend": transfer}
-    if api_key.api_key():
-        flags["middleware"] = f"{api_key.APIKeyMiddleware.__module__}.{api_key.APIKeyMiddleware.__name__}"
+    if api_key():
+        flags["middleware"] = f"{APIKeyMiddleware.__module__}.{APIKeyMiddleware.__name__}"
     words = ["--disable-uvicorn-access-log"]
     for key, value in flags.items():
         flag = key.replace("_", "-")

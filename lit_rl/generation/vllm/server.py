@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from torch import nn
 
+from lit_rl.core import ranks
 from lit_rl.core.errors import ConfigError, GenerationError, in_range, one_of
 from lit_rl.core.interrupts import interruptible
 from lit_rl.core.machine import require_vllm
-from lit_rl.generation import ranks
 from lit_rl.generation.generator import EngineLost
 from lit_rl.generation.vllm.client import Client, ServerError
 from lit_rl.generation.vllm.engine import Engine, EngineWork

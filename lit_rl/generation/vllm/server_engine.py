@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_rl.core import ranks
 from lit_rl.core.errors import GenerationError, NumericError
 from lit_rl.core.interrupts import interruptible
 from lit_rl.core.visuals import as_png
-from lit_rl.generation import ranks
 from lit_rl.generation.generator import EngineLost
 from lit_rl.generation.vllm.client import (
     Client,

@@ -24,9 +24,9 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor, nn
 
+from lit_rl.core import ranks
 from lit_rl.core.errors import BackendError, ConfigError, GenerationError
 from lit_rl.core.machine import is_loopback
-from lit_rl.generation import ranks
 from lit_rl.generation.vllm.client import Client, ServerDead
 from lit_rl.generation.vllm.engine import Engine, Facts, Shapes, Weights, push_adapter, push_weights
 from lit_rl.models.engine_weights import adapter_only, write_adapter

@@ -1,4 +1,8 @@
-"""Agreement between ranks: an engine may fail on one of them, and the others must not wait for it."""
+"""The ranks of a run: objects sent between them, and work that all of them finish or none, because the others must
+not wait for one that has failed.
+
+`algorithms.data_parallel.Ranks` are those among them that have rows of their own.
+"""
 
 from __future__ import annotations
 
@@ -27,35 +31,49 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def gather_objects(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the objects of all ranks, in their order; anything that can be pickled. A collective.
 
     Args:
-        mine: This rank's object.
+        value: This rank's object.
         group: The group of ranks. None: all processes.
     """
     if world_size() == 1:
-        return [mine]
-    said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, mine, group=group)
-    return said
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def broadcast_object(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Return the object of the group's first rank; anything that can be pickled. A collective.
+
+    Args:
+        value: This rank's object; read on the first rank only.
+        group: The group of ranks. None: all processes.
+    """
+    if world_size() == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, group=group, group_src=0)
+    return values[0]
 
 
 def in_background_thread() -> bool:
     """Tell whether this is a background thread while the main one uses the ranks' group: no collective may be
     entered."""
-    return getattr(_thread, "beside", False)
+    return getattr(_thread, "is_background", False)
 
 
 @contextmanager
 def background_thread() -> Iterator[None]:
     """Mark the calls inside as those of a background thread, which enters no collective."""
     before = in_background_thread()
-    _thread.beside = True
+    _thread.is_background = True
     try:
         yield
     finally:
-        _thread.beside = before
+        _thread.is_background = before
 
 
 def run_on_all_ranks(work: Callable[[], Result]) -> Result:
@@ -81,11 +99,11 @@ def run_on_all_ranks(work: Callable[[], Result]) -> Result:
             raise
         error = GenerationError(f"{type(failed).__name__}: {failed}")
         error.__cause__ = failed
-    said = gather_objects(None if error is None else (type(error), str(error)))
-    failed = [(number, *theirs) for number, theirs in enumerate(said) if theirs is not None]
-    if failed:
-        number, kind, message = failed[0]  # one kind on every rank: they recover from it alike, or not at all
+    failures = gather_objects(None if error is None else (type(error), str(error)))
+    first = next((number for number, failure in enumerate(failures) if failure is not None), None)
+    if first is not None:
+        kind, message = failures[first]  # one class on every rank: they recover from it alike, or not at all
         if error is not None and type(error) is kind:
             raise error
-        raise kind(f"Rank {number}: {message}")
+        raise kind(f"Rank {first}: {message}")
     return result
