@@ -14,23 +14,26 @@ The writer of y is drawn for each optimizer step (algorithm 1, by steps; the pap
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lit_rl.algorithms.checks.data_and_trainer import NeedsAllRows, check_context_length, longest_rewritten_prompt
 from lit_rl.algorithms.checks.model_sizes import frozen_bytes
+from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.loop.offline import OfflinePolicyModule
-from lit_rl.algorithms.rollouts.rewritten_rows import prompts_to_rewrite, with_completions
 from lit_rl.algorithms.rollouts.rollout_plan import mix
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.core.errors import ConfigError, in_range
-from lit_rl.core.examples import ExampleBatch, TextBatch, Totals
+from lit_rl.core.examples import ExampleBatch, TextBatch, TokenBatch, Totals
 from lit_rl.core.interrupts import run_ending_hook
+from lit_rl.core.rollout import Completions, PromptBatch
 from lit_rl.models.distillation import Teacher, distillation_scores
 from lit_rl.models.forward import refuse_leaks
 from lit_rl.models.language_model import LanguageModel
@@ -184,7 +187,19 @@ class GKD(OfflinePolicyModule):
                     completions = self.source.draw_other(replace(self.request(prompts), policy=teacher))
         self.generator.rest()
         self.teacher.check_written(completions.response_ids, writer)
-        return with_completions(micro_batches, completions, self.ranks)
+        ids, attended, learned = as_tokens(completions, self.ranks.device)
+        row_counts = [len(micro) for micro in micro_batches]
+        parts = []
+        for part in zip(*(field.split(row_counts) for field in (ids, attended, learned))):
+            width = max(2, int(part[1].any(0).sum()))  # without columns that are padding in every row
+            parts.append(TokenBatch(*(field[:, :width] for field in part)))
+        counts = self.ranks.gather(torch.stack([learned.sum(1), attended.sum(1)], 1)).tolist()
+        old, tokens, texts = micro_batches[0].totals, sum(row[0] for row in counts), tuple(row[1] for row in counts)
+        totals = Totals(old.rows, tokens, sum(texts), old.shares, texts=texts, learned=tokens)
+        return tuple(
+            replace(micro, tokens=part, totals=totals, whole=())
+            for micro, part in zip(micro_batches, parts, strict=True)
+        )
 
     # ------------------------------------------------------------------ loss
 
@@ -219,3 +234,39 @@ def writer_of(step: int, *, seed: int, on_policy_fraction: float, teacher_comple
     if random.Random(mix(seed, step)).random() < on_policy_fraction:
         return "student"
     return "teacher" if teacher_completions else "data"
+
+
+def prompts_to_rewrite(micro_batches: Sequence[ExampleBatch], ranks: Ranks) -> PromptBatch:
+    """Return the prompts of this rank's part of a step: the tokens of each text before the first learned one.
+
+    A collective: a row that is twice in a step gets two samples, whichever ranks have it.
+    """
+    prompt_ids = []
+    for micro in micro_batches:
+        first = torch.where(micro.tokens.loss_mask.any(1), micro.tokens.loss_mask.int().argmax(1), 1)
+        texts = micro.tokens.input_ids.tolist()
+        prompt_ids += [ids[:length] for ids, length in zip(texts, first.tolist())]
+    rows = [row for micro in micro_batches for row in micro.rows]
+    rows_of_ranks = ranks.gather(torch.tensor(rows)).tolist()
+    seen: Counter[int] = Counter(rows_of_ranks[: ranks.rank * len(rows)])
+    occurrences = []  # of each row on lower ranks, then earlier on this one
+    for row in rows:
+        occurrences.append(seen[row])
+        seen[row] += 1
+    return PromptBatch(
+        prompts=[""] * len(rows),
+        prompt_ids=prompt_ids,
+        columns={},
+        rows=rows,
+        occurrences=occurrences,
+        rollout=micro_batches[0].step,
+    )
+
+
+def as_tokens(completions: Completions, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `input_ids`, `attention_mask` and `loss_mask` `(b, s)` of prompts with completions, right-padded."""
+    ids = torch.cat([completions.prompt_ids, completions.response_ids], 1)
+    attended = completions.attention_mask
+    learned = F.pad(completions.response_mask, (completions.prompt_ids.shape[1], 0))
+    order = (~attended).int().argsort(dim=1, stable=True)
+    return tuple(field.gather(1, order).to(device) for field in (ids, attended, learned))  # pyright: ignore

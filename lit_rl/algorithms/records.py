@@ -17,9 +17,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_rl.algorithms.data_parallel import Ranks
-from lit_rl.algorithms.evaluation.sample_tables import sample_table, token_columns
-from lit_rl.algorithms.evaluation.summary_statistics import Averages, input_tokens, rollout_metrics
-from lit_rl.algorithms.evaluation.validation import prefixed
+from lit_rl.algorithms.evaluation.summary_statistics import (
+    Averages,
+    input_tokens,
+    prefixed,
+    rollout_metrics,
+    sample_table,
+    token_columns,
+)
 from lit_rl.algorithms.rollouts.episode_outcomes import episode_metrics
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.core.errors import RewardError

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.data_parallel import tensor_parallel_size
-from lit_rl.algorithms.evaluation.sample_tables import token_columns
+from lit_rl.algorithms.evaluation.summary_statistics import token_columns
 from lit_rl.algorithms.rollouts.rollout_plan import SeenRows
 from lit_rl.callbacks.display import Pictures, console_table, conversation_of, file_name_part
 from lit_rl.callbacks.loggers import WriteFailures, log_tables

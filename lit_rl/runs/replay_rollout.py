@@ -20,8 +20,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from lit_rl.algorithms.data_parallel import Ranks
-from lit_rl.algorithms.evaluation.sample_tables import sample_table, token_columns
-from lit_rl.algorithms.evaluation.summary_statistics import Averages
+from lit_rl.algorithms.evaluation.summary_statistics import Averages, sample_table, token_columns
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
 from lit_rl.algorithms.rollouts import checkpoints
 from lit_rl.algorithms.rollouts.rollout_plan import BatchPlan, micro_batch, rows_of_slots, step_counts, step_totals

@@ -16,8 +16,7 @@ from torch import Tensor
 from lit_rl.algorithms import GKD, AdamW, Constant
 from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.evaluation.summary_statistics import Averages
-from lit_rl.algorithms.gkd import writer_of
-from lit_rl.algorithms.rollouts.rewritten_rows import as_tokens, prompts_to_rewrite
+from lit_rl.algorithms.gkd import as_tokens, prompts_to_rewrite, writer_of
 from lit_rl.core.errors import ConfigError, DataError, GenerationError, LitRLError
 from lit_rl.core.rollout import Completions, Sampling
 from lit_rl.data.example_module import SupervisedDataModule

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from small_rollouts import batch, completions, rollout, scores
 from torch import Tensor
 
-from lit_rl.algorithms.evaluation.sample_tables import sample_table
+from lit_rl.algorithms.evaluation.summary_statistics import sample_table
 from lit_rl.algorithms.ppo import with_reward_function
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.core.episode import Episode

@@ -12,7 +12,7 @@ from oracle_cases import Outcome, assert_same_step, backward
 from oracle_trl import save_policy
 
 from lit_rl.algorithms import GKD
-from lit_rl.algorithms.rollouts.rewritten_rows import as_tokens
+from lit_rl.algorithms.gkd import as_tokens
 from lit_rl.core.examples import TextBatch, TokenBatch, Totals
 from lit_rl.core.rollout import Completions
 from lit_rl.models import LanguageModel

@@ -1,24 +1,42 @@
-"""Numbers for people: rollout metrics, averages, confidence intervals, pass@k. Nothing here feeds a gradient."""
+"""Numbers for people: averages, rollout metrics, confidence intervals, pass@k, and tables of sampled completions.
+
+Nothing here feeds a gradient.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lit_rl.algorithms.data_parallel import Ranks
-from lit_rl.core.rollout import Completions
+from lit_rl.core.episode import RETURNED_IMAGES, TOKENS, Episode
+from lit_rl.core.rollout import Completions, PromptBatch, Rollout
 from lit_rl.core.transfers import to_host
+from lit_rl.environments.observations import images_of_content
+from lit_rl.generation.collect import as_reward_input, pieces_of
 from lit_rl.ops.advantages import group_std
 from lit_rl.ops.engine_mismatch import effective_share
 from lit_rl.ops.intervals import Z, wilson
 from lit_rl.ops.reductions import Highest, Lowest, Metric, Summed, variance
 from lit_rl.ops.returns import explained_variance
+from lit_rl.rewards.weighted_rewards import Scores
 
 SUMMARIES = {function.__name__: function for function in (effective_share, explained_variance, variance)}
 """Functions by name that make one number from the sums of a `Summed` metric."""
+
+
+# ---------------------------------------------------------------------- averages
+
+
+def prefixed(metrics: Mapping[str, float], *parts: str) -> dict[str, float]:
+    """Return metrics with a prefix: `prefixed({"reward": 1}, "val", "math")` is `{"val/math/reward": 1}`."""
+    head = "/".join(part for part in parts if part)
+    return {f"{head}/{name}": value for name, value in metrics.items()}
 
 
 class Averages:
@@ -110,6 +128,9 @@ def _reduce_over_ranks(values: Mapping[str, Tensor], ranks: Ranks, operation: st
     return names, ranks.all_reduce(table, operation)
 
 
+# ---------------------------------------------------------------------- metrics of a rollout
+
+
 def rollout_metrics(
     names: Sequence[str], values: Tensor, rewards: Tensor, group_id: Tensor, lengths: Tensor, ended: Tensor
 ) -> dict[str, float]:
@@ -186,3 +207,98 @@ def pass_at_k(right: int, samples: int, k: int) -> float:
     if not 1 <= k <= samples:
         raise ValueError(f"k={k} is outside 1..{samples}")
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+# ---------------------------------------------------------------------- tables of samples
+
+
+def token_columns(
+    completions: Completions, rollout: Rollout | None, tokenizer: Any, more: Mapping[str, Tensor] | None = None
+) -> dict[str, list[Any]]:
+    """Return the columns of tokens.
+
+    They are `tokens/ids`, `text`, `turn`, `by_policy` (sampled; the others were read), `sampler_logprobs`; for a
+    rollout that is learned from also `learned` (in the loss), `advantages`, and `old_logprobs` where the run computed
+    them. `more` has further numbers `(b, t)` of sampled tokens, by name.
+
+    Numbers are numpy arrays, so that long rollouts take little memory; they are 0 on tokens that were read.
+    """
+    sampled = completions.response_mask
+    tokens = sampled if completions.attended is None else completions.attended
+    turn = torch.zeros_like(completions.response_ids) if completions.turn is None else completions.turn
+    columns: dict[str, Tensor] = {
+        "ids": completions.response_ids,
+        "turn": turn,
+        "by_policy": sampled,
+        "sampler_logprobs": completions.sampler_logprobs,
+    }
+    if rollout is not None:
+        columns["learned"] = rollout.loss_mask
+        if rollout.advantages is not None:
+            of_rows = rollout.advantages.ndim < sampled.ndim
+            per_token = rollout.advantages[:, None].expand(sampled.shape) if of_rows else rollout.advantages
+            columns["advantages"] = per_token.masked_fill(~sampled, 0.0)
+        if rollout.old_logprobs is not None:
+            columns["old_logprobs"] = rollout.old_logprobs.masked_fill(~sampled, 0.0)
+    columns |= {name: values.masked_fill(~sampled, 0.0) for name, values in (more or {}).items()}
+    lengths = tokens.sum(1).tolist()
+    table: dict[str, list[Any]] = {}
+    for name, values in columns.items():
+        flat = values.detach()[tokens].cpu()
+        flat = flat.float() if flat.is_floating_point() else flat
+        table[TOKENS + name] = [row.numpy() for row in flat.split(lengths)]
+    return table | {f"{TOKENS}text": pieces_of(table[f"{TOKENS}ids"], tokenizer)}
+
+
+def sample_table(
+    step: int,
+    batch: PromptBatch,
+    texts: Sequence[str],
+    completions: Completions,
+    scores: Scores,
+    advantages: Tensor | None,
+) -> dict[str, list[Any]]:
+    """Return the table of samples of a rollout, one row a completion.
+
+    Columns: step, prompt, completion, reward, each function's reward, advantage, length, ended, then the data's own
+    columns and the rewards' values for `log_extra`. A name that is taken already is not oversampled.
+
+    In episodes a completion is the transcript, and there are the columns group, turns, end, turn_rewards,
+    episode_reward, calls, failed_calls, unreadable_calls, observed_tokens, episode_error, messages, as JSON, and
+    returned_images, where tools and environments returned any.
+
+    `advantages`: `(b,)`; for pairs that a judge compared its verdicts, 1, -1 or 0. None leaves the column out.
+    """
+    prompts, _, columns = as_reward_input(batch, texts, len(texts) // len(batch), completions.episodes)
+    columns.pop("episodes", None)
+    table: dict[str, list[Any]] = {"step": [step] * len(texts), "prompt": prompts, "completion": list(texts)}
+    table["reward"] = scores.total.tolist()
+    table |= {f"rewards/{name}": scores.values[:, i].tolist() for i, name in enumerate(scores.names)}
+    if advantages is not None:
+        table["advantage"] = advantages.tolist()
+    host = completions.on_host
+    table |= {"length": host.lengths.tolist(), "ended": host.ended.tolist()}
+    if completions.episodes is not None:
+        table |= {"group": host.group_id.tolist()} | _episode_columns(completions.episodes)
+    return table | {name: values for name, values in {**columns, **scores.extras}.items() if name not in table}
+
+
+def _episode_columns(episodes: Sequence[Episode]) -> dict[str, list[Any]]:
+    returned = [
+        [image for message in episode.messages for image in images_of_content(message.get("content"))]
+        for episode in episodes
+    ]
+    seen = {RETURNED_IMAGES: returned} if any(returned) else {}
+    return seen | {
+        "completion": [episode.transcript() for episode in episodes],
+        "turns": [episode.turns for episode in episodes],
+        "end": [episode.end for episode in episodes],
+        "turn_rewards": [json.dumps(episode.turn_rewards, default=float) for episode in episodes],
+        "episode_reward": [math.nan if episode.reward is None else float(episode.reward) for episode in episodes],
+        "calls": [episode.calls for episode in episodes],
+        "failed_calls": [episode.failed_calls for episode in episodes],
+        "unreadable_calls": [episode.unreadable_calls for episode in episodes],
+        "observed_tokens": [episode.observed_tokens for episode in episodes],
+        "episode_error": [episode.error or "" for episode in episodes],
+        "messages": [json.dumps(episode.messages, ensure_ascii=False, default=str) for episode in episodes],
+    }

@@ -190,12 +190,6 @@ def _win_rate(rows: list[list[float]]) -> dict[str, float]:
     }
 
 
-def prefixed(metrics: Mapping[str, float], *parts: str) -> dict[str, float]:
-    """Return metrics with a prefix: `prefixed({"reward": 1}, "val", "math")` is `{"val/math/reward": 1}`."""
-    head = "/".join(part for part in parts if part)
-    return {f"{head}/{name}": value for name, value in metrics.items()}
-
-
 # ---------------------------------------------------------------------- scores of the policy
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from lit_rl.algorithms.checks import argument_checks, data_and_trainer
 from lit_rl.algorithms.checks.memory import RowLengths
 from lit_rl.algorithms.checks.preference_checks import check_win_rate, warn_unused_judge
-from lit_rl.algorithms.evaluation.sample_tables import sample_table
-from lit_rl.algorithms.evaluation.validation import Evaluation, EvaluationRows, check_policy_scores, prefixed
+from lit_rl.algorithms.evaluation.summary_statistics import prefixed, sample_table
+from lit_rl.algorithms.evaluation.validation import Evaluation, EvaluationRows, check_policy_scores
 from lit_rl.algorithms.evaluation.win_rate import BASE, ComparedDrawing, ComparedModel, compare
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.optim.strategies import whole_weights

@@ -160,8 +160,6 @@ class _Resumed(NamedTuple):
 
     optimizer: dict[str, Any] | None
     """`resumed_optimizer.initial_settings` of its optimizer; None in a checkpoint without one."""
-    groups: list[dict[str, Any]]
-    """Parameter groups of its optimizer."""
     said: list[str]
     """Descriptions of settings that differ from this run's."""
 
@@ -1012,7 +1010,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         checkpoint["algorithm"] = checkpoints.algorithm_kind(type(self))
         checkpoint["run"] = self._identity()
         device = self.trainer.strategy.root_device if self.trainer_or_none else self.device
-        mine = {"format": checkpoints.FORMAT, "module": self.rank_state(), "rng": checkpoints.rng_state(device)}
+        mine = {"module": self.rank_state(), "rng": checkpoints.rng_state(device)}
         checkpoint["lit_rl"] = self.ranks.objects(mine | {"broken_steps": self.broken_steps.in_a_row})
         if self.trainer_or_none is not None:
             checkpoint["precision"] = str(self.trainer.precision)
@@ -1073,7 +1071,6 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             self.resume_micro_batches(MicroBatchPlan(**checkpoint["micro_batch_plan"]))
         if ranks:
             saved = ranks[self.data_rank]
-            checkpoints.check_format(saved)
             self.load_rank_state(checkpoints.saved_by_algorithm(saved["module"], type(self).__name__))
             self._resumed_rng, self.broken_steps.in_a_row = saved["rng"], saved["broken_steps"]
 
@@ -1120,17 +1117,14 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         if not self._fitting:
             return
         said += identity.differences(noted["settings"], self._initial_settings or self._settings())
-        groups = [group for each in checkpoint.get("optimizer_states", ()) for group in each["param_groups"]]
-        self._resumed = _Resumed(noted.get("optimizer"), groups, said)
+        self._resumed = _Resumed(noted.get("optimizer"), said)
         self._check_optimizer()
 
     def _check_optimizer(self) -> list[str]:
         """Refuse an optimizer that cannot read the checkpoint's state. Waits until both are known, in either order."""
         if self._resumed is None or not self._optimizer_as_made:
             return []
-        return resumed_optimizer.check_optimizer_state(
-            self._resumed.optimizer, self._optimizer_as_made, self._resumed.groups
-        )
+        return resumed_optimizer.check_optimizer_state(self._resumed.optimizer, self._optimizer_as_made)
 
     def _take_settings(self, resumed: _Resumed) -> None:
         """Continue with the optimizer's settings of this run, and report the differences from the checkpoint's run."""

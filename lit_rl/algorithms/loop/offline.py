@@ -29,8 +29,7 @@ from lit_rl.algorithms.checks.data_and_trainer import (
 from lit_rl.algorithms.checks.memory import RowLengths
 from lit_rl.algorithms.checks.micro_batching import MicroBatchPlan, StepRows, rows_scored_at_once
 from lit_rl.algorithms.data_parallel import data_world_size
-from lit_rl.algorithms.evaluation.summary_statistics import Averages
-from lit_rl.algorithms.evaluation.validation import prefixed
+from lit_rl.algorithms.evaluation.summary_statistics import Averages, prefixed
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.optim.strategies import flattens_weights

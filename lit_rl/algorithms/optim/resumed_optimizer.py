@@ -7,7 +7,7 @@ where that run was over. So the settings of this run are put back, and the rate 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
@@ -18,8 +18,6 @@ from lit_rl.core.errors import StorageError
 
 _COUNTED = ("last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial")
 """Parts of a scheduler's state that change with its steps."""
-_TELLING = ("betas", "momentum", "alpha", "rho", "lr_decay")
-"""Settings that torch's optimizers do not share: without its own an optimizer cannot step."""
 
 
 def initial_settings(optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]:
@@ -47,15 +45,12 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str) else None
 
 
-def check_optimizer_state(
-    before: Mapping[str, Any] | None, now: Mapping[str, Any], restored: Sequence[Mapping[str, Any]]
-) -> list[str]:
+def check_optimizer_state(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[str]:
     """Refuse an optimizer that cannot read the state of a checkpoint.
 
     Args:
-        before: `initial_settings` of the run that wrote it; None from an earlier version.
+        before: `initial_settings` of the run that wrote it; None where that run had no optimizer.
         now: `initial_settings` of this run.
-        restored: The parameter groups of the checkpoint.
 
     Returns:
         Descriptions of the settings that differ in this run.
@@ -64,42 +59,30 @@ def check_optimizer_state(
         StorageError: the optimizer is another, or has other groups.
     """
     if before is None:
-        theirs, ours = (
-            [key for key in _TELLING if groups and key in groups[0]] for groups in (restored, now["groups"])
-        )
-        wrote = (
-            f"another optimizer, with {', '.join(theirs) or 'none of these settings'}"
-            if theirs != ours
-            else now["class"]
-        )
-        count = len(restored)
-    else:
-        wrote, count = before["class"], len(before["groups"])
-    if wrote != now["class"] and (before is not None or restored):
-        raise StorageError(
-            f"The checkpoint was written with optimizer={wrote}, and this run has {now['class']}: it cannot read the "
-            "other's state. Resume with the optimizer (optimizer, optimizer.path) of the run's config.yaml, or start a "
-            "new run from the exported model: model.name=<run_dir>/hf."
-        )
-    if count != len(now["groups"]) and (before is not None or restored):
-        raise StorageError(
-            f"The checkpoint's optimizer has {count} groups of parameters, and this run's {len(now['groups'])}. Resume "
-            "with the algorithm settings of the run's config.yaml."
-        )
-    if before is None:
         return []
+    if before["class"] != now["class"]:
+        raise StorageError(
+            f"The checkpoint was written with optimizer={before['class']}, and this run has {now['class']}, which "
+            "cannot read the other's state. Resume with the optimizer (optimizer, optimizer.path) of the run's "
+            "config.yaml, or start a new run from the exported model: model.name=<run_dir>/hf."
+        )
+    if len(before["groups"]) != len(now["groups"]):
+        raise StorageError(
+            f"The checkpoint's optimizer has {len(before['groups'])} groups of parameters, and this run's has "
+            f"{len(now['groups'])}. Resume with the algorithm settings of the run's config.yaml."
+        )
     several = len(now["groups"]) > 1
-    said = [
-        f"optimizer.{key} {was} -> {value}" + (f" ({has.get('name', 'a group')})" if several else "")
-        for group, has in zip(before["groups"], now["groups"], strict=True)
-        for key, (was, value) in _changed_settings(group, has).items()
+    changes = [
+        f"optimizer.{key} {was} -> {value}" + (f" ({group.get('name', 'a group')})" if several else "")
+        for old_group, group in zip(before["groups"], now["groups"], strict=True)
+        for key, (was, value) in _changed_settings(old_group, group).items()
     ]
     schedule = _changed_settings(before["schedule"], now["schedule"])
-    return said + [f"scheduler.{key} {was} -> {value}" for key, (was, value) in schedule.items()]
+    return changes + [f"scheduler.{key} {was} -> {value}" for key, (was, value) in schedule.items()]
 
 
 def _changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that both have with other values: a newer torch may have more settings."""
+    """Return the old and new value of each setting that differs; a newer torch may have further settings."""
     return {key: (before[key], value) for key, value in now.items() if key in before and before[key] != value}
 
 
@@ -115,8 +98,7 @@ def apply_settings(
     Args:
         optimizer: The restored optimizer.
         scheduler: The restored schedule.
-        before: `initial_settings` of the run that wrote the checkpoint; None from an earlier version, whose settings
-            then stay.
+        before: `initial_settings` of the run that wrote the checkpoint; None where that run had no optimizer.
         now: `initial_settings` of this run.
         make_schedule: Function that makes this run's schedule anew.
 
@@ -124,19 +106,21 @@ def apply_settings(
         The schedule to use: the restored one, unless it has other settings than this run and cannot take new ones;
         then a new one that was stepped as far.
     """
+    if before is None:
+        return scheduler
     rates = [group["lr"] for group in now["groups"]]
-    changed = False
-    for group, was, has in zip(optimizer.param_groups, (before or now)["groups"], now["groups"], strict=True):
-        others = _changed_settings(was, has)
-        changed = changed or "lr" in others
-        group.update({key: tuple(v) if isinstance(v, list) else v for key, (_, v) in others.items() if key != "lr"})
+    rate_changed = False
+    for group, old, new in zip(optimizer.param_groups, before["groups"], now["groups"], strict=True):
+        changes = _changed_settings(old, new)
+        rate_changed = rate_changed or "lr" in changes
+        group.update({key: tuple(v) if isinstance(v, list) else v for key, (_, v) in changes.items() if key != "lr"})
     if isinstance(scheduler, LambdaLR):
-        scheduler.base_lrs = rates if before is not None else scheduler.base_lrs
+        scheduler.base_lrs = rates
         step = scheduler.last_epoch
         for group, rate, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
             group["initial_lr"], group["lr"] = rate, rate * factor(step)
         scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
-    elif before is not None and (changed or before["schedule"] != now["schedule"]):
+    elif rate_changed or before["schedule"] != now["schedule"]:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["initial_lr"] = group["lr"] = rate
         anew = make_schedule(optimizer)

@@ -199,24 +199,6 @@ def rollout_from_plain(plain: dict[str, Any], device: torch.device) -> Rollout:
     return Rollout(**{**to_device(plain, device), "completions": completions})
 
 
-FORMAT = 2
-"""Format of a half-used rollout in a checkpoint. In 1, which was not recorded, Nash-MD's advantages were verdicts."""
-
-
-def check_format(saved: Mapping[str, Any]) -> None:
-    """Refuse a half-used rollout that another version of lit_rl wrote. All else is readable.
-
-    Raises:
-        StorageError: the format is another.
-    """
-    if "rollout" in saved["module"] and (found := saved.get("format", 1)) != FORMAT:
-        raise StorageError(
-            f"The checkpoint keeps the state of a rank in format {found}, and this version of lit_rl reads format "
-            f"{FORMAT}. Its weights are sound: export them with the version that wrote them and start a new run from "
-            "model.name=<run_dir>/hf, or go on with that version."
-        )
-
-
 # ---------------------------------------------------------------------- checks at a resume
 
 
@@ -281,18 +263,18 @@ def algorithm_kind(algorithm: type) -> str:
 
 
 def check_algorithm_kind(checkpoint: Mapping[str, Any], algorithm: type) -> None:
-    """Refuse to resume a checkpoint of another algorithm. Other settings of the same class pass.
+    """Refuse to resume a checkpoint of another algorithm, or of another package. Other settings of a class pass.
 
-    So do folders of DeepSpeed, whose algorithm is not known before they are loaded.
+    So do empty mappings, of DeepSpeed's folders: their algorithm is not known before they are loaded.
 
     Raises:
         StorageError: names both.
     """
-    wrote, wanted = checkpoint.get("algorithm"), algorithm_kind(algorithm)
-    if wrote not in (None, wanted):
+    writer, wanted = checkpoint.get("algorithm", "no method of lit_rl"), algorithm_kind(algorithm)
+    if checkpoint and writer != wanted:
         raise StorageError(
-            f"The checkpoint is of another algorithm: {wrote} wrote it, and this run is of {wanted}. Resume with the "
-            f"algo of the run's config.yaml. {_EXPORT_HINT}"
+            f"The checkpoint is of another algorithm: {writer} wrote it, and this run trains with {wanted}. Resume "
+            f"with the algo of the run's config.yaml. {_EXPORT_HINT}"
         )
 
 
@@ -358,15 +340,15 @@ def slots_when_written(loops: Mapping[str, Any], wrote: int, world_size: int) ->
         world_size: World size of this run.
 
     Raises:
-        StorageError: an earlier version wrote it, and did not record them.
+        StorageError: the checkpoint holds no state of a loader of lit_rl.
     """
     loaders = loops["fit_loop"]["state_dict"].get("combined_loader") or [{}]
     if "slots" not in loaders[0]:
         raise StorageError(
-            f"The checkpoint was written by {count_processes(wrote)} and this run has {world_size}; the version of "
-            "lit_rl that wrote it did not note what another number needs. Go on with as many processes "
-            f"(trainer.devices={wrote}, times trainer.num_nodes), or start a new run from the exported model: "
-            "model.name=<run_dir>/hf."
+            f"The checkpoint was written by {count_processes(wrote)} and this run has {world_size}, and it holds no "
+            "state of the data loader, from which a run with another number of processes finds its place. Resume with "
+            f"as many processes (trainer.devices={wrote}, times trainer.num_nodes), or start a new run from the "
+            "exported model: model.name=<run_dir>/hf."
         )
     return loaders[0]["slots"]
 
