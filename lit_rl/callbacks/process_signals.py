@@ -18,6 +18,7 @@ import sys
 from typing import Any
 
 from lit_rl.core.errors import SIGNALLED
+from lit_rl.core.machine import is_rank_zero
 
 # ---------------------------------------------------------------------- lost outputs
 
@@ -109,16 +110,9 @@ class _RequeueAndExit:
             signal.signal(number, signal.SIG_DFL)
             return signal.raise_signal(number)
         signal.signal(number, signal.SIG_IGN)
-        if _is_rank_zero():
+        if is_rank_zero():
             os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{_requeue_job()[1]}\n".encode())
         raise SystemExit(SIGNALLED + number)
-
-
-def _is_rank_zero() -> bool:
-    """Tell whether this is rank 0. torchrun numbers its processes apart from the Slurm task that it runs in."""
-    if "RANK" in os.environ:
-        return os.environ["RANK"] == "0"
-    return all(os.environ.get(name, "0") == "0" for name in ("SLURM_PROCID", "LOCAL_RANK", "NODE_RANK"))
 
 
 def _requeue_job() -> tuple[bool, str]:

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
 from lit_rl.callbacks import process_signals
 from lit_rl.cli import process
+from lit_rl.core.machine import is_rank_zero
 
 LIGHTNING = ("fit", "validate", "test", "predict")
 HYDRA = {
@@ -107,9 +107,9 @@ def _hydra(command: str | None, rest: list[str]) -> int:
     if command == "export":
         rest, said = expand_export(rest)
     rest, read = expand_aliases(rest)
-    if said and _is_first_process():
+    if said and is_rank_zero():
         sys.stderr.write(f"{said}\n")
-    if read and _is_first_process():
+    if read and is_rank_zero():
         sys.stderr.write(f"Read as {' '.join(read)}\n")
     _say_what_loads(command or "train", "composing the config")
     rest = after_settings(rest)
@@ -129,13 +129,9 @@ def _hydra(command: str | None, rest: list[str]) -> int:
 
 def _say_what_loads(command: str, what: str = "loading torch, lightning and transformers") -> None:
     """Print the first line, before anything that takes a second or more."""
-    if "torch" not in sys.modules and _is_first_process():
+    if "torch" not in sys.modules and is_rank_zero():
         sys.stderr.write(f"lit-rl {command}: {what} ...\n")
         sys.stderr.flush()
-
-
-def _is_first_process() -> bool:
-    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _said(command: str | None, rest: Sequence[str]) -> str:

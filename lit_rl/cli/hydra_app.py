@@ -43,13 +43,13 @@ from lit_rl.cli.run_info import (
     TOLD_CHECKPOINT,
     TOLD_FOLDER,
     folder_of,
-    is_main,
     is_over_a_run,
     is_sweep,
     writes_nothing,
 )
 from lit_rl.cli.trainer_settings import cut_by, settle_precision, trainer_of, trainer_precision
 from lit_rl.core.errors import BackendError, ConfigError, StorageError
+from lit_rl.core.machine import is_rank_zero
 from lit_rl.data.example_module import ExampleDataModule
 from lit_rl.reports import run_files, run_page
 from lit_rl.reports.secrets import redact
@@ -104,10 +104,10 @@ def run(config: DictConfig) -> int:
 
 def _run_task(config: DictConfig) -> int:
     if config.task == "replay":
-        return replays.run(config) if is_main() else 0
+        return replays.run(config) if is_rank_zero() else 0
     if config.task in _WITHOUT_A_RUN:
-        return _WITHOUT_A_RUN[config.task](config) if is_main() else 0
-    if not is_main() and TOLD_FOLDER in os.environ:
+        return _WITHOUT_A_RUN[config.task](config) if is_rank_zero() else 0
+    if not is_rank_zero() and TOLD_FOLDER in os.environ:
         config = _with_stored_settings(config)
         return _run_as_other_rank(config, RunDir(Path(os.environ[TOLD_FOLDER])), os.environ[TOLD_CHECKPOINT] or None)
     # What nodes see of a run's folder they read once they have met: one that sees another one must not leave alone.
@@ -118,7 +118,7 @@ def _run_task(config: DictConfig) -> int:
             run_settings.check_every_node_sees(meeting, config.task, config.run_dir)
         config = _with_stored_settings(config)
         meeting = meeting if meet_first else _meeting(config)
-        if meeting is None or is_main():
+        if meeting is None or is_rank_zero():
             return _run_as_rank_0(config, meeting)
         return 0 if (start := receive_start(meeting)) is None else _run_as_other_rank(config, *start, meeting)
     except Exception as error:
@@ -136,7 +136,7 @@ def _with_stored_settings(config: DictConfig) -> DictConfig:
     else:
         with_groups = data_choice.with_given_prompts if config.task == "best_of_n" else data_choice.with_data_group
         config, note = with_groups(config)
-    if note and is_main():
+    if note and is_rank_zero():
         sys.stdout.write(f"{note}\n")
     return config
 
@@ -154,7 +154,7 @@ def _run_as_rank_0(config: DictConfig, meeting: Rendezvous | None) -> int:
     """Run in rank 0, which decides how the run starts."""
     fast_checks.check_evaluated(config)  # which processes that a launcher has started left to this one
     run_dir = RunDir(folder_of(config))
-    writes = is_main() and not writes_nothing(config)
+    writes = is_rank_zero() and not writes_nothing(config)
     # What a run that still goes on there has saved so far decides nothing.
     lock = RunLock(run_dir.path) if writes and config.task == "fit" and run_dir.holds_a_run else None
     with contextlib.closing(lock) if lock is not None else contextlib.nullcontext():
@@ -206,7 +206,7 @@ def _run(
     fits = config.task == "fit"
     kept_for = "train/" if fits else ""
     resumes = fits and start == "resumed"
-    stood = run_dir.snapshot() if resumes and is_main() and not writes_nothing(config) else None
+    stood = run_dir.snapshot() if resumes and is_rank_zero() and not writes_nothing(config) else None
     job = None
     try:
         with contextlib.ExitStack() as around:
@@ -237,7 +237,7 @@ def _run(
                         raise heard from error
                 raise
     except (Exception, SystemExit) as error:
-        if is_main() and (not fits or not isinstance(error, SystemExit)):
+        if is_rank_zero() and (not fits or not isinstance(error, SystemExit)):
             run_dir.withdraw(missing, kept_for)
         if stood is not None and isinstance(error, Exception) and job is None:
             run_dir.restore(stood)
@@ -265,7 +265,7 @@ def _start(config: DictConfig, run_dir: RunDir) -> StartKind:
 
 
 def _print_run_goes_on(config: DictConfig, run_dir: RunDir) -> None:
-    if is_main():
+    if is_rank_zero():
         sys.stdout.write(
             f"{run_dir.path} holds a run that finished after {run_dir.steps} steps, and trainer.max_steps or "
             "max_epochs ends this one later: it goes on. A schedule of the learning rate goes on as one of the new "
@@ -282,7 +282,7 @@ def _resume_requeued(config: DictConfig, run_dir: RunDir) -> None:
         )
     if config.ckpt_path is None or run_dir.last_checkpoint() is not None:
         config.ckpt_path = "last"
-        if is_main():
+        if is_rank_zero():
             sys.stdout.write(f"Slurm has started this job again: as ckpt_path=last, in {run_dir.path}.\n")
 
 
@@ -369,7 +369,7 @@ def _checkpoint(config: DictConfig, run_dir: RunDir) -> str | None:
         )
     if last is None and config.task != "fit":
         raise run_files.no_checkpoint_error(run_dir.path)
-    if is_main():
+    if is_rank_zero():
         if last is None:
             sys.stdout.write(f"No checkpoint in {run_dir.checkpoints}: starting anew.\n")
         elif damaged:

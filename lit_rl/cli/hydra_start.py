@@ -33,10 +33,11 @@ from lit_rl.cli import (
     typed_secrets,
 )
 from lit_rl.cli.messages import describe, report_errors
-from lit_rl.cli.run_info import TOLD_CHECKPOINT, TOLD_FOLDER, folder_of, is_launched, is_main, is_sweep, writes_nothing
+from lit_rl.cli.run_info import TOLD_CHECKPOINT, TOLD_FOLDER, folder_of, is_launched, is_sweep, writes_nothing
 from lit_rl.cli.targets import ALLOWED, check_target, find_here, targets
 from lit_rl.cli.typed_words import with_line_breaks
 from lit_rl.core.errors import INTERRUPTED, BackendError, ConfigError, did_you_mean, seed_in_range
+from lit_rl.core.machine import is_rank_zero
 from lit_rl.runs.run_lock import RunLock
 
 # ---------------------------------------------------------------------- one command line
@@ -82,7 +83,7 @@ def _main() -> int:
             # Reported here and not raised: a sweep goes on with its next job, and Hydra adds no line of its own.
             codes.append(report_errors(lambda: _noted(config)))
 
-    if note and is_main():  # before Hydra composes, which may refuse a key that the group lacks
+    if note and is_rank_zero():  # before Hydra composes, which may refuse a key that the group lacks
         sys.stdout.write(f"{note}\n")
         sys.stdout.flush()
     try:
@@ -157,7 +158,7 @@ def run(config: DictConfig) -> int:
     fast_checks.check_config(config)
     data_kinds.check(config)
     if config.task in _OF_FILES:
-        return _OF_FILES[config.task](config) if is_main() else 0
+        return _OF_FILES[config.task](config) if is_rank_zero() else 0
     if _is_over(config):
         return 0
     _load(config.task)
@@ -215,7 +216,7 @@ def _is_over(config: DictConfig) -> bool:
 
 def _load(task: str) -> None:
     """Announce slow imports, in the process that the user started."""
-    if "torch" in sys.modules or os.environ.get("LOCAL_RANK", "0") != "0":
+    if "torch" in sys.modules or not is_rank_zero():
         return
     command = "train" if task == "fit" else task.replace("_", "-")
     sys.stderr.write(f"lit-rl {command}: loading torch, lightning and transformers ...\n")
@@ -241,7 +242,7 @@ def sweep_began(config: DictConfig) -> None:
 
 def _noted(config: DictConfig) -> int:
     """Run one job, and add a line to the sweep's table where it is a training of a sweep."""
-    if not is_sweep() or config.task != "fit" or writes_nothing(config) or not is_main():
+    if not is_sweep() or config.task != "fit" or writes_nothing(config) or not is_rank_zero():
         return run(config)
     return run_noted_job(run, config, folder_of(config))
 
@@ -279,7 +280,7 @@ def run_noted_job(run: Callable[[DictConfig], int], config: DictConfig, folder: 
 
 def sweep_ended() -> None:
     """Write the table and the page after the last job, where any job of a training began."""
-    if (sweep := os.environ.pop(_FOLDER, None)) is None or not is_main():
+    if (sweep := os.environ.pop(_FOLDER, None)) is None or not is_rank_zero():
         return
     from lit_rl.reports.sweep import write_sweep_at_end
 

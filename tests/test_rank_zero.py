@@ -1,0 +1,60 @@
+"""Which process of a run is rank 0, by the variables of each launcher: there is exactly one."""
+
+from __future__ import annotations
+
+import pytest
+
+from lit_rl.core.machine import RANK_VARIABLES, is_rank_zero
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "x"}
+
+
+@pytest.mark.parametrize(
+    ("processes", "zero"),
+    [
+        pytest.param([{}], 0, id="python"),
+        pytest.param([{"LOCAL_RANK": "0"}, {"LOCAL_RANK": "1", "NODE_RANK": "0"}], 0, id="children of rank 0"),
+        pytest.param([{}, {"NODE_RANK": "1"}, {"NODE_RANK": "1", "LOCAL_RANK": "1"}], 0, id="started by hand"),
+        pytest.param([{"SLURM_PROCID": str(rank), "SLURM_LOCALID": "0"} for rank in range(3)], 0, id="srun python"),
+        pytest.param(
+            [{"SLURM_PROCID": "0"}, {"SLURM_PROCID": "0", "LOCAL_RANK": "1", "NODE_RANK": "0"}],
+            0,
+            id="children of rank 0 in one Slurm task",
+        ),
+        pytest.param(
+            [TORCHRUN | {"RANK": str(rank), "LOCAL_RANK": str(rank % 2)} for rank in range(4)], 0, id="torchrun"
+        ),
+        # torchrun numbers nodes by their arrival, and Slurm by their names
+        pytest.param(
+            [
+                TORCHRUN | {"RANK": "1", "LOCAL_RANK": "0", "GROUP_RANK": "1", "SLURM_PROCID": "0"},
+                TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "SLURM_PROCID": "1"},
+            ],
+            1,
+            id="srun torchrun, nodes in another order",
+        ),
+        pytest.param(
+            [
+                TORCHRUN | {"RANK": str(node * 2 + local), "LOCAL_RANK": str(local), "SLURM_PROCID": str(node)}
+                for node in range(2)
+                for local in range(2)
+            ],
+            0,
+            id="srun torchrun, two processes a node",
+        ),
+        pytest.param([TORCHRUN | {"RANK": "0", "NODE_RANK": "1"}, TORCHRUN | {"RANK": "1"}], 0, id="a platform's node"),
+        pytest.param([{"OMPI_COMM_WORLD_RANK": "1"}, {"OMPI_COMM_WORLD_RANK": "0"}], 1, id="mpirun"),
+    ],
+)
+def test_one_process_of_a_run_is_rank_zero(
+    processes: list[dict[str, str]], zero: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for variables in processes:
+        with monkeypatch.context() as patch:
+            for name in ("TORCHELASTIC_RUN_ID", *RANK_VARIABLES):
+                patch.delenv(name, raising=False)
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            found.append(is_rank_zero())
+    assert found == [number == zero for number in range(len(processes))]
