@@ -124,8 +124,8 @@ def table(runs: dict[int, list[Seconds]], alone: tuple[float, float], load: tupl
         f"The shipped policy, float32, GRPO: {PROMPTS} prompts, {COMPLETIONS} completions of {TOKENS} tokens each; "
         f"{len(runs[LAGS[0]])} rounds in turns, {len(whole[LAGS[0]])} rollouts of each. {os.cpu_count()} CPU cores for "
         f"trainer and engine together, {torch.get_num_threads()} thread(s) a process; load average {load[0]:.1f} "
-        f"before and {load[1]:.1f} after. A rollout that nothing else goes on beside takes {wall:.2f} s, and asking "
-        f"for it takes the trainer's process {1000 * cpu:.0f} ms of CPU time.",
+        f"before and {load[1]:.1f} after. Drawing one rollout alone takes {wall:.2f} s, and "
+        f"requesting it takes {1000 * cpu:.0f} ms of CPU time in the trainer's process.",
     ]
     return "\n".join(lines)
 
