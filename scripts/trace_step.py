@@ -3,6 +3,7 @@
     python scripts/trace_step.py            # the table
     python scripts/trace_step.py --calls    # and every call that is counted inside algorithms/
     python scripts/trace_step.py --check    # ends with 1 where one is above the table of docs/architecture.md
+    python scripts/trace_step.py --config   # the modules that a run's config is passed through, in their order
 
 A policy of a few layers is trained through `lit_rl.cli` without callbacks, and every Python call is watched from
 Lightning's `on_train_batch_start` of the second rollout's first batch to `on_train_batch_end` of its last one (of an
@@ -17,6 +18,9 @@ offline method: of the second batch). What is counted:
   method of the training LightningModule's own classes, calls a method or a property of that module. A function that a
   class takes over from another file as a method is called as one, and is no method itself where it calls.
 
+`--config` follows the composed config of GRPO from the command line to the end of the run: a **stay** is a module of
+`lit_rl` in which functions are called with the config (or a part of it) one after another, and a **return** is a stay
+in a module that the config was in before.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import lightning as L
+from omegaconf import DictConfig
 
 import lit_rl
 from lit_rl import cli
@@ -187,6 +192,30 @@ def trace(overrides: list[str]) -> Seen:
     return watch.seen
 
 
+def walk_of_config(overrides: list[str]) -> list[str]:
+    """Return the modules whose functions are called with the config of a run, one entry a stay."""
+    stays: list[str] = []
+
+    def called(frame: FrameType, event: str, argument: Any) -> None:
+        function = function_of(frame) if event == "call" else None
+        if function is None:
+            return
+        code = frame.f_code
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        has_config = any(isinstance(frame.f_locals.get(name), DictConfig) for name in names)
+        if has_config and stays[-1:] != [function[0]]:
+            stays.append(function[0])
+
+    sys.argv = ["train.py"]
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        sys.setprofile(called)
+        try:
+            cli.run([*SMALL, *overrides, f"run_dir={folder}/run"])
+        finally:
+            sys.setprofile(None)
+    return stays
+
+
 def numbers(found: Seen) -> tuple[int, ...]:
     """Return the row of the table."""
     inside = sum(file.startswith("algorithms/") for file in found.files)
@@ -204,7 +233,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", action="store_true", help="print the calls inside algorithms/ too")
     parser.add_argument("--check", action="store_true", help="compare with docs/architecture.md")
+    parser.add_argument("--config", action="store_true", help="print the walk of a config instead")
     given = parser.parse_args()
+    if given.config:
+        stays = walk_of_config(METHODS["GRPO"])
+        print(*stays, sep="\n")
+        print(f"{len(set(stays))} modules, {len(stays)} stays, {len(stays) - len(set(stays))} returns")
+        return
     seen = {name: trace(overrides) for name, overrides in METHODS.items()}
     print("| one step of | files | in `algorithms/` | calls between files | inside `algorithms/` | back-calls |")
     print("|---|---|---|---|---|---|")
