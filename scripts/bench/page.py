@@ -225,8 +225,8 @@ def _described(workload: Workload, result: Result) -> str:
     return (
         f"{workload.method.upper()}, shape {workload.shape}: {what}. {rounds}, alternating, after {result['warmups']} "
         f"for warm-up; {waits}; {result['minutes']:.0f} minutes. The machine reached {rates}. Other processes took "
-        f"over {FOREIGN:.0%} of the processor in {loud} of {turns} turns; load average {result['load'][0]:.1f} before and "
-        f"{result['load'][1]:.1f} after. {result['date']}, commit {_commit(result)}.{_counted(result)}\n"
+        f"over {FOREIGN:.0%} of the processor in {loud} of {turns} turns; load average {result['load'][0]:.1f} before "
+        f"and {result['load'][1]:.1f} after. {result['date']}, commit {_commit(result)}.{_counted(result)}\n"
     )
 
 
