@@ -30,7 +30,7 @@ def settings(folder: Path) -> dict[str, list[str]]:
     write_model("7m", folder / "7m")
     return {
         "the shipped policy, `algo=grpo`": [],
-        "the 7 M shape, 32 replies of at most 64 tokens": ["model=local", f"model.name={folder / '7m'}", *SMALL],
+        "the 7 M shape, 32 responses of at most 64 tokens": ["model=local", f"model.name={folder / '7m'}", *SMALL],
         "SmolLM2-135M, `experiment=smollm2_largest`": ["experiment=smollm2_largest"],
     }
 

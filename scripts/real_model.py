@@ -199,7 +199,7 @@ def rows(found: Mapping[str, Any]) -> str:
     for name, of in found["accuracy"].items():
         steps, seconds, peak = (found[what].get(name) for what in ("steps", "seconds", "peak_gib"))
         told = [steps or "", f"{seconds:.0f}" if seconds else "", f"{peak:.1f}" if peak else ""]
-        called = "TRL 1.16, as many seconds" if name == "TRL" else name
+        called = {"TRL": "TRL 1.16, the same time", "as it came": "before training"}.get(name, name)
         lines.append(f"| {' | '.join(map(str, (called, *told, _cell(of['sampled']), _cell(of['greedy']))))} |")
     return "\n".join(lines) + "\n"
 
@@ -207,7 +207,7 @@ def rows(found: Mapping[str, Any]) -> str:
 def phase_rows(found: Mapping[str, Any]) -> str:
     """The page's table of the seconds of our step."""
     lines = [f"| {phase} | {seconds:.3g} |" for phase, seconds in found["phases"].items()]
-    return "\n".join(["| phase | seconds a step, mean |", "|---|---|", *lines]) + "\n"
+    return "\n".join(["| phase | mean seconds per step |", "|---|---|", *lines]) + "\n"
 
 
 def with_tables(text: str, found: Mapping[str, Any]) -> str:

@@ -29,26 +29,26 @@ HEAD = (
     """\
 # Benchmarks
 
-Whole optimizer steps of lit_rl beside TRL 1.16.0: the same model, prompts, lengths, rewards, optimizer and loss, on one
-machine, in turns. This page is written by the benchmark from its results, the JSON files in `docs/benchmarks/`.
+Whole optimizer steps of lit_rl compared with TRL 1.16.0: the same model, prompts, lengths, rewards, optimizer and loss,
+alternating on one machine. The benchmark generates this page from its results, the JSON files in `docs/benchmarks/`.
 
 | command | what it measures | on two quiet cores |
 |---|---|---|
 """
     "| `make bench` | GRPO, 4 prompts x 8 completions, 64 + 64 tokens, a policy of 6 million parameters; each "
-    "technique off in turn | under 20 minutes, estimated |\n"
-    "| `make bench-full` | and prompts of 256 tokens, variable lengths, half-dead groups, the shape of a 0.5B model, "
-    "DPO, SFT, few places, slow rewards, micro-batches of a data set, two processes, cost against work | some "
-    "five hours, estimated |\n"
-    "| `make bench-gpu` | the proof on one GPU: is training on it sound, are its kernels equal to a CPU's float32, the "
-    "0.5B shape beside TRL, figures that others publish | (one GPU: at most nine minutes) |\n"
+    "technique switched off in turn | under 20 minutes, estimated |\n"
+    "| `make bench-full` | the same, and prompts of 256 tokens, variable lengths, half-dead groups, the shape of a "
+    "0.5B model, DPO, SFT, small decoding batches, slow rewards, micro-batches of a data set, two processes, scaling "
+    "| about five hours, estimated |\n"
+    "| `make bench-gpu` | the test on one GPU: whether training is sound, whether its kernels equal a CPU's float32, "
+    "the 0.5B shape compared with TRL, metrics that others publish | (one GPU: at most nine minutes) |\n"
     """
-The letters before a workload's name say what kind it is: C1 is GRPO with the policy of 6 million parameters, C2 the
-shape of a 0.5B model, C3 a data set (DPO, SFT). A1 to A4 measure techniques that act in one workload alone (few places,
-slow rewards, micro-batches of pairs and of texts), and M1 is two processes. "Without: a technique" is lit_rl with that
-technique switched off.
+The letters before a workload's name denote its kind: C1 is GRPO with the policy of 6 million parameters, C2 the
+shape of a 0.5B model, C3 a data set (DPO, SFT). A1 to A4 measure techniques that matter in one workload only (small
+decoding batches, slow rewards, micro-batches of pairs and of texts), and M1 is two processes. "Without: a technique" is
+lit_rl with that technique switched off.
 
-Some workloads and contenders of a suite, in fewer rounds (`--list` says their names; `bench.run --help` the rest):
+To run some workloads and contenders of a suite, in fewer rounds (`--list` prints their names; see `bench.run --help`):
 
 ```text
 PYTHONPATH=scripts .venv/bin/python -m bench.run full --peer-python .venv-peer/bin/python --kept --rounds 2 --steps 3 \\
@@ -63,54 +63,54 @@ METHOD = f"""\
 - **Same work.** Random weights from a fixed seed, one checkpoint folder for all; prompts from one file, in one order;
   AdamW at 1e-6, clipping at 1, a constant schedule, no checkpoints and no loggers on either side. Every completion ends
   at a length from a file: with *fixed* lengths none ends early, *variable* ones are lognormal, with mean 0.4 of
-  the longest before they are capped there. In *half-dead* workloads every second prompt has equal rewards in its group.
-- **Gate.** The first step of every contender is taken on completions that all are given, in its real training loop.
+  the longest before capping. In *half-dead* workloads every second prompt has equal rewards in its group.
+- **Gate.** Every contender takes its first step on the same given completions, in its real training loop.
   Log-probs, loss and gradient are compared with TRL in float32: 1e-4 nats in float32, 2e-2 in bfloat16, a cosine of at
-  least 0.999. In deep models TRL itself is further off in bfloat16; there a contender may be 1.5 times as far off as
-  TRL, and the workload says so. If one is further off, there are no figures of that workload. With LoRA there is no
-  gradient to compare, and of pairs and texts no log-probs: their loss and gradient are made of them.
-- **Turns.** Each contender is a process with pinned threads that trains one step when it is asked to, so that warm-up
-  is left out and contenders alternate (A B C, then C B A). A turn is the median of its steps, a figure the median of
-  turns, a ratio one of such medians, with the lowest and highest ratio of a round in brackets; half of all timed steps
-  lie in the "middle half". Where other processes took over {FOREIGN:.0%} of the processor in a turn, the round begins
-  anew, once or twice at most. `make bench-full` starts a process for each turn; `make bench` lets those that were
-  measured last wait for the next round, in half of the memory at most. Each workload says which it was.
-- **Commit.** Each workload names the commit it was measured on (a plus: with files that differed from it) and the
-  day. Rows of one table may be of different commits, never of different machines or versions.
-- **Ours.** Its precision is always named, and only that, but for what a contender's name says; all else is what
-  `train.py` takes by itself.
-- **TRL.** "default" is its config as it comes, which computes in bfloat16. Without units for that a step takes minutes,
-  so on such a processor it is float32, and called so. "tuned" is the fastest of all settings measured for a workload,
-  the default among them. Threads of lit_rl that wait for each other spin for a moment and then sleep, and its processes
-  keep the memory that they free (`train.py` sees to both); TRL can be measured with sleeping threads, with spinning
-  ones, and with threads and memory as `train.py` has them, and each workload lists those that it was measured with.
-  Weights in bfloat16 under AdamW at 1e-6 hardly move (updates are rounded away); they count as a tuning nevertheless.
-  With LoRA it trains other parameters, and stands for no ratio.
-- **The limit.** Matrix rate and memory bandwidth are measured first, anew for each command: the cores of a shared
-  machine are not always equally fast. The bound of a step is what its least work takes at these rates
-  (`scripts/bench/bounds.py` has the formulas); the share of the limit is the bound over the seconds. MFU counts useful
-  FLOPs of the training alone, of every row from its first token on: where rows share a prompt that is computed once, it
-  may be above 100 %. HFU counts executed ones of the whole step, MBU the bytes that decoding must read.
+  least 0.999. In deep models TRL itself deviates more in bfloat16; a contender may then deviate 1.5 times as much as
+  TRL, and the workload says so. If one deviates more, the workload has no results. With LoRA no gradient is
+  compared, and for pairs and texts no log-probs: these enter their loss and gradient.
+- **Turns.** Each contender is a process with pinned threads that trains one step on request, so warm-up is excluded
+  and contenders alternate (A B C, then C B A). The value of a turn is the median of its steps, a result the median of
+  turns, a ratio the ratio of such medians, with the lowest and highest ratio of a round in brackets; the "middle half"
+  contains half of all timed steps. If other processes took over {FOREIGN:.0%} of the processor in a turn, the round is
+  repeated, once or twice at most. `make bench-full` starts a process for each turn; in `make bench` the processes
+  measured last wait for the next round, in at most half of the memory. Each workload says which was used.
+- **Commit.** Each workload names the commit it was measured on (a plus: with changed files) and the
+  day. Rows of one table may be from different commits, but never from different machines or versions.
+- **Ours.** Only the precision is set, and whatever a contender's name says; all other settings are the defaults of
+  `train.py`.
+- **TRL.** "default" is its default config, which computes in bfloat16. On a processor without bfloat16 units a step
+  would take minutes, so there it is float32, and named so. "tuned" is the fastest of all settings measured for a
+  workload, including the default. lit_rl's waiting threads spin briefly and then sleep, and its processes
+  keep freed memory (`train.py` sets both); TRL can be measured with sleeping threads, with spinning
+  ones, and with the thread and memory settings of `train.py`; each workload lists the settings used.
+  bfloat16 weights under AdamW at 1e-6 hardly change (updates are rounded away); they still count as a tuning.
+  With LoRA TRL trains other parameters, so it is used for no ratio.
+- **The limit.** Matrix rate and memory bandwidth are measured first, again for each command, since the cores of a
+  shared machine are not always equally fast. The bound of a step is the time of its minimal work at these rates
+  (`scripts/bench/bounds.py` has the formulas); the share of the limit is the bound divided by the seconds. MFU counts
+  useful FLOPs of the training only, of every row from its first token on: if rows share a prompt that is computed once,
+  it may exceed 100 %. HFU counts executed FLOPs of the whole step, MBU the bytes that decoding must read.
 """
 
-NOT_YET = "*Not yet run here.* The command above writes the figures."
+NOT_YET = "*Not yet run here.* The command above writes the results."
 
 ON_ONE_GPU = """\
-`bash scripts/gpu/prove.sh OUT` is the proof that one real card is needed for: at most nine minutes, without a network,
-on a machine that has PyTorch, transformers and Lightning (`scripts/gpu/wheels.sh`, run elsewhere, gathers the rest). It
-runs each stage in a process and a time box of its own, and holds their checks to bounds that were written down before a
-card was seen. Where a checkout travels without its history, `PROOF_COMMIT` tells the commit. `make bench-gpu` runs it
+`bash scripts/gpu/prove.sh OUT` is the test that needs a real GPU: at most nine minutes, without a network,
+on a machine that has PyTorch, transformers and Lightning (`scripts/gpu/wheels.sh`, run elsewhere, collects the rest).
+It runs each stage in its own process with its own time limit, and compares the results with bounds that were fixed
+before any GPU was used. In a checkout without git history, `PROOF_COMMIT` names the commit. `make bench-gpu` runs it
 from `.venv`, and writes this section.
 """
 NO_CARD = """\
-**No card was there yet: nothing on this site that concerns a GPU's speed or memory was measured on one.** What asks for
-vLLM on a GPU is not part of the proof.
+**The test has not run on a GPU yet: no statement of this site about a GPU's speed or memory was measured on one.** vLLM
+on a GPU is not part of the test.
 
-The proof was rehearsed: `PROOF_SMALL=1 PRETEND=2 bash scripts/gpu/prove.sh OUT`, small shapes on the pretended GPU of
-the tests, whose kernels are the CPU's, on two cores that other work shared (2026-11-28; Python 3.11.7, torch 2.13.0,
-transformers 5.19.0, lightning 2.6.6, trl 1.16.0). It shows that the stages run, and nothing else: no card ran them.
+The test was rehearsed: `PROOF_SMALL=1 PRETEND=2 bash scripts/gpu/prove.sh OUT`, small shapes on the tests' simulated
+GPU, with the CPU's kernels, on two cores with other load (2026-11-28; Python 3.11.7, torch 2.13.0,
+transformers 5.19.0, lightning 2.6.6, trl 1.16.0). This shows only that the stages run, not that they pass on a GPU.
 
-| stage | seconds of the rehearsal | checks passed | not run | seconds it may take on a card |
+| stage | seconds of the rehearsal | checks passed | not run | time limit on a GPU, seconds |
 |---|---|---|---|---|
 | imports before the first | 12 | | | 25 |
 | machine | 4 | | | 30 |
@@ -119,7 +119,7 @@ transformers 5.19.0, lightning 2.6.6, trl 1.16.0). It shows that the stages run,
 | main_command | 21 | 1 of 1 | 1: Triton | 120 |
 | trl (on the CPU) | 19 | 1 of 1 | 0 | 110 |
 | figures | 37 | | 0 | 60 |
-| step_trace | 18 | | 1: a profile needs a card | 45 |
+| step_trace | 18 | | 1: a profile needs a GPU | 45 |
 """
 
 
@@ -136,7 +136,7 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _kind(run: Mapping[str, Any], kind: str) -> Iterator[str]:
     if run["suite"] == "smoke":
-        yield "**A smoke run: it shows that the benchmark runs, and its figures mean nothing.**\n"
+        yield "**A smoke run: it only shows that the benchmark runs, its figures mean nothing.**\n"
     yield from _machine(run)
     whole = [result for result in run["benchmarks"] if result["series"] is None]
     compared = [result for result in whole if summary.is_compared(result)]
@@ -153,7 +153,7 @@ def _kind(run: Mapping[str, Any], kind: str) -> Iterator[str]:
 
 def _machine(run: Mapping[str, Any]) -> Iterator[str]:
     machine = run["machine"]
-    flags = ", ".join(name for name, there in machine["flags"].items() if there) or "none of those that matter"
+    flags = ", ".join(name for name, there in machine["flags"].items() if there) or "none of the relevant flags"
     missing = ", ".join(name for name, there in machine["flags"].items() if not there)
     flags += f"; without {missing}" if missing else ""
     rates = ", ".join(_rates(machine))
@@ -215,18 +215,18 @@ def _described(workload: Workload, result: Result) -> str:
     if workload.places is not None:
         what += f", {workload.places} decoded at a time"
     if workload.slow_rewards:
-        what += f", rewards that take {1000 * SECONDS:.0f} ms a completion"
+        what += f", rewards that take {1000 * SECONDS:.0f} ms per completion"
     if workload.micro_batches is not None:
-        what += f", {workload.micro_batches} micro-batches a step"
+        what += f", {workload.micro_batches} micro-batches per step"
     loud, turns = summary.noisy(result, FOREIGN)
     rounds = f"{_count(result['rounds'], 'round')} of {_count(result['steps'], 'step')}"
     waits = "processes wait between their turns" if result["resident"] else "each turn is a fresh process"
     rates = " and ".join(_rates(result["rates"]))
     return (
-        f"{workload.method.upper()}, shape {workload.shape}: {what}. {rounds} in turns, after {result['warmups']} that "
-        f"do not count; {waits}; {result['minutes']:.0f} minutes. The machine gave {rates}. Others took over "
-        f"{FOREIGN:.0%} of the processor in {loud} of {turns} turns; load average {result['load'][0]:.1f} before and "
-        f"{result['load'][1]:.1f} after. {result['date']}, commit {_commit(result)}.{_counted(result)}\n"
+        f"{workload.method.upper()}, shape {workload.shape}: {what}. {rounds}, alternating, after {result['warmups']} "
+        f"for warm-up; {waits}; {result['minutes']:.0f} minutes. The machine reached {rates}. Other processes took "
+        f"over {FOREIGN:.0%} of the processor in {loud} of {turns} turns; load average {result['load'][0]:.1f} before "
+        f"and {result['load'][1]:.1f} after. {result['date']}, commit {_commit(result)}.{_counted(result)}\n"
     )
 
 
@@ -302,12 +302,12 @@ def _gate(result: Result) -> Iterator[str]:
     if widest > LIMITS["bfloat16"].logprobs:
         yield (
             f"Here the gate was wider than [in other workloads](#how-it-is-measured): {widest:.1e} nats in bfloat16, "
-            f"1.5 times what TRL itself is off, in place of {LIMITS['bfloat16'].logprobs:.0e}.\n"
+            f"1.5 times the deviation of TRL itself, instead of {LIMITS['bfloat16'].logprobs:.0e}.\n"
         )
 
 
 def _settings(result: Result) -> Iterator[str]:
-    yield "Settings beyond the workload's:\n"
+    yield "Settings in addition to the workload's:\n"
     for name, one in result["contenders"].items():
         parts = [
             json.dumps(one["settings"][key], sort_keys=True) for key in ("config", "lora") if key in one["settings"]

@@ -109,7 +109,7 @@ def test_a_stage_that_ended_passes_unless_a_check_failed(tmp_path: Path) -> None
 def test_the_page_shows_every_row_with_its_bound_and_without_files_that_no_card_was_there(tmp_path: Path) -> None:
     (tmp_path / "gpu").mkdir()
     page.write(tmp_path, tmp_path / "page.md", tmp_path)
-    assert "No card was there yet" in (tmp_path / "page.md").read_text()
+    assert "has not run on a GPU yet" in (tmp_path / "page.md").read_text()
     result = Result(tmp_path / "gpu" / "machine.json")
     result.figure("card", "A card of 2031")
     told = json.loads((tmp_path / "gpu" / "machine.json").read_text())
@@ -124,7 +124,7 @@ def test_the_page_shows_every_row_with_its_bound_and_without_files_that_no_card_
         (tmp_path / "gpu" / f"{name}.json").write_text(json.dumps(one))
     page.write(tmp_path, tmp_path / "page.md", tmp_path)
     text = (tmp_path / "page.md").read_text()
-    assert "No card was there yet" not in text and "card A card of 2031." in text
+    assert "has not run on a GPU yet" not in text and "card A card of 2031." in text
     assert "| kernels | ended | 61 | 80 | 1 of 2 | 1 |" in text
     assert "| a / kernel | 3e-05 nats | <= 0.0001 | passed |  |" in text
     assert "| another | 2 | <= 0.0001 | **failed** |  |" in text
