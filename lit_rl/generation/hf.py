@@ -83,7 +83,7 @@ class HFGenerator(InProcessGenerator):
             raise ConfigError(f"generator=hf needs a model with a generate method; {type(policy).__name__} has none.")
         ids, mask = batch.repeated()
         names = forward_parameters(policy)
-        sampler = TokenSampler.of(batch, prompts, sampling)
+        sampler = TokenSampler(batch, prompts, sampling)
         config = _generation_config(prompts, sampling, self.generation_kwargs)
         if self.static_cache:
             # It has one type for both, and autocast gives float32 keys and narrow values.
@@ -258,7 +258,7 @@ class ContinuousDraws:
 
     def __init__(self, batch: DecodeBatch, prompts: Prompts, sampling: Sampling, forks: bool) -> None:
         device = batch.keys.device
-        self._sampler = TokenSampler.of(batch, prompts, sampling)
+        self._sampler = TokenSampler(batch, prompts, sampling)
         self._responses = Responses(prompts, sampling, len(batch.keys), device)
         self._device, self._longest = device, sampling.max_new_tokens
         # The row of a decode batch by the engine's name for it.
