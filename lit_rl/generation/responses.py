@@ -267,19 +267,16 @@ class _Turns:
 
 # ------------------------------------------------------------------ reports of finished rows
 
-OnFinished = Callable[[int, list[int]], None]
-"""A function of a row of the completions and its tokens."""
-
 
 class FinishedRows:
     """Rows of one turn, each reported once.
 
     Args:
-        on_finished: Called for each row.
+        on_finished: Called with each row of the completions and its tokens.
         responses: The responses of the rows.
     """
 
-    def __init__(self, on_finished: OnFinished, responses: Responses) -> None:
+    def __init__(self, on_finished: Callable[[int, list[int]], None], responses: Responses) -> None:
         self._on_finished, self._responses = on_finished, responses
         self._reported: set[int] = set()
 
@@ -288,19 +285,3 @@ class FinishedRows:
         new = states.newly_finished(self._reported)
         for row, ids in zip(new, self._responses.texts(new) if new else (), strict=True):
             self._on_finished(row, ids)
-
-
-def report_batch(on_finished: OnFinished | None, rows: Tensor, decoded: Decoded) -> None:
-    """Report a batch, all of whose rows are finished."""
-    if on_finished is None:
-        return
-    for row, ids, mask in zip(rows.tolist(), decoded.ids, decoded.mask):
-        on_finished(row, ids[mask].tolist())
-
-
-def report_group(on_finished: OnFinished | None, number: int, answers: Sequence[list[int]], group_size: int) -> None:
-    """Report an engine's answers to a prompt: a greedy answer stands for the whole group."""
-    if on_finished is None:
-        return
-    for sample in range(group_size):
-        on_finished(number * group_size + sample, answers[sample % len(answers)])

@@ -377,15 +377,14 @@ class EndDetector:
         """
         for behind in reversed(range(min(new, spoken - self._min_new_tokens) if self._stop else 0)):
             end = len(tail) - behind
-            if tail[end - 1] not in self._eos_ids and self._completes(tail[max(end - self.window, 0) : end]):
-                return behind
+            if tail[end - 1] in self._eos_ids:
+                continue
+            assert self._decode is not None  # see check_request
+            newest = tail[max(end - self.window, 0) : end]
+            text = self._decode(newest)
+            if any(stop in text for stop in self._stop):
+                # One that an earlier token completed does not count: it stood before min_new_tokens.
+                before = self._decode(newest[:-1])
+                if any(text.rfind(stop) > before.rfind(stop) for stop in self._stop):
+                    return behind
         return None
-
-    def _completes(self, tail: Sequence[int]) -> bool:
-        assert self._decode is not None  # see check_request
-        text = self._decode(tail)
-        if not any(stop in text for stop in self._stop):
-            return False
-        # One that an earlier token completed does not count: it stood before min_new_tokens.
-        before = self._decode(tail[:-1])
-        return any(text.rfind(stop) > before.rfind(stop) for stop in self._stop)
