@@ -99,7 +99,7 @@ def read_request(body: bytes) -> ChatRequest:
     """Parse a request. Its sampling settings are ignored: the run's apply.
 
     Raises:
-        RequestRefused: it is no valid request, or asks for a setting that would change a turn.
+        ChatRequestRefused: it is no valid request, or asks for a setting that would change a turn.
     """
     try:
         asked = json.loads(body)
@@ -112,9 +112,15 @@ def read_request(body: bytes) -> ChatRequest:
     limits = [asked[name] for name in ("max_tokens", "max_completion_tokens") if asked.get(name) is not None]
     if any(not isinstance(limit, int) or limit < 1 for limit in limits):
         raise ChatRequestRefused(f"max_tokens={limits} is no number of tokens")
+    tools = []
+    for tool in _listed("tools", asked.get("tools")):
+        function = _function_of(tool, "function that can be called")
+        described = {"name": function["name"], "description": function.get("description") or ""}
+        parameters = function.get("parameters") or {"type": "object", "properties": {}}
+        tools.append({"type": "function", "function": {**described, "parameters": parameters}})
     return ChatRequest(
         messages=[_message(each) for each in asked["messages"]],
-        tools=[_tool(each) for each in _listed("tools", asked.get("tools"))],
+        tools=tools,
         max_new_tokens=min(limits, default=None),
         stream=bool(asked.get("stream")),
     )
@@ -134,8 +140,12 @@ _KEPT: dict[str, tuple[Any, ...]] = {
 def _message(given: Any) -> Message:
     if not isinstance(given, dict) or given.get("role") not in ("system", "developer", "user", "assistant", "tool"):
         raise ChatRequestRefused(f"{excerpt(repr(given))} is no message")
-    message: Message = {"role": "system" if given["role"] == "developer" else given["role"]}
-    message["content"] = _text(given.get("content"))
+    content = given.get("content")
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text", "")) for part in content)
+    if content is not None and not isinstance(content, str):
+        raise ChatRequestRefused(f"the content {excerpt(repr(content))} is no text, and the policy reads texts")
+    message: Message = {"role": "system" if given["role"] == "developer" else given["role"], "content": content or ""}
     if calls := _listed("tool_calls", given.get("tool_calls")):
         for call in calls:
             _function_of(call, "call of a function: that has function.name")
@@ -157,21 +167,6 @@ def _function_of(given: Any, what: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ChatRequestRefused(f"{excerpt(repr(given))} is no {what}")
     return function
-
-
-def _text(content: Any) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        return "".join(str(part.get("text", "")) for part in content)
-    raise ChatRequestRefused(f"the content {excerpt(repr(content))} is no text, and the policy reads texts")
-
-
-def _tool(given: Any) -> dict[str, Any]:
-    function = _function_of(given, "function that can be called")
-    described = {"name": function["name"], "description": function.get("description") or ""}
-    parameters = function.get("parameters") or {"type": "object", "properties": {}}
-    return {"type": "function", "function": {**described, "parameters": parameters}}
 
 
 # ------------------------------------------------------------------ a completion as a conversation
@@ -200,12 +195,14 @@ class ChatConversation:
     turns: int = 0
     messages: list[Message] = field(default_factory=list)
     """The messages behind the prompt, in the form for templates: one of the assistant for each turn."""
-    _said: list[Message] = field(default_factory=list)
+    _history: list[Message] = field(default_factory=list)
+    """The messages of the last answered request, and its answer."""
     _asked: tuple[ChatRequest, list[Message], list[int]] | None = None
     _answered: tuple[ChatRequest, ChatTurn] | None = None
-    _told: frozenset[str] = frozenset()
+    _tools: frozenset[str] = frozenset()
     """The names of the tools in the prompt."""
-    _last: list[int] = field(default_factory=list)
+    _newest: list[int] = field(default_factory=list)
+    """The tokens of the last turn."""
 
     def answered(self, request: ChatRequest) -> ChatTurn | None:
         """Return the answer to this very request if it was the last one: a client repeats it where it has lost the
@@ -216,16 +213,16 @@ class ChatConversation:
         """Return the tokens from which the policy continues, and the most that it may write.
 
         Raises:
-            RequestRefused: the request is no next turn of this conversation, or there is no room for one.
+            ChatRequestRefused: the request is no next turn of this conversation, or there is no room for one.
         """
         if self._asked is not None:
             raise ChatRequestRefused("the policy was asked before it had answered: one turn of a completion at a time")
         answers, between = list[Message](), list[int]()
         if self.turns:
             answers = self._answers(request)
-            between = self.reading.answers(answers, request, closed=self.reading.closed(self._last))
+            between = self.reading.answers(answers, request, closed=self.reading.closed(self._newest))
         else:
-            self.prompt_ids, self._told = self.reading.prompt(request), _names(request)
+            self.prompt_ids, self._tools = self.reading.prompt(request), _names(request)
         room = self.max_tokens - len(self.completion_ids) - len(between)
         if room < 1:
             self.ended, self.full = False, True
@@ -245,10 +242,10 @@ class ChatConversation:
         self.completion_ids += [*between, *ids]
         self.logprobs += [*[0.0] * len(between), *logprobs]
         self.written += [*[0] * len(between), *[1] * len(ids)]
-        message = self.reading.turn(ids, request, sum(len(each.get("tool_calls") or ()) for each in self._said))
-        self._said = [*request.messages, message]
+        message = self.reading.turn(ids, request, sum(len(each.get("tool_calls") or ()) for each in self._history))
+        self._history = [*request.messages, message]
         self._note(answers if between else [], message)
-        self._last, self.ended, self.turns = list(ids), ended, self.turns + 1
+        self._newest, self.ended, self.turns = list(ids), ended, self.turns + 1
         finish = "tool_calls" if message.get("tool_calls") else "stop" if ended else "length"
         self._answered = request, ChatTurn(message, finish, prompt, len(ids))
         return self._answered[1]
@@ -262,36 +259,38 @@ class ChatConversation:
     def _note(self, answers: Sequence[Message], turn: Message) -> None:
         """Append the answers that were read, and the turn behind them. Where nothing was read between two turns, their
         tokens are one turn, and so are their messages."""
-        turn = _for_templates(turn)
-        if answers or not self.messages:
-            self.messages += [*answers, turn]
-            return
-        before = self.messages.pop()
-        calls = [*before.get("tool_calls", ()), *turn.get("tool_calls", ())]
-        one = {**before, **turn, "content": before["content"] + turn["content"]}
-        self.messages.append(one | {"tool_calls": calls} if calls else one)
+        # The turn in the form for templates: arguments of calls as mappings, thoughts under ``thinking``.
+        message: Message = {"role": "assistant", "content": turn["content"]}
+        if thought := turn.get(THOUGHTS[0]):
+            message["thinking"] = thought
+        calls = [{**call, "function": _function(call)} for call in turn.get("tool_calls") or ()]
+        if not answers and self.messages:
+            before = self.messages.pop()
+            calls = [*before.get("tool_calls", ()), *calls]
+            message = {**before, **message, "content": before["content"] + message["content"]}
+        self.messages += [*answers, message | {"tool_calls": calls} if calls else message]
 
     def _answers(self, request: ChatRequest) -> list[Message]:
         """Return the messages that answer the last turn, in the form for templates."""
-        known, new = request.messages[: len(self._said)], request.messages[len(self._said) :]
-        for number, (was, now) in enumerate(zip(self._said, known)):
+        known, new = request.messages[: len(self._history)], request.messages[len(self._history) :]
+        for number, (was, now) in enumerate(zip(self._history, known)):
             if _compared(was) != _compared(now):
                 raise ChatRequestRefused(
                     f"message {number} was {excerpt(json.dumps(was))} and is now {excerpt(json.dumps(now))}: "
                     "a completion is one conversation that goes on, and this begins or rewrites another"
                 )
         roles = {message["role"] for message in new}
-        if len(known) < len(self._said) or roles not in ({"tool"}, {"user"}):
+        if len(known) < len(self._history) or roles not in ({"tool"}, {"user"}):
             raise ChatRequestRefused(
                 f"behind a turn of the policy come messages of tools, or of the user; here {sorted(roles) or 'nothing'}"
                 " came"
             )
-        if self.reading.parser != "regex" and (untold := _names(request) - self._told):
+        if self.reading.parser != "regex" and (new_tools := _names(request) - self._tools):
             raise ChatRequestRefused(
-                f"the policy is told of tools by the first request of a conversation, and {', '.join(sorted(untold))} "
-                "was not in it"
+                "the policy is told of tools by the first request of a conversation, and "
+                f"{', '.join(sorted(new_tools))} was not in it"
             )
-        names = {call["id"]: call["function"]["name"] for call in self._said[-1].get("tool_calls") or ()}
+        names = {call["id"]: call["function"]["name"] for call in self._history[-1].get("tool_calls") or ()}
         return [_answer(message, names) for message in new]
 
 
@@ -328,7 +327,7 @@ class ChatReading:
         """Return the tokens of a first request.
 
         Raises:
-            RequestRefused: the arguments of a call in it are no JSON object, or an answer of a tool is to no call.
+            ChatRequestRefused: the arguments of a call in it are no JSON object, or an answer of a tool is to no call.
             ConfigError: the chat template does not show the tools to the policy, or the format of calls is unknown.
         """
         settings, messages = dict(self.template_kwargs), request.messages
@@ -353,7 +352,10 @@ class ChatReading:
             return message
         message["content"] = parsed.content + "".join(call.text for call in parsed.calls if isinstance(call, BadCall))
         calls = [call for call in parsed.calls if isinstance(call, ToolCall)]
-        written = [_call(call, number + place) for place, call in enumerate(calls)]
+        written = []
+        for place, call in enumerate(calls):
+            function = {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)}
+            written.append({"id": call.id or _call_id(number + place), "type": "function", "function": function})
         return message | {"tool_calls": written} if written else message
 
     def plain_turn(self, ids: Sequence[int]) -> Message:
@@ -402,11 +404,6 @@ def _names(request: ChatRequest) -> frozenset[str]:
     return frozenset(tool["function"]["name"] for tool in request.tools)
 
 
-def _call(call: ToolCall, number: int) -> Message:
-    function = {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)}
-    return {"id": call.id or _call_id(number), "type": "function", "function": function}
-
-
 def _call_id(number: int) -> str:
     return f"call{number:05d}"
 
@@ -427,32 +424,16 @@ def _examples(messages: Sequence[Message]) -> Iterator[Message]:
             yield message | {"tool_calls": calls} if calls else message
 
 
-def _for_templates(turn: Message) -> Message:
-    """Return a turn of the policy in the form for templates: arguments of calls as mappings, thoughts under
-    ``thinking``."""
-    known: Message = {"role": "assistant", "content": turn["content"]}
-    if thought := turn.get(THOUGHTS[0]):
-        known["thinking"] = thought
-    calls = [{**call, "function": _function(call)} for call in turn.get("tool_calls") or ()]
-    return known | {"tool_calls": calls} if calls else known
-
-
 def _function(call: Message) -> Message:
-    return {"name": call["function"]["name"], "arguments": _arguments(call)}
-
-
-def _arguments(call: Message) -> Mapping[str, Any]:
-    """Return the arguments of a call, which OpenAI's API sends as JSON text."""
-    written = call["function"].get("arguments")
+    """Return name and arguments of a call, with the arguments as a mapping: OpenAI's API sends them as JSON text."""
+    name, written = call["function"]["name"], call["function"].get("arguments")
     try:
         read = json.loads(written or "{}") if isinstance(written, str | None) else written
     except UNREADABLE:
         read = None
     if not isinstance(read, dict):
-        raise ChatRequestRefused(
-            f"the arguments of a call of {call['function']['name']} are {excerpt(repr(written))}, and no JSON object"
-        )
-    return read
+        raise ChatRequestRefused(f"the arguments of a call of {name} are {excerpt(repr(written))}, and no JSON object")
+    return {"name": name, "arguments": read}
 
 
 def _answer(message: Message, names: Mapping[str, str]) -> Message:

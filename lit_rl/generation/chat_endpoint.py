@@ -356,7 +356,7 @@ def _row_of(path: str, key: str, route: str) -> int:
     """Return the number of the completion that a route belongs to.
 
     Raises:
-        RequestRefused: there is no such route; also to those who do not know the key.
+        ChatRequestRefused: there is no such route; also to those who do not know the key.
     """
     parts = path.split("?")[0].strip("/").split("/", 3)
     if len(parts) == 4 and parts[0] == key and parts[1].isdigit() and parts[2:] == ["v1", route]:

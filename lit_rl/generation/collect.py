@@ -205,41 +205,32 @@ def pieces_of(rows: Sequence[Sequence[int]], tokenizer: Any) -> list[list[str]]:
         tokenizer: Decodes them.
     """
     ids = sorted({int(each) for row in rows for each in row})
-    alone = dict(zip(ids, _token_texts(ids, tokenizer)))
-    return [_row_pieces([int(each) for each in row], alone, tokenizer) for row in rows]
-
-
-def _token_texts(ids: list[int], tokenizer: Any) -> list[str]:
-    """Return the text of each token, decoded behind a letter: some tokenizers drop the space that a text begins
-    with."""
+    # Decoded behind a letter: some tokenizers drop the space that a text begins with.
     (letter,) = tokenizer.encode("a", add_special_tokens=False)[-1:]
     before = _decode_rows([[letter]], tokenizer)[0]
     texts = _decode_rows([[letter, each] for each in ids], tokenizer)
     behind = [text.removeprefix(before) if text.startswith(before) else None for text in texts]
     plain = _decode_rows([[each] for each in ids], tokenizer) if None in behind else behind
-    return [str(one if one is not None else other) for one, other in zip(behind, plain)]
+    alone = {each: str(one if one is not None else other) for each, one, other in zip(ids, behind, plain)}
+    return [_row_pieces([int(each) for each in row], alone, tokenizer) for row in rows]
 
 
 def _row_pieces(row: list[int], alone: dict[int, str], tokenizer: Any) -> list[str]:
     pieces = [alone[each] for each in row]
     start = 0
     while start < len(row):
+        end = start + 1
         if UNFINISHED in pieces[start]:
-            end = _end_of_character(row, start, tokenizer)
-            if end - start > 1:
-                text = _decode_rows([row[start:end]], tokenizer)[0]
-                pieces[start:end] = [*[""] * (end - start - 1), text]
-            start = end
-        else:
-            start += 1
+            ends = range(start + 2, min(len(row), start + _MAX_UTF8_BYTES) + 1)
+            texts = _decode_rows([row[start:each] for each in ends], tokenizer)
+            # The end of the tokens that spell whole characters; of the first one where they spell none.
+            for each, text in zip(ends, texts):
+                if UNFINISHED not in text:
+                    pieces[start:each] = [*[""] * (each - start - 1), text]
+                    end = each
+                    break
+        start = end
     return pieces
-
-
-def _end_of_character(row: list[int], start: int, tokenizer: Any) -> int:
-    """Return the end of the tokens that spell whole characters; the end of the first one where they spell none."""
-    ends = range(start + 2, min(len(row), start + _MAX_UTF8_BYTES) + 1)
-    texts = _decode_rows([row[start:end] for end in ends], tokenizer)
-    return next((end for end, text in zip(ends, texts) if UNFINISHED not in text), start + 1)
 
 
 def _decode_rows(rows: list[list[int]], tokenizer: Any) -> list[str]:

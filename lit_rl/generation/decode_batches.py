@@ -90,21 +90,19 @@ class WaitingRows:
         self._slice = group if places is None else math.ceil(group / math.ceil(group / places))
         together = places is None or places >= n * group
         order = range(n) if together else sorted(range(n), key=lambda i: -len(prompts.token_ids[i]))
-        self._groups = deque((i, first) for i in order for first in range(0, group, self._slice))
-
-    def __bool__(self) -> bool:
-        return bool(self._groups)
+        self.groups = deque((i, first) for i in order for first in range(0, group, self._slice))
+        """Prompts, each with the first sample of a slice of its group, that were not taken yet."""
 
     def take(self, places: int | None) -> DecodeBatch | None:
         """Return the next rows, as many as fit into the places; None where the next group, or slice of one, does
         not."""
         prompts, group = self._prompts, self._prompts.group_size
-        count = len(self._groups) if places is None else min(places // self._slice, len(self._groups))
+        count = len(self.groups) if places is None else min(places // self._slice, len(self.groups))
         if self._slice < group:
             count = min(count, 1)
         if count <= 0:
             return None
-        taken = [self._groups.popleft() for _ in range(count)]
+        taken = [self.groups.popleft() for _ in range(count)]
         chosen, first = [i for i, _ in taken], taken[0][1]
         samples = torch.arange(first, min(first + self._slice, group))
         rows = (torch.tensor(chosen)[:, None] * group + samples).flatten()

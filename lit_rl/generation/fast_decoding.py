@@ -93,26 +93,35 @@ class LeanModel:
         x = self._embed(ids)
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
         for layer in self._layers:
-            x = x + layer.output(self._attend(layer, layer.before_attention(x), cos, sin, cache))
+            query, key, value = layer.heads(layer.before_attention(x))
+            turned = self._turned(torch.cat([query, key], 1), cos, sin).to(value.dtype)  # float32 under autocast
+            heads = query.shape[1]
+            held: Any = cache.layers[layer.number]
+            held.update(turned[:, heads:, None], value[:, :, None])
+            attended = cache.attend(layer.attention, held, turned[:, :heads, None], layer.attention.scaling)
+            x = x + layer.output(attended.flatten(1))
             x = x + layer.mlp(layer.before_mlp(x))
         return self._head(self._norm(x)).float()
-
-    def _attend(self, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, cache: GroupedCache) -> Tensor:
-        """Return `(b, h e)`: the attention of the tokens `(b, w)` to all before them, and to themselves."""
-        query, key, value = layer.heads(x)
-        turned = self._turned(torch.cat([query, key], 1), cos, sin).to(value.dtype)  # float32 under autocast
-        heads = query.shape[1]
-        held: Any = cache.layers[layer.number]
-        held.update(turned[:, heads:, None], value[:, :, None])
-        return cache.attend(layer.attention, held, turned[:, :heads, None], layer.attention.scaling).flatten(1)
 
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Apply rotary embedding (2104.09864) to heads `(b, h, d)`; `sin` has the sign of the rotated halves in it."""
         return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
     def _piece(self, module: nn.Module) -> Operation:
-        """Return the operation of a module, without the module where it is known."""
-        return _operation_of(module)
+        """Return the operation of a known module, or the module itself."""
+        if _is_norm(module):
+            weight: Any = module.weight
+            shape, eps = tuple(weight.shape), float(module.variance_epsilon)  # type: ignore[arg-type]
+
+            def norm(x: Tensor) -> Tensor:
+                if x.dtype == weight.dtype:
+                    return F.rms_norm(x, shape, weight, eps)
+                return weight * F.rms_norm(x, shape, None, eps)  # queries and keys under autocast
+
+            return norm
+        if type(module) is nn.Linear and not _is_hooked(module):
+            return _linear(module)
+        return _lora(module) or module
 
 
 class _Layer:
@@ -166,23 +175,6 @@ class LeanSteps(GroupedSteps):
 
 
 # ------------------------------------------------------------------ operations of modules
-
-
-def _operation_of(module: nn.Module) -> Operation:
-    """Return the operation of a known module, or the module itself."""
-    if _is_norm(module):
-        weight: Any = module.weight
-        shape, eps = tuple(weight.shape), float(module.variance_epsilon)  # type: ignore[arg-type]
-
-        def norm(x: Tensor) -> Tensor:
-            if x.dtype == weight.dtype:
-                return F.rms_norm(x, shape, weight, eps)
-            return weight * F.rms_norm(x, shape, None, eps)  # queries and keys under autocast
-
-        return norm
-    if type(module) is nn.Linear and not _is_hooked(module):
-        return _linear(module)
-    return _lora(module) or module
 
 
 def _linear(module: Any) -> Operation:
@@ -335,8 +327,11 @@ _ROUNDINGS = 8
 
 
 def lean_steps_proven(policy: nn.Module) -> bool:
-    """Decode a few tokens of two prompts both ways, and compare. Call it in evaluation mode, without gradient."""
-    return _LEAN_TRIAL.passes(
+    """Decode a few tokens of two prompts both ways, and compare, where a model `fits_lean_steps` at all.
+
+    Call it in evaluation mode, without gradient.
+    """
+    return fits_lean_steps(policy) and _LEAN_TRIAL.passes(
         policy, lambda: decode_both_ways(policy, partial(_LeanProvingSteps, _LeanProvingModel(policy, 16), policy))
     )
 

@@ -564,9 +564,14 @@ _GROUPED_TRIAL = EquivalenceTrial(
 """On deterministic kernels the logits of the two ways are equal."""
 
 
-def grouped_cache_proven(policy: nn.Module) -> bool:
-    """Decode a few tokens of two prompts both ways, and compare. Call it in evaluation mode, without gradient."""
-    return _GROUPED_TRIAL.passes(policy, lambda: decode_both_ways(policy, partial(_GroupedProvingSteps, policy)))
+def grouped_cache_proven(policy: nn.Module, length: int) -> bool:
+    """Decode a few tokens of two prompts both ways, and compare, where a policy `fits_grouped_cache` at all.
+
+    Call it in evaluation mode, without gradient. ``length``: tokens of the longest text.
+    """
+    return fits_grouped_cache(policy, length) and _GROUPED_TRIAL.passes(
+        policy, lambda: decode_both_ways(policy, partial(_GroupedProvingSteps, policy))
+    )
 
 
 class GroupedProvingCache(GroupedCache):

@@ -26,7 +26,7 @@ from lit_rl.core.vision_inputs import Vision, with_later
 from lit_rl.generation.decode_batches import DecodeBatch, Decoded, decode_batches, has_padding, left_pad
 from lit_rl.generation.engine_kwargs import KEY, transformers_names
 from lit_rl.generation.generator import InProcessGenerator
-from lit_rl.generation.responses import Responses, report_batch
+from lit_rl.generation.responses import Responses
 from lit_rl.generation.token_sampler import Drawn, TokenSampler
 from lit_rl.models.forward_inputs import forward_parameters, masks_that_hide
 
@@ -74,7 +74,9 @@ class HFGenerator(InProcessGenerator):
             return
         for batch in decode_batches(prompts, self.rows_a_batch, device):
             decoded = decode(batch, prompts, sampling)
-            report_batch(prompts.on_finished, batch.rows, decoded)
+            if prompts.on_finished is not None:
+                for row, ids, mask in zip(batch.rows.tolist(), decoded.ids, decoded.mask):
+                    prompts.on_finished(row, ids[mask].tolist())
             yield batch.rows, decoded
 
     def _decode_batch(self, policy: nn.Module, batch: DecodeBatch, prompts: Prompts, sampling: Sampling) -> Decoded:
@@ -83,7 +85,7 @@ class HFGenerator(InProcessGenerator):
             raise ConfigError(f"generator=hf needs a model with a generate method; {type(policy).__name__} has none.")
         ids, mask = batch.repeated()
         names = forward_parameters(policy)
-        sampler = TokenSampler.of(batch, prompts, sampling)
+        sampler = TokenSampler(batch, prompts, sampling)
         config = _generation_config(prompts, sampling, self.generation_kwargs)
         if self.static_cache:
             # It has one type for both, and autocast gives float32 keys and narrow values.
@@ -211,7 +213,19 @@ class HFContinuousGenerator(InProcessGenerator):
     def _decode(
         self, policy: nn.Module, prompts: Prompts, sampling: Sampling, device: torch.device
     ) -> Iterator[tuple[Tensor, Decoded]]:
-        decode = partial(self._decode_batch, _continuous_model(policy))
+        if getattr(getattr(policy, "active_peft_config", None), "is_prompt_learning", False):
+            raise ConfigError(
+                f"generator=hf_continuous cannot decode {type(policy).__name__}: its PEFT adapter adds virtual tokens "
+                "to every call. Use generator=hf with it."
+            )
+        wrapped: Any = policy  # the layers of the model inside hold the adapters, if there are any
+        model = wrapped.get_base_model() if hasattr(wrapped, "get_base_model") else wrapped
+        if not hasattr(model, "init_continuous_batching"):
+            raise ConfigError(
+                f"generator=hf_continuous needs a model of transformers that can generate; {type(model).__name__} has "
+                "no continuous batching. Use generator=native with it."
+            )
+        decode = partial(self._decode_batch, model)
         if prompts.responder is not None:
             rows = torch.arange(len(prompts) * prompts.group_size)
             yield rows, TurnByTurn(decode, prompts, sampling, None, device).run()
@@ -224,7 +238,11 @@ class HFContinuousGenerator(InProcessGenerator):
 
         # Not inference mode: a thread writes into the tensors.
         with torch.inference_mode(False), _restored_state(model, batch.keys.device):
-            forks = _forks(batch, self.rows_a_batch)
+            # A group is one request, which the engine forks once all of the prompt but its last token is read. With a
+            # prompt of one token that would be an empty step, which fails; and where not all rows have room, the forks
+            # take it from each other forever.
+            room = self.rows_a_batch is None or self.rows_a_batch >= len(batch.keys)
+            forks = room and batch.repeats > 1 and int(batch.prompt_mask.sum(1).min()) > 1
             draws = ContinuousDraws(batch, prompts, sampling, forks)
             try:
                 # Greedy over our draws and without an EOS: the longest response alone is the engine's limit.
@@ -258,7 +276,7 @@ class ContinuousDraws:
 
     def __init__(self, batch: DecodeBatch, prompts: Prompts, sampling: Sampling, forks: bool) -> None:
         device = batch.keys.device
-        self._sampler = TokenSampler.of(batch, prompts, sampling)
+        self._sampler = TokenSampler(batch, prompts, sampling)
         self._responses = Responses(prompts, sampling, len(batch.keys), device)
         self._device, self._longest = device, sampling.max_new_tokens
         # The row of a decode batch by the engine's name for it.
@@ -348,16 +366,6 @@ def _run_requests(manager: Any, requests: tuple[Tensor, Tensor], sampling: Sampl
         ) from error
 
 
-def _forks(batch: DecodeBatch, batch_size: int | None) -> bool:
-    """Tell whether a group is one request, which the engine forks once all of the prompt but its last token is read.
-
-    With a prompt of one token that would be an empty step, which fails; and where not all rows have room, the forks
-    take it from each other forever.
-    """
-    room = batch_size is None or batch_size >= len(batch.keys)
-    return room and batch.repeats > 1 and int(batch.prompt_mask.sum(1).min()) > 1
-
-
 def _keep_dtype(cache: Any, dtype: torch.dtype) -> None:
     """Make the cache take keys and values of any dtype: autocast makes some of another than the weights'."""
     update = cache.update
@@ -366,23 +374,6 @@ def _keep_dtype(cache: Any, dtype: torch.dtype) -> None:
         return update(key_states.to(dtype), value_states.to(dtype), *args, **kwargs)
 
     cache.update = cast
-
-
-def _continuous_model(policy: nn.Module) -> Any:
-    """Return the model of transformers, whose layers hold the adapters if there are any."""
-    if getattr(getattr(policy, "active_peft_config", None), "is_prompt_learning", False):
-        raise ConfigError(
-            f"generator=hf_continuous cannot decode {type(policy).__name__}: its PEFT adapter adds virtual tokens to "
-            "every call. Use generator=hf with it."
-        )
-    wrapped: Any = policy
-    model = wrapped.get_base_model() if hasattr(wrapped, "get_base_model") else wrapped
-    if not hasattr(model, "init_continuous_batching"):
-        raise ConfigError(
-            f"generator=hf_continuous needs a model of transformers that can generate; {type(model).__name__} has no "
-            "continuous batching. Use generator=native with it."
-        )
-    return model
 
 
 def _continuous_batching_config(

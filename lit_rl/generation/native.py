@@ -28,7 +28,7 @@ from lit_rl.models.trunk import base_of
 if TYPE_CHECKING:
     from lit_rl.generation.fast_decoding import StepGraphs
 
-MakeSteps = Callable[[nn.Module, DecodeBatch, int], DecodingSteps]
+MakeSteps = Callable[..., DecodingSteps]
 """A function that makes the steps of a policy for a batch of rows and their number of new tokens."""
 
 
@@ -104,7 +104,7 @@ class NativeGenerator(InProcessGenerator):
             graphs = StepGraphs(device)
         places = self.rows_a_batch or len(whole.rows)
         loop = DecodeLoop(
-            lambda batch: make_steps(policy, batch, longest),
+            partial(make_steps, policy, max_new_tokens=longest),
             prompts,
             sampling,
             places,
@@ -120,14 +120,13 @@ class NativeGenerator(InProcessGenerator):
             GraphedSteps,
             LeanModel,
             LeanSteps,
-            fits_lean_steps,
             lean_steps_proven,
             step_graphs_proven,
         )
-        from lit_rl.generation.grouped_cache import GroupedSteps, fits_grouped_cache, grouped_cache_proven
+        from lit_rl.generation.grouped_cache import GroupedSteps, grouped_cache_proven
 
-        grouped = self.grouped_cache and fits_grouped_cache(policy, length) and grouped_cache_proven(policy)
-        lean = grouped and self.lean_steps and fits_lean_steps(policy) and lean_steps_proven(policy)
+        grouped = self.grouped_cache and grouped_cache_proven(policy, length)
+        lean = grouped and self.lean_steps and lean_steps_proven(policy)
         model = LeanModel(policy, length) if lean else None
         graphed = self.cuda_graphs and step_graphs_proven(policy, lean=lean)
         if model is not None:
@@ -188,7 +187,7 @@ class DecodeLoop:
     ) -> None:
         self._begin, self._places, self._continuous, self._graphs = begin, places, continuous, graphs
         self._waiting = WaitingRows(prompts, places, whole.keys.device)
-        self._sampler = TokenSampler.of(whole, prompts, sampling)
+        self._sampler = TokenSampler(whole, prompts, sampling)
         self._responses = Responses(prompts, sampling, len(whole.rows), whole.keys.device)
         self._rows = torch.zeros(0, dtype=torch.long, device=whole.keys.device)
         self._steps: DecodingSteps | None = None
@@ -196,7 +195,7 @@ class DecodeLoop:
         self._unread: Tensor | None = None
         self._group, self._tokens, self._diverged = prompts.group_size, 0, False
         # The step by which every row has finished, and the most tokens of a row's first turn.
-        self._last_finish, self._first_turn = 0, min(sampling.max_new_tokens, prompts.longest_response(sampling))
+        self._last_finish, self._first_turn = 0, min(sampling.max_new_tokens, self._responses.longest)
         self._conversations = (
             None
             if prompts.responder is None
@@ -222,7 +221,7 @@ class DecodeLoop:
             if batch := self._next_batch():
                 self._join(self._begin(batch), batch.rows.to(self._rows.device), self._first_turn)
             held = self._conversations.held if self._conversations else 0
-            if self._steps is not None or not (held or self._waiting):
+            if self._steps is not None or not (held or self._waiting.groups):
                 return self._steps is not None
             wait = held > 0
         return False
@@ -250,50 +249,47 @@ class DecodeLoop:
     def _step(self) -> bool:
         """Give every row a token. Return whether it is time to look for rows that may continue or begin."""
         assert self._steps is not None
-        rows = self._rows
-        if self._unread is None:
-            tokens = self._draw()
-        elif self._graphs is None:
+        if self._graphs is None or self._unread is None:
             tokens = self._advance_and_draw(self._unread)
         else:
             tokens = self._graphs(self._advance_and_draw, self._responses.count_token, self._steps, self._unread)
         self._tokens += 1
         if self._steps.full or self._tokens % self._responses.poll_every == 0 or self._tokens >= self._last_finish:
-            states = self._responses.read_states(rows)
+            states = self._responses.read_states(self._rows)
             if self._conversations:
-                self._conversations.report(rows, states)
+                self._conversations.report(self._rows, states)
             if self._finished:
                 self._finished.report(states)
-            if sum(states.running) <= _COMPACT_BELOW * len(rows) or self._steps.full:
+            if sum(states.running) <= _COMPACT_BELOW * len(states.rows) or self._steps.full:
                 self._diverged = not states.finite
-                return self._drop_finished(states, tokens)
+                self._drop_finished(states, tokens)
+                return True
         self._unread = tokens
         if not (self._conversations and self._conversations.held) or self._tokens % _POLL_TOKENS:
             return False
         self._advance(tokens)
         return True
 
-    def _advance_and_draw(self, tokens: Tensor) -> Tensor:
-        """Give every row a token, and draw its next, without a query of the device."""
-        self._advance(tokens)
-        return self._draw()
-
-    def _draw(self) -> Tensor:
+    def _advance_and_draw(self, unread: Tensor | None) -> Tensor:
+        """Let the model read the newest tokens, if it has not yet, and draw the next ones, without a query of the
+        device."""
         assert self._steps is not None
-        rows = self._rows
-        drawn = self._sampler(self._steps.logits, self._responses.turn_lengths(rows), rows)
-        self._responses.add(rows, drawn)
+        if unread is not None:
+            self._advance(unread)
+        drawn = self._sampler(self._steps.logits, self._responses.turn_lengths(self._rows), self._rows)
+        self._responses.add(self._rows, drawn)
         return drawn.tokens
 
     def _advance(self, tokens: Tensor) -> None:
+        """Let the model read the newest tokens."""
         assert self._steps is not None
         if self._conversations:
             self._conversations.count_fillers(self._rows)
         self._steps.advance(tokens)
         self._unread = None
 
-    def _drop_finished(self, states: RowStates, tokens: Tensor) -> bool:
-        """Drop the finished rows."""
+    def _drop_finished(self, states: RowStates, tokens: Tensor) -> None:
+        """Drop the finished rows, and let the model read the newest tokens of the others."""
         assert self._steps is not None
         if self._conversations:
             self._conversations.hold(self._steps, states)
@@ -305,7 +301,6 @@ class DecodeLoop:
             self._steps.advance(tokens[kept])
         else:
             self._steps = None
-        return True
 
 
 class _Conversations:

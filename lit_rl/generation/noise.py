@@ -70,7 +70,9 @@ def prompt_key(seed: int | Tensor, rollout: int | Tensor, row: int | Tensor, occ
     """
     parts = (seed, rollout, row, occurrence)
     if any(isinstance(part, Tensor) for part in parts):
-        tensors = torch.broadcast_tensors(*(_as_tensor(part) for part in parts))
+        tensors = torch.broadcast_tensors(
+            *(part.long() if isinstance(part, Tensor) else torch.tensor(_signed(part)) for part in parts)
+        )
         key = torch.zeros_like(tensors[0])
         for tensor in tensors:
             key = _fold(key, tensor)
@@ -89,10 +91,6 @@ def sample_key(key: int, sample: int) -> int:
 def turn_key(key: int, turn: int) -> int:
     """Return the key of a turn of a conversation that is drawn turn by turn; the first turn has the prompt's."""
     return key if turn == 0 else _fold_int(key, turn)
-
-
-def _as_tensor(part: int | Tensor) -> Tensor:
-    return part.long() if isinstance(part, Tensor) else torch.tensor(_signed(part))
 
 
 def row_keys(prompt_keys: Tensor | Sequence[int], group_size: int) -> Tensor:

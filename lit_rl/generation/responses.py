@@ -52,16 +52,19 @@ class Responses:
     """
 
     def __init__(self, prompts: Prompts, sampling: Sampling, n_rows: int, device: torch.device) -> None:
-        self._longest = prompts.longest_response(sampling)
+        self.longest = prompts.longest_response(sampling)
+        """Most tokens of a row, answers included."""
         self._per_turn = sampling.max_new_tokens
         self._ends = EndDetector(prompts, sampling, device)
-        shape = (n_rows, self._longest + 1)  # one column more: for tokens of rows whose turn is over
+        self.poll_every = self._ends.every
+        """The number of tokens between two looks: on an accelerator the host waits for it."""
+        shape = (n_rows, self.longest + 1)  # one column more: for tokens of rows whose turn is over
         self._ids = torch.full(shape, -1, dtype=torch.long, device=device)
         self._logprobs = torch.zeros(shape, device=device)
         self._kept_logmass = None if sampling.truncation.off else torch.zeros(shape, device=device)
         self._turns = None if prompts.responder is None else _Turns(shape, device)
         self._later: dict[int, tuple[Later, ...]] = {}
-        self._limits = torch.full((n_rows,), min(self._per_turn, self._longest), dtype=torch.long, device=device)
+        self._limits = torch.full((n_rows,), min(self._per_turn, self.longest), dtype=torch.long, device=device)
         self._begun = torch.zeros(n_rows, dtype=torch.long, device=device)
         # Tokens of each row when the host last looked, and how many were added since to those that it looks at.
         self._known, self._since = [0] * n_rows, 0
@@ -78,7 +81,7 @@ class Responses:
 
     def finished(self, rows: Tensor) -> Tensor:
         """Return bool ``(m,)``: rows whose turn is finished, as far as the last `read_states` and the device know."""
-        return self._columns[rows] == self._longest
+        return self._columns[rows] == self.longest
 
     def add(self, rows: Tensor, drawn: Drawn) -> None:
         """Write the next token of these rows, long ``(m,)``, each at most once; where a turn is over nothing is kept.
@@ -92,7 +95,7 @@ class Responses:
         if self._kept_logmass is not None:
             assert drawn.kept_logmass is not None
             self._kept_logmass[rows, column] = drawn.kept_logmass
-        running = column < self._longest
+        running = column < self.longest
         if self._turns is not None:
             self._turns.sampled[rows, column] = running
             self._turns.index[rows, column] = self._turns.now[rows]
@@ -100,17 +103,12 @@ class Responses:
         goes_on = running & ~ended & (column + 1 < self._limits[rows])
         self.ended[rows] |= ended
         self.lengths[rows] += running
-        self._columns[rows] = (column + 1).where(goes_on, self._longest)
+        self._columns[rows] = (column + 1).where(goes_on, self.longest)
         self.count_token()
 
     def count_token(self) -> None:
         """Count a token of the rows that are looked at, by `add` or by a replay of it."""
         self._since += 1
-
-    @property
-    def poll_every(self) -> int:
-        """The number of tokens between two looks: on an accelerator the host waits for it."""
-        return self._ends.every
 
     def read_states(self, rows: Tensor) -> RowStates:
         """Read the state of these rows in one transfer, long ``(m,)``, and end those that have completed a stop string.
@@ -152,7 +150,7 @@ class Responses:
         stopped, back = told >= 0, told.clamp(min=0)
         self.lengths[rows] -= back
         self.ended[rows] |= stopped
-        self._columns[rows] = self._columns[rows].masked_fill(stopped, self._longest)
+        self._columns[rows] = self._columns[rows].masked_fill(stopped, self.longest)
         width = torch.arange(self._ids.shape[1], device=rows.device)
         gone = stopped[:, None] & (width >= self.lengths[rows][:, None])
         self._logprobs[rows] = self._logprobs[rows].masked_fill(gone, 0.0)
@@ -174,7 +172,7 @@ class Responses:
         self._logprobs[row, begin:end] = torch.tensor(logprobs, device=self._ids.device)
         self._turns.sampled[row, begin:end] = True
         self._turns.index[row, begin:end] = self._turns.now[row]
-        self.ended[row], self.lengths[row], self._columns[row] = ended, end, self._longest
+        self.ended[row], self.lengths[row], self._columns[row] = ended, end, self.longest
         self._known[row] = end
 
     def newest_turns(self, rows: Sequence[int]) -> list[PolicyTurn]:
@@ -217,10 +215,10 @@ class Responses:
         begin = self._known[row]
         end = begin + len(ids)
         limit = min(end + heard.max_new_tokens, end + self._per_turn)
-        if heard.max_new_tokens < 1 or limit > self._longest:
+        if heard.max_new_tokens < 1 or limit > self.longest:
             raise GenerationError(
                 f"Row {row} heard {len(ids)} tokens after {begin}, and may say {heard.max_new_tokens} more; it takes 1 "
-                f"or more, and no more than {self._longest} in all."
+                f"or more, and no more than {self.longest} in all."
             )
         self._ids[row, begin:end] = torch.tensor(ids, dtype=torch.long, device=self._ids.device)
         self._turns.index[row, begin:end] = self._turns.now[row]
@@ -238,7 +236,7 @@ class Responses:
     @property
     def complete(self) -> bool:
         """Tell whether the newest turn of every row has finished."""
-        return bool((self._columns == self._longest).all())
+        return bool((self._columns == self.longest).all())
 
     def decoded(self) -> Decoded:
         """Return all responses, as wide as the longest row."""
@@ -269,19 +267,16 @@ class _Turns:
 
 # ------------------------------------------------------------------ reports of finished rows
 
-OnFinished = Callable[[int, list[int]], None]
-"""A function of a row of the completions and its tokens."""
-
 
 class FinishedRows:
     """Rows of one turn, each reported once.
 
     Args:
-        on_finished: Called for each row.
+        on_finished: Called with each row of the completions and its tokens.
         responses: The responses of the rows.
     """
 
-    def __init__(self, on_finished: OnFinished, responses: Responses) -> None:
+    def __init__(self, on_finished: Callable[[int, list[int]], None], responses: Responses) -> None:
         self._on_finished, self._responses = on_finished, responses
         self._reported: set[int] = set()
 
@@ -290,19 +285,3 @@ class FinishedRows:
         new = states.newly_finished(self._reported)
         for row, ids in zip(new, self._responses.texts(new) if new else (), strict=True):
             self._on_finished(row, ids)
-
-
-def report_batch(on_finished: OnFinished | None, rows: Tensor, decoded: Decoded) -> None:
-    """Report a batch, all of whose rows are finished."""
-    if on_finished is None:
-        return
-    for row, ids, mask in zip(rows.tolist(), decoded.ids, decoded.mask):
-        on_finished(row, ids[mask].tolist())
-
-
-def report_group(on_finished: OnFinished | None, number: int, answers: Sequence[list[int]], group_size: int) -> None:
-    """Report an engine's answers to a prompt: a greedy answer stands for the whole group."""
-    if on_finished is None:
-        return
-    for sample in range(group_size):
-        on_finished(number * group_size + sample, answers[sample % len(answers)])

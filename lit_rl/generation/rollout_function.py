@@ -177,7 +177,11 @@ class RolloutCalls(EpisodeSource):
     def _episode(self, row: ReturnedRow, prompt: Prompt, ended: bool, extra: dict[str, Any], seconds: float) -> Episode:
         messages = row.messages
         if messages is None:
-            messages = decoded_messages(row.token_ids, row.written, self._tokenizer)
+            # A stretch of tokens by one author is a message. Tokens do not name the author of answers: it is the user.
+            messages = []
+            for by_policy, part in groupby(zip(row.written, row.token_ids, strict=True), key=lambda each: each[0]):
+                text = self._tokenizer.decode([token for _, token in part], skip_special_tokens=True)
+                messages.append({"role": "assistant" if by_policy else "user", "content": str(text)})
         end: End = "answered" if ended else "cut"
         return Episode(
             prompt=prompt,
@@ -275,7 +279,16 @@ class RolloutHandle:
             GenerationError: a text for no completion, or called in another thread than the function.
         """
         numbers = list(range(len(self._keys))) if rows is None else list(rows)
-        self._check(prompt_ids, numbers)
+        if threading.get_ident() != self._thread:
+            raise GenerationError(
+                "trainer.generate was called in another thread than the rollout function: call it there."
+            )
+        known = set(range(len(self._keys)))
+        if len(prompt_ids) != len(numbers) or len(set(numbers)) < len(numbers) or not set(numbers) <= known:
+            raise GenerationError(
+                f"trainer.generate got {len(prompt_ids)} texts for the completions {excerpt(repr(list(numbers)))}. "
+                f"There are {len(self._keys)}, each at most once in a call: say with rows=[...] which they are for."
+            )
         if not numbers:
             return {name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "ended")}
         texts, limits = [list(ids) for ids in prompt_ids], self._limits(max_new_tokens, len(numbers))
@@ -336,17 +349,6 @@ class RolloutHandle:
                 out.response_ids, out.sampler_logprobs, out.ended.tolist(), within, strict=True
             )
         ]
-
-    def _check(self, prompt_ids: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
-        if threading.get_ident() != self._thread:
-            raise GenerationError(
-                "trainer.generate was called in another thread than the rollout function: call it there."
-            )
-        if len(prompt_ids) != len(rows) or len(set(rows)) < len(rows) or not set(rows) <= set(range(len(self._keys))):
-            raise GenerationError(
-                f"trainer.generate was given {len(prompt_ids)} texts for the completions {excerpt(repr(list(rows)))}. "
-                f"There are {len(self._keys)}, each at most once in a call: say with rows=[...] which they are for."
-            )
 
     def _prompts(self, prompt_ids: Sequence[list[int]], rows: Sequence[int]) -> Prompts:
         """Return the request: whole groups at their first turn, as it would be without a rollout function."""
@@ -597,27 +599,25 @@ def read_messages(given: Any, turns: int) -> list[Message]:
         raise InvalidMessages(
             f"takes messages, each a dict with the role {', '.join(_ROLES)}; here {excerpt(repr(given))}"
         )
-    said = sum(message["role"] == "assistant" for message in listed)
-    if said != turns:
+    by_assistant = sum(message["role"] == "assistant" for message in listed)
+    if by_assistant != turns:
         raise InvalidMessages(
-            f"takes a message of the assistant for each of the {turns} turns that env_mask has; here {said}"
+            f"takes a message of the assistant for each of the {turns} turns that env_mask has; here {by_assistant}"
         )
-    return [_read_message(message) for message in listed]
-
-
-def _read_message(message: Mapping[str, Any]) -> Message:
-    calls = message.get("tool_calls") or []
-    content = "" if message.get("content") is None and calls else message.get("content")
-    if not isinstance(content, str):
-        raise InvalidMessages(f"takes a text under 'content'; here {excerpt(repr(dict(message)))}")
-    read: Message = {**message, "content": content}
-    if calls:
-        read["tool_calls"] = [_read_call(call) for call in calls]
-    try:
-        json.dumps(read)
-    except (TypeError, ValueError) as error:
-        raise InvalidMessages(f"takes what JSON can write ({error}); here {excerpt(repr(read))}") from error
-    return read
+    messages: list[Message] = []
+    for message in listed:
+        calls = message.get("tool_calls") or []
+        content = "" if message.get("content") is None and calls else message.get("content")
+        if not isinstance(content, str):
+            raise InvalidMessages(f"takes a text under 'content'; here {excerpt(repr(dict(message)))}")
+        messages.append({**message, "content": content})
+        if calls:
+            messages[-1]["tool_calls"] = [_read_call(call) for call in calls]
+        try:
+            json.dumps(messages[-1])
+        except (TypeError, ValueError) as error:
+            raise InvalidMessages(f"takes what JSON can write ({error}); here {excerpt(repr(messages[-1]))}") from error
+    return messages
 
 
 def _read_call(call: Any) -> Message:
@@ -631,21 +631,3 @@ def _read_call(call: Any) -> Message:
             "takes calls such as {'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 1}}}; here "
             f"{excerpt(repr(call))}"
         ) from error
-
-
-def decoded_messages(token_ids: Sequence[int], written: Sequence[bool], tokenizer: Any) -> list[Message]:
-    """Return each stretch of tokens by one author as a message. Tokens do not name the author of answers: it is the
-    user.
-
-    Args:
-        token_ids: The completion's tokens.
-        written: True for those that the policy wrote.
-        tokenizer: The policy's.
-    """
-    return [
-        {
-            "role": "assistant" if by_policy else "user",
-            "content": str(tokenizer.decode([token for _, token in part], skip_special_tokens=True)),
-        }
-        for by_policy, part in groupby(zip(written, token_ids, strict=True), key=lambda each: each[0])
-    ]

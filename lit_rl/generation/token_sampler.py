@@ -41,43 +41,23 @@ class TokenSampler:
     """The sampler of a batch's next tokens, with the history that repetition penalty and bad words need.
 
     Args:
+        batch: The rows.
+        prompts: The request that they belong to.
         sampling: How to draw.
-        keys: Int64 ``(b,)`` noise keys, on the device of the logits.
-        prompt_ids: Long ``(b, p)``, and ``prompt_mask``, bool ``(b, p)``: the tokens that count as seen.
-        eos_ids: The tokens that ``min_new_tokens`` blocks.
-        bad_words: Forbidden token sequences.
     """
 
-    def __init__(
-        self,
-        sampling: Sampling,
-        keys: Tensor,
-        *,
-        prompt_ids: Tensor,
-        prompt_mask: Tensor,
-        eos_ids: tuple[int, ...],
-        bad_words: Sequence[Sequence[int]] = (),
-    ) -> None:
-        self.sampling = sampling
-        self._truncation = sampling.truncation
-        self.keys = keys
-        self._prompt = (prompt_ids, prompt_mask)
+    def __init__(self, batch: DecodeBatch, prompts: Prompts, sampling: Sampling) -> None:
+        self.sampling, self.keys = sampling, batch.keys
+        self._greedy, truncation = sampling.greedy, sampling.truncation
+        self._truncation = None if truncation.off else truncation
+        self._bans = Bans(sampling, prompts.eos_ids, bad_word_ids(prompts, sampling), len(batch.keys))
+        self._prompt = None if sampling.repetition_penalty == 1 else batch.repeated()
         self._seen: Tensor | None = None
-        self._begun: Tensor | None = None
+        self._begun = batch.begun
         self._uniforms: Tensor | None = None
-        self._bans = Bans(sampling, eos_ids, bad_words, len(keys))
-
-    @classmethod
-    def of(cls, batch: DecodeBatch, prompts: Prompts, sampling: Sampling) -> TokenSampler:
-        """Return the sampler for a decode batch of these prompts."""
-        ids, mask = batch.repeated()
-        words = bad_word_ids(prompts, sampling)
-        made = cls(sampling, batch.keys, prompt_ids=ids, prompt_mask=mask, eos_ids=prompts.eos_ids, bad_words=words)
-        made._begun = batch.begun
         longest = prompts.longest_response(sampling) + 1  # one column more: for tokens of finished rows
-        if not sampling.greedy and batch.begun is None and len(batch.keys) * longest <= _MOST_NOISE:
-            made._uniforms = noise.uniform(batch.keys[:, None], torch.arange(longest, device=batch.keys.device))
-        return made
+        if not self._greedy and batch.begun is None and len(batch.keys) * longest <= _MOST_NOISE:
+            self._uniforms = noise.uniform(batch.keys[:, None], torch.arange(longest, device=batch.keys.device))
 
     def __call__(self, logits: Tensor, position: int | Tensor, rows: Tensor | None = None) -> Drawn:
         """Draw the next tokens of all rows, or of those in ``rows``, long ``(n,)``, each at most once.
@@ -90,7 +70,13 @@ class TokenSampler:
         if sampling.repetition_penalty != 1:
             logits = repetition_penalty(logits, self._history(logits)[these], sampling.repetition_penalty)
         column = position if self._begun is None else position + self._begun[these]
-        drawn = Drawn(*greedy(logits), None) if sampling.greedy else self._draw(logits, self._noise(rows, column))
+        if self._greedy:
+            drawn = Drawn(*greedy(logits), None)
+        else:
+            scaled = temperature(logits, sampling.temperature)
+            kept = scaled if self._truncation is None else self._truncation(scaled)
+            mass = None if self._truncation is None else kept_logmass(scaled, kept)
+            drawn = Drawn(*draw(kept, self._noise(rows, column)), mass)
         if self._seen is not None:
             drew = torch.ones_like(drawn.tokens, dtype=torch.bool)  # True alone would be copied to an accelerator
             self._seen[torch.arange(len(self.keys), device=logits.device)[these], drawn.tokens] = drew
@@ -106,6 +92,7 @@ class TokenSampler:
             self._begun = torch.zeros(len(self.keys), dtype=torch.long, device=self.keys.device)
         self._begun[row].fill_(len(response_ids))  # assigned, it would be copied to the device
         if self._seen is not None:
+            assert self._prompt is not None
             ids, mask = (part[row] for part in self._prompt)
             self._seen[row] = False
             self._seen[row, ids[mask]] = True
@@ -118,14 +105,9 @@ class TokenSampler:
             return noise.uniform(self.keys if rows is None else self.keys[rows], column)
         return self._uniforms[torch.arange(len(self.keys), device=self.keys.device) if rows is None else rows, column]
 
-    def _draw(self, logits: Tensor, uniforms: Tensor) -> Drawn:
-        scaled = temperature(logits, self.sampling.temperature)
-        kept = self._truncation(scaled)
-        mass = None if self._truncation.off else kept_logmass(scaled, kept)
-        return Drawn(*draw(kept, uniforms), mass)
-
     def _history(self, logits: Tensor) -> Tensor:
         if self._seen is None:
+            assert self._prompt is not None
             ids, mask = self._prompt
             # Padding does not count as seen: it would make a row depend on the batch it stands in. It goes to a column
             # of its own, so that the device is not queried.
@@ -376,13 +358,10 @@ class EndDetector:
         self._decode = prompts.decode
         # A token is one byte or more, so this many hold any stop string, and the rest of a character cut before it.
         self.window = max((len(text.encode()) for text in self._stop), default=-3) + 4
+        self.stops = bool(sampling.stop)
+        """True where there are stop strings."""
         self.every = _LOOK_ON_CPU if device.type == "cpu" else _LOOK_ON_GPU
         """Tokens between two looks for stop strings, and for rows that are over."""
-
-    @property
-    def stops(self) -> bool:
-        """Tell whether there are stop strings."""
-        return bool(self._stop)
 
     def by_eos(self, tokens: Tensor) -> Tensor:
         """Return bool ``(b,)``: which of the newest tokens, long ``(b,)``, are an EOS."""
@@ -398,15 +377,14 @@ class EndDetector:
         """
         for behind in reversed(range(min(new, spoken - self._min_new_tokens) if self._stop else 0)):
             end = len(tail) - behind
-            if tail[end - 1] not in self._eos_ids and self._completes(tail[max(end - self.window, 0) : end]):
-                return behind
+            if tail[end - 1] in self._eos_ids:
+                continue
+            assert self._decode is not None  # see check_request
+            newest = tail[max(end - self.window, 0) : end]
+            text = self._decode(newest)
+            if any(stop in text for stop in self._stop):
+                # One that an earlier token completed does not count: it stood before min_new_tokens.
+                before = self._decode(newest[:-1])
+                if any(text.rfind(stop) > before.rfind(stop) for stop in self._stop):
+                    return behind
         return None
-
-    def _completes(self, tail: Sequence[int]) -> bool:
-        assert self._decode is not None  # see check_request
-        text = self._decode(tail)
-        if not any(stop in text for stop in self._stop):
-            return False
-        # One that an earlier token completed does not count: it stood before min_new_tokens.
-        before = self._decode(tail[:-1])
-        return any(text.rfind(stop) > before.rfind(stop) for stop in self._stop)

@@ -243,7 +243,7 @@ def stream(
     (batch,) = decode_batches(prompts, None, device)
     with rollout_mode(policy), job.fabric.autocast():
         steps = DecodingSteps(policy, batch, sampling.max_new_tokens)
-        sampler = TokenSampler.of(batch, prompts, sampling)
+        sampler = TokenSampler(batch, prompts, sampling)
         ends = EndDetector(prompts, sampling, device)
         said: list[int] = []
         for position in range(sampling.max_new_tokens):

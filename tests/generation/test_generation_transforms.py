@@ -13,7 +13,7 @@ from transformers.generation import logits_process as peer
 
 from lit_rl.core.rollout import Prompts, Sampling
 from lit_rl.generation import noise, token_sampler
-from lit_rl.generation.decode_batches import decode_batches
+from lit_rl.generation.decode_batches import DecodeBatch, decode_batches
 from lit_rl.generation.token_sampler import EndDetector, TokenSampler
 from lit_rl.ops.sampling_distribution import temperature, top_k
 
@@ -136,7 +136,7 @@ def test_noise_that_is_made_at_once_is_that_of_each_token(monkeypatch: pytest.Mo
     drawn = []
     for numbers in (token_sampler._MOST_NOISE, 0):
         monkeypatch.setattr(token_sampler, "_MOST_NOISE", numbers)
-        sampler = TokenSampler.of(batch, prompts, sampling)
+        sampler = TokenSampler(batch, prompts, sampling)
         assert (sampler._uniforms is None) == (numbers == 0)
         drawn += [[sampler(logits, 3).tokens, sampler(logits[rows], columns, rows).tokens]]
         assert torch.equal(sampler._noise(rows, columns), noise.uniform(batch.keys[rows], columns))
@@ -185,13 +185,9 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
 
 
 def sampler(sampling: Sampling, prompt: list[list[int]], mask: list[list[int]]) -> TokenSampler:
-    return TokenSampler(
-        sampling,
-        torch.arange(len(prompt)),
-        prompt_ids=torch.tensor(prompt),
-        prompt_mask=torch.tensor(mask).bool(),
-        eos_ids=(EOS, 3),
-    )
+    numbers = torch.arange(len(prompt))
+    batch = DecodeBatch(torch.tensor(prompt), torch.tensor(mask).bool(), 1, numbers, numbers, numbers.tolist())
+    return TokenSampler(batch, Prompts(prompt, numbers.tolist(), 1, (EOS, 3), PAD), sampling)
 
 
 def test_seen_tokens_are_those_of_prompt_and_response_but_not_padding() -> None:

@@ -231,13 +231,13 @@ def test_an_sdpa_of_the_models_own_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
     policy = GROUPED["qwen2"]()
     with torch.no_grad():
-        assert grouped_cache_proven(policy)
+        assert grouped_cache_proven(policy, 20)
         local = AttentionInterface()
         local["sdpa"] = halved
         monkeypatch.setattr(modeling_qwen2, "ALL_ATTENTION_FUNCTIONS", local)
         another = GROUPED["qwen2"]()
         assert fits_grouped_cache(another, 20)
-        assert not grouped_cache_proven(another)
+        assert not grouped_cache_proven(another, 20)
 
 
 def test_a_window_counts_only_where_the_text_is_as_long() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lit_rl.core.rollout import Sampling
 from lit_rl.generation.decode_batches import decode_batches
 from lit_rl.generation.decoding import DecodingSteps
-from lit_rl.generation.fast_decoding import LeanModel, LeanSteps, fits_lean_steps, lean_steps_proven
+from lit_rl.generation.fast_decoding import LeanModel, LeanSteps, lean_steps_proven
 from lit_rl.generation.grouped_cache import GroupedSteps, decode_probe, probe_batch
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models.forward import score
@@ -83,7 +83,7 @@ def kind_of(policy: nn.Module) -> Any:
 @torch.no_grad()
 def test_the_logits_are_the_models_own(policy: nn.Module) -> None:
     """Prompts of one to seven tokens; rows leave so that groups of unequal size remain, others join, some read."""
-    assert fits_lean_steps(policy) and lean_steps_proven(policy)
+    assert lean_steps_proven(policy)
     (batch,), (later,) = (
         list(decode_batches(ask(rows, group_size=2), None, torch.device("cpu"))) for rows in ((0, 1, 2), (3, 4))
     )
@@ -251,7 +251,7 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
 @torch.no_grad()
 def test_other_models_take_their_own_steps(kind: str) -> None:
     policy = OTHERS[kind]().eval()
-    assert not (fits_lean_steps(policy) and lean_steps_proven(policy))
+    assert not lean_steps_proven(policy)
     assert kind_of(policy) is GroupedSteps
 
 

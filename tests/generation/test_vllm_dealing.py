@@ -72,3 +72,13 @@ def test_what_a_lost_server_owes_is_asked_of_the_others_and_its_late_answers_are
     assert dealer.done(0, 2) and given(dealer) == [(0, 3)], "what was owed comes before what waits"
     assert dealer.done(0, 3) and dealer.done(0, 4) and given(dealer) == [(0, 1), (0, 6)]
     assert dealer.done(0, 1) and dealer.done(0, 6) and not dealer.busy
+
+
+def test_a_lost_server_takes_no_next_turn_from_the_others() -> None:
+    dealer = Dealer({0: 2, 1: 2, 2: 2})
+    assert given(dealer, *map(task, range(3))) == [(0, 0), (1, 1), (2, 2)]
+    assert dealer.done(0, 0) and dealer.done(1, 1) and dealer.done(2, 2)
+    for number in range(3):
+        dealer.add(task(number))  # the next turns
+    assert dealer.drop(1) == 1
+    assert given(dealer) == [(0, 0), (2, 2), (0, 1)], "the others stay where their text is cached"

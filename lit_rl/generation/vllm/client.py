@@ -486,10 +486,15 @@ def parse_facts(came: JSONAnswer) -> Facts:
         came.refuse(
             f"what workers of this lit_rl say: missing is {json_excerpt(missing)}, unknown {json_excerpt(unknown)}"
         )
+    model = came.part("model")  # architecture and sizes, see `worker.shape_of`
+    model.part("vocab_size").whole()
+    for name, value in model.value.items():
+        if type(value) not in (bool, int):
+            JSONAnswer(came.url, came.call, value, f"{model.place}[{json_excerpt(name)}]").word()
     return Facts(
         instance=came.part("instance").word(),
         version=came.part("version").whole_or_null(-_MOST),
-        model=_parse_model(came.part("model")),
+        model=model.value,
         dtype=came.part("dtype").word(),
         max_model_len=came.part("max_model_len").whole(),
         block_size=came.part("block_size").whole(high=_LARGEST_BLOCK),
@@ -498,15 +503,6 @@ def parse_facts(came: JSONAnswer) -> Facts:
         max_lora_rank=came.part("max_lora_rank").whole_or_null(0),
         device=came.part("device").word(),
     )
-
-
-def _parse_model(came: JSONAnswer) -> dict[str, Any]:
-    """Return architecture and sizes, see `worker.shape_of`: words and numbers, with the size of the vocabulary."""
-    came.part("vocab_size").whole()
-    for name, value in came.value.items():
-        if type(value) not in (bool, int):
-            JSONAnswer(came.url, came.call, value, f"{came.place}[{json_excerpt(name)}]").word()
-    return came.value
 
 
 def parse_completions(came: JSONAnswer, request: Request, vocabulary: int) -> list[EngineAnswer]:

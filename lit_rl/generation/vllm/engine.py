@@ -176,18 +176,11 @@ def _fields(sampling: Sampling, prompts: Prompts) -> dict[str, Any]:
     if sampling.logit_bias:
         fields["logit_bias"] = {str(token): float(bias) for token, bias in sampling.logit_bias.items()}
     if sampling.structured is not None:
-        fields["structured_outputs"] = structured_fields(sampling)
+        form = sampling.structured
+        choice = None if form.choice is None else list(form.choice)
+        named = {"choice": choice, "regex": form.regex, "json": form.json_schema, "grammar": form.grammar}
+        fields["structured_outputs"] = {name: value for name, value in named.items() if value is not None}
     return fields
-
-
-def structured_fields(sampling: Sampling) -> dict[str, Any]:
-    """Return the constraint on the response's text, by vLLM's names."""
-    constraint = sampling.structured
-    assert constraint is not None
-    if constraint.choice is not None:
-        return {"choice": list(constraint.choice)}
-    named = {"regex": constraint.regex, "json": constraint.json_schema, "grammar": constraint.grammar}
-    return {name: value for name, value in named.items() if value is not None}
 
 
 def _image_prompt(prompts: Prompts, number: int) -> ImagePrompt | None:

@@ -25,7 +25,7 @@ from lit_rl.core.rollout import Completions, Prompts, Sampling
 from lit_rl.generation.decode_batches import Decoded, assemble
 from lit_rl.generation.engine_kwargs import VLLM_NAMES
 from lit_rl.generation.generator import ConversationsLost, Gap, Generator, check_request, context_length
-from lit_rl.generation.responses import Responses, report_group
+from lit_rl.generation.responses import Responses
 from lit_rl.generation.vllm.engine import (
     CompletionWork,
     Engine,
@@ -314,11 +314,15 @@ class EngineGenerator(Generator):
             check_temperature(sampling)
             return ConversationWork(prompts, sampling, self._version, self._forbidden, self.generation_kwargs)
 
-        def tell(number: int, answers: list[EngineAnswer]) -> None:
-            report_group(prompts.on_finished, number, [answer.token_ids for answer in answers], prompts.group_size)
+        on_finished, size = prompts.on_finished, prompts.group_size
+
+        def report(number: int, answers: list[EngineAnswer]) -> None:
+            assert on_finished is not None
+            for sample in range(size):  # a greedy answer stands for the whole group
+                on_finished(number * size + sample, answers[sample % len(answers)].token_ids)
 
         requests = requests_of(prompts, sampling, self.generation_kwargs)
-        return CompletionWork(requests, None if prompts.on_finished is None else tell)
+        return CompletionWork(requests, None if on_finished is None else report)
 
     def _run(self, work: EngineWork) -> None:
         """Let the engine do the work. A collective."""

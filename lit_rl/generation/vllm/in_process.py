@@ -11,7 +11,7 @@ import os
 import random
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -256,10 +256,17 @@ class InProcessEngine:
 
     def _complete(self, work: EngineWork, heartbeat: Heartbeat | None) -> None:
         """Send new requests and take finished answers, until nothing is left."""
+        from vllm import SamplingParams  # pyright: ignore
+
         engine, running = self._llm.llm_engine, dict[str, tuple[int, Request]]()
         while True:
-            given = work.requests(wait=not running)
-            running |= zip(self._enqueue([request for _, request in given]), given)
+            if new := work.requests(wait=not running):
+                prompts = [prompt_input(request) for _, request in new]
+                with uninterruptible(), _generation_errors():
+                    settings = [SamplingParams(**sampling_arguments(request.fields)) for _, request in new]
+                    names = self._llm.enqueue(prompts, settings, use_tqdm=False, lora_request=self._adapter)
+                # vLLM adds something random to a name, and takes it off again.
+                running |= zip([name.partition("-")[0] for name in names], new)
             if not running:
                 return
             with uninterruptible(), _generation_errors():  # vLLM takes no step after one that was cut short
@@ -270,18 +277,6 @@ class InProcessEngine:
                 work.done(number, [read_output(output, one) for one in output.outputs])
             if heartbeat is not None:
                 heartbeat(*work.progress)
-
-    def _enqueue(self, requests: Sequence[Request]) -> list[str]:
-        """Give vLLM requests, and return the names of their outputs."""
-        from vllm import SamplingParams  # pyright: ignore
-
-        if not requests:
-            return []
-        prompts = [prompt_input(request) for request in requests]
-        with uninterruptible(), _generation_errors():
-            asked = [SamplingParams(**sampling_arguments(request.fields)) for request in requests]
-            names = self._llm.enqueue(prompts, asked, use_tqdm=False, lora_request=self._adapter)
-        return [name.partition("-")[0] for name in names]  # vLLM adds something random, and takes it off again
 
     def sleep(self) -> None:
         with restored_process_state():

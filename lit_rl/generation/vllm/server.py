@@ -126,7 +126,7 @@ class VLLMServerGenerator(EngineGenerator):
                     "generator.launch=true starts a server that its own machine alone can reach, and the run has "
                     "several: start servers with `lit-rl serve` and name them in generator.urls."
                 )
-            urls = ranks.gather_objects(ranks.run_on_all_ranks(lambda: self._launch(policy)))[0]
+            urls = ranks.broadcast_object(ranks.run_on_all_ranks(lambda: self._launch(policy)))
         return ranks.run_on_all_ranks(lambda: self._connect_first(urls))
 
     def _connect_first(self, urls: Sequence[str]) -> Engine:
@@ -183,10 +183,11 @@ class VLLMServerGenerator(EngineGenerator):
         lost = {url for theirs in ranks.gather_objects(engine.lost) for url in theirs}
         held = [client.url for client in engine.clients if client.url not in lost]
         away = [url for url in self.urls if url not in held]
-        back = ranks.gather_objects(responsive_servers(away, _LOST_DEADLINE) if away and ranks.rank() == 0 else [])[0]
+        asks = away and ranks.rank() == 0
+        back = ranks.broadcast_object(responsive_servers(away, _LOST_DEADLINE) if asks else [])
         if lost or back:
-            there = [url for url in self.urls if url in held or url in back]
-            ranks.run_on_all_ranks(lambda: self._switch_to(there, policy))
+            answering = [url for url in self.urls if url in held or url in back]
+            ranks.run_on_all_ranks(lambda: self._switch_to(answering, policy))
 
     def _is_current(self) -> bool:
         return self.engine is not None and ranks.run_on_all_ranks(self.engine.facts).version == self._version
@@ -227,8 +228,8 @@ class VLLMServerGenerator(EngineGenerator):
             self._pushed, error = None, lost
             self._sender.forget()
         ranks.run_on_all_ranks(lambda: self._restart_own(error))
-        there = ranks.gather_objects(ranks.run_on_all_ranks(lambda: self._wait_for_servers(error)))[0]
-        ranks.run_on_all_ranks(lambda: self._reconnect(there, policy))
+        answering = ranks.broadcast_object(ranks.run_on_all_ranks(lambda: self._wait_for_servers(error)))
+        ranks.run_on_all_ranks(lambda: self._reconnect(answering, policy))
         try:
             return work()
         except EngineLost as lost:

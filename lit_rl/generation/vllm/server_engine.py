@@ -40,7 +40,6 @@ from lit_rl.generation.vllm.engine import (
     EngineWork,
     Facts,
     Heartbeat,
-    ImagePrompt,
     Request,
     Shapes,
     check_prompt_tokens,
@@ -358,9 +357,9 @@ class Dealer:
     def drop(self, server: int) -> int:
         """Drop a server. Its open requests go to the others, before all others; return their number."""
         del self._capacities[server]
-        left = [*self._running.pop(server).values(), *(task for server, task in self._next_turns if server == server)]
-        self._next_turns = deque((server, task) for server, task in self._next_turns if server != server)
-        self._server_of = {number: server for number, server in self._server_of.items() if server != server}
+        left = [*self._running.pop(server).values(), *(task for to, task in self._next_turns if to == server)]
+        self._next_turns = deque((to, task) for to, task in self._next_turns if to != server)
+        self._server_of = {number: to for number, to in self._server_of.items() if to != server}
         self._waiting.extendleft(reversed(left))
         return len(left)
 
@@ -490,21 +489,15 @@ def ask_server(
     if request.pictured is None:
         body = {"model": model, "prompt": request.token_ids, **request.fields, "return_token_ids": True}
         return parse_completions(client.complete(body, until - time.monotonic()), request, vocabulary)
-    body = image_body(request.pictured, request.fields, model)
-    came = client.generate(body, until - time.monotonic())
-    check_prompt_tokens(request, number, parse_prompt(came))
-    return parse_generated(came, request, vocabulary)
-
-
-def image_body(pictured: ImagePrompt, fields: dict[str, Any], model: str) -> dict[str, Any]:
-    """Return the body of ``POST /inference/v1/generate``."""
     # PNG keeps the very pixels of the policy, and the conversion of other modes to RGB stays ours.
-    encoded = [base64.b64encode(as_png(image.open(), compress_level=1)).decode() for image in pictured.images]
-    parts = [{"type": "image_url", "url": f"data:image/png;base64,{image}"} for image in encoded]
-    return {
+    encoded = [base64.b64encode(as_png(image.open(), compress_level=1)).decode() for image in request.pictured.images]
+    body = {
         "model": model,
-        "token_ids": pictured.token_ids,
-        "content_parts": parts,
-        "sampling_params": fields,
+        "token_ids": request.pictured.token_ids,
+        "content_parts": [{"type": "image_url", "url": f"data:image/png;base64,{image}"} for image in encoded],
+        "sampling_params": request.fields,
         "return_token_ids": True,
     }
+    answer = client.generate(body, until - time.monotonic())
+    check_prompt_tokens(request, number, parse_prompt(answer))
+    return parse_generated(answer, request, vocabulary)

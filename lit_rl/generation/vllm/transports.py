@@ -63,7 +63,15 @@ class WeightSender:
         if not self._base_is_there:
             self._send(engine, Weights(weights.policy, weights.dtype, base_only=True), version, sends)
             self._base_is_there = True
-        self._send_adapter(engine, weights.policy, version, sends)
+        # Kept until the next one is there: a server reads it again whenever it loads the adapter again.
+        before = self._folder
+        self._folder = tempfile.TemporaryDirectory(prefix="lit_rl_adapter_", dir=shared_memory())
+        folder = ranks.broadcast_object(self._folder.name)  # rank 0 writes, for all of one machine
+        write_adapter(weights.policy, folder)
+        # Together, because who has not read the folder yet must find it.
+        ranks.run_on_all_ranks(lambda: push_adapter(engine, folder, version) if sends else None)
+        if before is not None:
+            before.cleanup()
 
     def _send(self, engine: Engine, weights: Weights, version: int, sends: bool) -> None:
         def work() -> None:
@@ -74,17 +82,6 @@ class WeightSender:
                     pass
 
         ranks.run_on_all_ranks(work)
-
-    def _send_adapter(self, engine: Engine, policy: nn.Module, version: int, sends: bool) -> None:
-        # Kept until the next one is there: a server reads it again whenever it loads the adapter again.
-        before = self._folder
-        self._folder = tempfile.TemporaryDirectory(prefix="lit_rl_adapter_", dir=shared_memory())
-        folder = ranks.gather_objects(self._folder.name)[0]  # rank 0 writes, for all of one machine
-        write_adapter(policy, folder)
-        # Together, because who has not read the folder yet must find it.
-        ranks.run_on_all_ranks(lambda: push_adapter(engine, folder, version) if sends else None)
-        if before is not None:
-            before.cleanup()
 
     def by_adapter(self, policy: nn.Module, facts: Facts) -> bool:
         """Tell whether the adapter is sent by itself."""
@@ -205,10 +202,10 @@ class Gloo(Transport):
     def send(self, weights: Iterator[tuple[str, Tensor]], shapes: Shapes, dtype: torch.dtype) -> None:
         group = self._join()
         for chunk in chunks(weights):
-            told = [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in chunk]
+            described = [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in chunk]
 
             def receive(client: Client) -> None:
-                client.rpc("lit_rl_receive", [told], deadline=self.deadline)  # noqa: B023
+                client.rpc("lit_rl_receive", [described], deadline=self.deadline)  # noqa: B023
 
             with ThreadPoolExecutor(1) as thread:
                 received = thread.submit(self.everywhere, receive)
@@ -286,8 +283,9 @@ def transport_for(kind: str, clients: Sequence[Client], deadline: float, device:
         BackendError: NCCL, and the policy is on no GPU.
     """
     if kind == "auto":
-        alone = on_this_machine([client.url for client in clients])
-        kind = "shared_memory" if alone else "nccl" if device.type == "cuda" and len(clients) == 1 else "gloo"
+        names, hosts = (socket.gethostname(), os.uname().nodename), [urlsplit(each.url).hostname for each in clients]
+        here = all(is_loopback(host) or host in names for host in hosts)
+        kind = "shared_memory" if here else "nccl" if device.type == "cuda" and len(clients) == 1 else "gloo"
     elif kind == "nccl" and device.type != "cuda":
         raise BackendError(
             f"generator.transport=nccl sends from GPU to GPU, and the policy is on {device.type}. Take "
@@ -347,12 +345,6 @@ def own_address(url: str) -> str:
                 "generator.transport=shared_memory."
             ) from error
         return str(probe.getsockname()[0])
-
-
-def on_this_machine(urls: Sequence[str]) -> bool:
-    """Tell whether every server runs on this machine."""
-    names, hosts = (socket.gethostname(), os.uname().nodename), [urlsplit(url).hostname for url in urls]
-    return all(is_loopback(host) or host in names for host in hosts)
 
 
 # ------------------------------------------------------------------ folders in memory

@@ -19,11 +19,10 @@ from torch import Tensor, nn
 
 from lit_rl.core.errors import DataError, GenerationError
 from lit_rl.core.rollout import Completions, Prompts, Sampling
-from lit_rl.core.visuals import ImageRef, as_png, pillow
+from lit_rl.core.visuals import as_png, pillow
 from lit_rl.data.rendering import render_prompt
 from lit_rl.data.row_visuals import image_of
 from lit_rl.data.visual_prompts import PromptVisuals
-from lit_rl.generation.decode_batches import left_pad
 from lit_rl.generation.generator import Gap, rollout_mode
 from lit_rl.generation.vllm.engine import Engine, EngineAnswer, Facts, Request, complete, completions_of, requests_of
 from lit_rl.models.forward import score
@@ -121,7 +120,17 @@ class WeightProbe:
         sharded."""
         device = device_of(policy)
         with rollout_mode(policy):
-            self._ours = _logprobs(policy, _as_completions(asked.ids[:1], asked.ids[1 : _SCORED + 1], policy))
+            text = torch.tensor([asked.ids[: _SCORED + 1]], device=device)
+            scored = Completions(
+                prompt_ids=text[:, :1],
+                prompt_mask=torch.ones_like(text[:, :1], dtype=torch.bool),
+                response_ids=text[:, 1:],
+                response_mask=torch.ones_like(text[:, 1:], dtype=torch.bool),
+                sampler_logprobs=torch.zeros(1, text.shape[1] - 1, device=device),
+                ended=torch.zeros(1, dtype=torch.bool, device=device),
+                group_id=torch.zeros(1, dtype=torch.long, device=device),
+            )
+            self._ours = _logprobs(policy, scored)
             parts = [self._ours - asked.scored]
             long = Prompts(token_ids=[asked.ids], keys=[0], group_size=1, eos_ids=(), pad_id=0)
             for prompts, answers in zip((long, self._picture), asked.written):
@@ -183,21 +192,6 @@ def coarser_dtype(dtype: str, policy: nn.Module) -> str:
     return max((kind for kind in kinds if kind in LIMITS), key=lambda kind: LIMITS[kind].mean)
 
 
-def _as_completions(prompt: list[int], response: list[int], policy: nn.Module) -> Completions:
-    device = device_of(policy)
-    ids, mask = left_pad([prompt], 0)
-    answer = torch.tensor([response])
-    return Completions(
-        prompt_ids=ids.to(device),
-        prompt_mask=mask.to(device),
-        response_ids=answer.to(device),
-        response_mask=torch.ones_like(answer, dtype=torch.bool, device=device),
-        sampler_logprobs=torch.zeros(answer.shape, device=device),
-        ended=torch.zeros(1, dtype=torch.bool, device=device),
-        group_id=torch.zeros(1, dtype=torch.long, device=device),
-    )
-
-
 def _logprobs(policy: nn.Module, completions: Completions) -> Tensor:
     return score(policy, completions, Sampling()).logprobs[0].cpu()
 
@@ -217,7 +211,10 @@ def image_probe(model: LanguageModel) -> Prompts | None:
     if model.processor is None:
         return None
     tokenizer: Any = model.tokenizer
-    picture = _probe_image()
+    # Bands and a slope, in which any vision tower finds a signal.
+    places = ((x, y) for y in range(_SIDE) for x in range(_SIDE))
+    pixels = bytes(value for x, y in places for value in (x * 4, y * 4, 255 * (x // 8 + y // 16 & 1)))
+    picture = image_of(as_png(pillow().frombytes("RGB", (_SIDE, _SIDE), pixels)), _WHERE)
     try:
         text = render_prompt(tokenizer, _ASKED, _WHERE, {})  # pyright: ignore[reportArgumentType]
         ids, vision = model.processor.process(text, (picture,), _WHERE)
@@ -227,10 +224,3 @@ def image_probe(model: LanguageModel) -> Prompts | None:
     encode = partial(tokenizer.encode, add_special_tokens=False)
     seen = replace(vision, source=PromptVisuals(text, (picture,), _WHERE))
     return Prompts([ids], [0], 1, (), model.pad_id, encode=encode, vision=[seen])
-
-
-def _probe_image() -> ImageRef:
-    """Return an image of bands and a slope, in which any vision tower finds a signal."""
-    places = ((x, y) for y in range(_SIDE) for x in range(_SIDE))
-    pixels = bytes(value for x, y in places for value in (x * 4, y * 4, 255 * (x // 8 + y // 16 & 1)))
-    return image_of(as_png(pillow().frombytes("RGB", (_SIDE, _SIDE), pixels)), _WHERE)

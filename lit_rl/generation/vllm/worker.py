@@ -125,17 +125,14 @@ class WeightUpdates:
             distributed.PrefixStore("lit_rl", store), rank, world, limit
         )
 
-    def lit_rl_receive(self, told: list[tuple[str, str, list[int]]]) -> None:
+    def lit_rl_receive(self, described: list[tuple[str, str, list[int]]]) -> None:
         """Receive weights that the trainer broadcasts, in this order: name, type and shape of each."""
-        group = self._lit_rl_group
-
-        def arriving() -> Iterable[tuple[str, Tensor]]:
-            for name, dtype, shape in told:
-                tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-                group.broadcast(tensor, 0).wait()
-                yield name, tensor
-
-        self.lit_rl_load(list(arriving()))  # all first: a weight that is refused must not leave the trainer waiting
+        weights = []  # all first: a weight that is refused must not leave the trainer waiting
+        for name, dtype, shape in described:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            self._lit_rl_group.broadcast(tensor, 0).wait()
+            weights.append((name, tensor))
+        self.lit_rl_load(weights)
 
     def lit_rl_finish(self, version: int) -> None:
         """Close the update and stamp it.
