@@ -210,9 +210,12 @@ class PPO(PolicyGradient):
         )
         critic = token_mean(per_token, mask, totals)
         share = torch.ones((), device=critic.device) / totals.micro_batches
+        now = scores.logprobs.detach()
+        old = now if rollout.old_logprobs is None else rollout.old_logprobs
+        ratios = token_ratio(now, old, mask).clamp(max=MAX_LOG_RATIO).exp()
         sums = {
             "value/explained_variance": Summed(value_sums(scores.values, rollout.returns, mask), "explained_variance"),
-            "value/ratio_var": Summed(_ratio_moments(scores.logprobs, rollout), "variance"),
+            "value/ratio_var": Summed(masked_moments(ratios, mask), "variance"),
         }
         losses = {"loss/policy_avg": (policy.detach(), share), "loss/value_avg": (critic.detach(), share)}
         renamed = {theirs: metrics[ours] for theirs, ours in _TRL_NAMES.items() if ours in metrics}
@@ -348,10 +351,3 @@ def _rollout_metrics(
     metrics: Metrics = {name: (masked_sum(values, has_reward).double(), count) for name, values in per_row.items()}
     ended = scored.completions.ended.sum().double()
     return metrics | {"value/num_eos_tokens": (ended, torch.ones_like(ended) / world_size)}
-
-
-def _ratio_moments(logprobs: Tensor, rollout: Rollout) -> Tensor:
-    """Return `masked_moments` of the ratios to the policy that took the rollout, over the micro-batch's loss tokens."""
-    mask, now = rollout.loss_mask, logprobs.detach()
-    old = now if rollout.old_logprobs is None else rollout.old_logprobs
-    return masked_moments(token_ratio(now, old, mask).clamp(max=MAX_LOG_RATIO).exp(), mask)

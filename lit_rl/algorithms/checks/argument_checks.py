@@ -98,8 +98,15 @@ class CheckedArguments:
 
     def __new__(cls, *arguments: Any, **given: Any) -> Self:
         _check_nothing_missing(cls, arguments, given)
+        by_name = dict(zip(inspect.signature(cls).parameters, arguments, strict=False)) | given
+        values: dict[str, Any] = {}
+        for base in cls.__mro__:
+            if "__init__" in vars(base) and issubclass(base, CheckedArguments):
+                for parameter in [*inspect.signature(base.__init__).parameters.values()][1:]:
+                    if parameter.kind not in _VARIADIC and parameter.name not in ("model", "tokenizer"):
+                        values.setdefault(parameter.name, by_name.get(parameter.name, parameter.default))
         made = super().__new__(cls)
-        object.__setattr__(made, "_arguments", _every_argument(cls, arguments, given))
+        object.__setattr__(made, "_arguments", values)
         return made
 
     _arguments: dict[str, Any]
@@ -108,22 +115,7 @@ class CheckedArguments:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Reduce to an empty object and the state, so that copies and pickles pass no arguments to `__new__`."""
         _, _, *state = super().__reduce_ex__(protocol)
-        return _empty_object, (type(self),), *state
-
-
-def _empty_object(kind: type) -> Any:
-    return object.__new__(kind)
-
-
-def _every_argument(algorithm: type, arguments: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    named = dict(zip(inspect.signature(algorithm).parameters, arguments, strict=False)) | dict(given)
-    every: dict[str, Any] = {}
-    for each in algorithm.__mro__:
-        if "__init__" in vars(each) and issubclass(each, CheckedArguments):
-            for parameter in [*inspect.signature(each.__init__).parameters.values()][1:]:
-                if parameter.kind not in _VARIADIC:
-                    every.setdefault(parameter.name, named.get(parameter.name, parameter.default))
-    return {name: value for name, value in every.items() if name not in ("model", "tokenizer")}
+        return object.__new__, (type(self),), *state
 
 
 def _check_nothing_missing(algorithm: type, arguments: Sequence[Any], given: Mapping[str, Any]) -> None:

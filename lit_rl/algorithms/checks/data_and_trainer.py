@@ -280,8 +280,21 @@ def check_run_length(trainer: Any, batches: int, steps: float, val_batches: Sequ
         )
     last = steps * trainer.accumulate_grad_batches
     first = _first_validation(taken, interval, every) if validates else math.inf
-    if first is not None and (first > last or not validates):
-        _check_no_val_monitor(trainer, first, last)
+    if first is None or (validates and first <= last):
+        return
+    for callback in trainer.callbacks:
+        monitor = getattr(callback, "monitor", None)
+        if monitor is None or not monitor.startswith("val"):
+            continue
+        why = "it validates nothing"
+        if first < math.inf:
+            why = (
+                f"it ends after {last:g} micro-batches, before the first validation, which comes after {first:g}. Set "
+                f"trainer.val_check_interval to {last:g} or less, or trainer.max_steps higher"
+            )
+        raise ConfigError(
+            f"{type(callback).__name__}(monitor={monitor!r}) watches a validation, and this run makes none: {why}."
+        )
 
 
 def _batches_taken(trainer: Any, stage: str, batches: int) -> int:
@@ -305,22 +318,6 @@ def _first_validation(batches: int, interval: Any, every: int | None) -> int | N
         return None
     within = interval if isinstance(interval, int) else max(1, int(batches * interval))
     return within if every is None else (every - 1) * batches + within
-
-
-def _check_no_val_monitor(trainer: Any, first: float, last: float) -> None:
-    for callback in trainer.callbacks:
-        monitor = getattr(callback, "monitor", None)
-        if monitor is None or not monitor.startswith("val"):
-            continue
-        why = "it validates nothing"
-        if first < math.inf:
-            why = (
-                f"it ends after {last:g} micro-batches, before the first validation, which comes after {first:g}. Set "
-                f"trainer.val_check_interval to {last:g} or less, or trainer.max_steps higher"
-            )
-        raise ConfigError(
-            f"{type(callback).__name__}(monitor={monitor!r}) watches a validation, and this run makes none: {why}."
-        )
 
 
 def warn_unused_reference(reference: Reference, needed: bool, otherwise: str) -> None:

@@ -39,7 +39,17 @@ def check_episodes(env: Interactive, generator: Generator, sampling: Sampling, e
         generator.check_converses()
     else:
         generator.check_asked_alone()
-        _check_whole_distribution(sampling)
+        if not sampling.truncation.off:
+            raise ConfigError(
+                "sampling.top_k, top_p or min_p cut the distribution, and what a rollout function returns does not say "
+                "how much of it they left: set top_k=0, top_p=1 and min_p=0 with env=rollout_func."
+            )
+        if sampling.repetition_penalty != 1 or sampling.min_new_tokens:
+            raise ConfigError(
+                "sampling.repetition_penalty and min_new_tokens go by the tokens before each one, and what a rollout "
+                "function returns does not say what stood before a token when it was drawn: set repetition_penalty=1 "
+                "and min_new_tokens=0 with env=rollout_func."
+            )
     if generator.lag:
         raise ConfigError(
             f"generator.lag={generator.lag} draws while the policy learns, and what env= names would run in this "
@@ -59,20 +69,6 @@ def check_episodes(env: Interactive, generator: Generator, sampling: Sampling, e
             )
 
 
-def _check_whole_distribution(sampling: Sampling) -> None:
-    if not sampling.truncation.off:
-        raise ConfigError(
-            "sampling.top_k, top_p or min_p cut the distribution, and what a rollout function returns does not say how "
-            "much of it they left: set top_k=0, top_p=1 and min_p=0 with env=rollout_func."
-        )
-    if sampling.repetition_penalty != 1 or sampling.min_new_tokens:
-        raise ConfigError(
-            "sampling.repetition_penalty and min_new_tokens go by the tokens before each one, and what a rollout "
-            "function returns does not say what stood before a token when it was drawn: set repetition_penalty=1 and "
-            "min_new_tokens=0 with env=rollout_func."
-        )
-
-
 def open_journal(env: Interactive, folder: str, rank: int) -> Journal | None:
     """Return the journal of the replies of a run's environments; None where there is none.
 
@@ -88,23 +84,18 @@ def open_journal(env: Interactive, folder: str, rank: int) -> Journal | None:
         return None
     if not isinstance(env.journal, str):
         return Journal(Path(folder) / "env_journal", rank)
-    named = Path(env.journal).expanduser()
-    if rank == 0:
-        _claim_journal(named, Path(folder).resolve())
-    return Journal(named, rank)
-
-
-def _claim_journal(journal: Path, run: Path) -> None:
-    """Claim a journal's folder for a run: replies are keyed by their place in it, so two runs would mix them up."""
-    owner = journal / "run.txt"
-    if not owner.exists():
-        journal.mkdir(parents=True, exist_ok=True)
-        owner.write_text(f"{run}\n", encoding="utf-8")
-    elif (other := owner.read_text(encoding="utf-8").strip()) != str(run):
-        raise ConfigError(
-            f"env.journal={str(journal)!r} holds the replies of the run in {other}, and this one is in {run}: name "
-            f"another folder, or remove {owner} if that run was moved here."
-        )
+    journal, run = Path(env.journal).expanduser(), Path(folder).resolve()
+    if rank == 0:  # replies are keyed by their place in a run, so two runs would mix them up
+        owner = journal / "run.txt"
+        if not owner.exists():
+            journal.mkdir(parents=True, exist_ok=True)
+            owner.write_text(f"{run}\n", encoding="utf-8")
+        elif (other := owner.read_text(encoding="utf-8").strip()) != str(run):
+            raise ConfigError(
+                f"env.journal={str(journal)!r} holds the replies of the run in {other}, and this one is in {run}: name "
+                f"another folder, or remove {owner} if that run was moved here."
+            )
+    return Journal(journal, rank)
 
 
 def make_episode_source(

@@ -245,10 +245,6 @@ class DDPBuckets:
     """True where gradients are views of them in a step with one micro-batch. With several, the sums are tensors of
     their own until the last."""
 
-    def beside_gradients(self, steps_in_parts: bool) -> int:
-        """Return the bytes besides the gradients."""
-        return 0 if self.viewed and not steps_in_parts else self.size
-
 
 @dataclass(frozen=True)
 class GatheredWeights:
@@ -264,16 +260,6 @@ class GatheredWeights:
     """Bytes of embeddings and heads of other models."""
     gradients: int = 0
     """Bytes of the largest unit's gradients, before they are sharded."""
-
-    @property
-    def learning(self) -> dict[str, int]:
-        """Parts of a step's memory: two layers, one of them prefetched."""
-        return {"gathered weights": self.root + self.others + 2 * self.layer, "whole gradients": self.gradients}
-
-    @property
-    def generating(self) -> dict[str, int]:
-        """Parts of a rollout's memory."""
-        return {"gathered weights": self.whole + self.others}
 
 
 @dataclass(frozen=True)
@@ -352,20 +338,22 @@ class Memory:
             held = {name: size for name, size in held.items() if name in _WHOLE}
         learning = self._activations(rows) | self._working(rows, steps_in_parts)
         generating = self._cache(self.decoding, decoded) if self.decoding else {}
-        if self.gathered is not None:
-            learning |= self.gathered.learning
-            generating |= self.gathered.generating if generating else {}
+        if (gathered := self.gathered) is not None:
+            learning["gathered weights"] = gathered.root + gathered.others + 2 * gathered.layer  # one is prefetched
+            learning["whole gradients"] = gathered.gradients
+            if generating:
+                generating["gathered weights"] = gathered.whole + gathered.others
         generating = held | _with_fragmentation(generating) if generating else {}
         return MemoryPlan(held | _with_fragmentation(learning), generating, waiting + self._on_host(rows))
 
     def held(self, steps_in_parts: bool) -> dict[str, int]:
         """Return the parts that exist whatever is computed."""
         networks = [self.policy] + ([self.critic] if self.critic else [])
-        trained = sum(network.trained for network in networks)
+        trained, buckets = sum(network.trained for network in networks), self.buckets
         parts = {
             "weights": self.policy.weight_bytes,
             "gradients": self.numbers.gradient * trained,
-            "buckets": self.buckets.beside_gradients(steps_in_parts) if self.buckets else 0,
+            "buckets": 0 if buckets is None or (buckets.viewed and not steps_in_parts) else buckets.size,
             "optimizer": (self.numbers.moments + self.numbers.remainder) * trained,
             "critic": self.critic.weight_bytes if self.critic else 0,
             **self.others,

@@ -40,7 +40,7 @@ def memory_budget(
         planned: Bytes of tensors that are on the GPU already, and part of the plan.
     """
     if gigabytes is not None:
-        return budget_of_gigabytes(gigabytes)
+        return int(gigabytes * GIB * (1 - KEPT_FREE))
     if device.type == "cuda":
         # Memory that torch has reserved without tensors is available; tensors of a reward model stay.
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -70,11 +70,6 @@ def device_memory(device: torch.device, *, gigabytes: float | None = None) -> in
 def host_memory_budget(processes: int = 1) -> int | None:
     """Return the bytes of main memory for offloading by each process of a machine; None where not known."""
     return memory_budget(torch.device("cpu"), processes=processes)
-
-
-def budget_of_gigabytes(gigabytes: float) -> int:
-    """Return the bytes that a plan may use of a number of GiB."""
-    return int(gigabytes * GIB * (1 - KEPT_FREE))
 
 
 def available_memory(root: Path = Path("/")) -> int | None:

@@ -271,7 +271,11 @@ def policy_network(model: LanguageModel, shape: ModelShape, numbers: NumberSizes
     if model.lora is None and model.adapter is None:
         held = numbers.weight * shape.parameters
         return Network(shape, shape.parameters - _frozen_parameters(model, model.frozen_parts), held, head=head, **how)
-    rank, targets = _adapter_settings(model)
+    if model.lora is not None:
+        rank, targets = model.lora.r, model.lora.targets
+    else:  # PEFT's usual ones where the config of the continued adapter is missing
+        saved = _saved_adapter(model)
+        rank, targets = saved.get("r", 16) or 16, saved.get("target_modules") or "all-linear"
     adapted = _adapted_layers(model, shape, targets)
     trained = sum(rank * (linear.inputs + linear.outputs) * linear.count for linear in adapted)
     base = int(stored_bytes(model, numbers) * shape.parameters)
@@ -305,14 +309,6 @@ def _widened_numbers(adapted: Iterable[LinearLayers], numbers: NumberSizes) -> i
     """Return the numbers a token that float32 adapters read beside narrow layers, without autocast."""
     narrow = numbers.product < 4 and not numbers.cast and numbers.weight < 4  # FSDP2 gathers narrow adapters
     return sum(linear.inputs * linear.count for linear in adapted) if narrow else 0
-
-
-def _adapter_settings(model: LanguageModel) -> tuple[int, Any]:
-    """Return rank and targets of the adapter, fresh or continued (16 on all layers where its config is missing)."""
-    if model.lora is not None:
-        return model.lora.r, model.lora.targets
-    saved = _saved_adapter(model)
-    return saved.get("r", 16) or 16, saved.get("target_modules") or "all-linear"
 
 
 def _saved_adapter(model: LanguageModel) -> dict[str, Any]:

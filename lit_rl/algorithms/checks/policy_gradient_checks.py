@@ -86,9 +86,27 @@ def check_estimator_inputs(
             "alone: there is no group that it could be shaped in. Take algo/shaping=none; a reward function "
             "(reward=soft_overlong, reward=cosine_length) judges both by their lengths."
         )
-    if is_from_ops(estimator):
-        _check_changes_are_read(estimator, credit, reward_beta)
-        whitening.fits(of_tokens=_probe_advantages(estimator).ndim == 2)
+    if not is_from_ops(estimator):
+        return
+    changes = {
+        "algo/shaping": credit.shaping is not None,
+        "algo/reward_norm": credit.norm is not None,
+        f"algo.reward_clip={list(credit.clip or ())}": credit.clip is not None,
+    }
+    before = _probe_advantages(estimator)
+    unread = [key for key, is_set in changes.items() if is_set]
+    if unread and not torch.equal(before, _probe_advantages(estimator, change=_CHANGE)):
+        unread = []  # advantages change with the processed rewards while the functions' own values stay
+    # A KL is a penalty at a token without reward.
+    if reward_beta and torch.equal(before, _probe_advantages(estimator, kl=_CHANGE)):
+        unread.append(f"algo.reward_beta={reward_beta}")
+    if unread:
+        raise ConfigError(
+            f"{', '.join(unread)}: {name_of(estimator)} does not read what this makes of the rewards, or not at "
+            "every token. Leave it out, or take another algo/advantage (group_normalized reads everything). A KL "
+            "in the loss is algo.beta."
+        )
+    whitening.fits(of_tokens=before.ndim == 2)
 
 
 def check_token_estimator(estimator: Estimator, whitening: Whitening) -> None:
@@ -165,28 +183,6 @@ def _make_columns(
     }
 
 
-def _check_changes_are_read(estimator: Estimator, credit: CreditAssignment, reward_beta: float) -> None:
-    """Refuse changes of the rewards that the estimator does not read: they would have no effect."""
-    changes = {
-        "algo/shaping": credit.shaping is not None,
-        "algo/reward_norm": credit.norm is not None,
-        f"algo.reward_clip={list(credit.clip or ())}": credit.clip is not None,
-    }
-    before = _probe_advantages(estimator)
-    unread = [key for key, is_set in changes.items() if is_set]
-    if unread and not torch.equal(before, _probe_advantages(estimator, change=_CHANGE)):
-        unread = []  # advantages change with the processed rewards while the functions' own values stay
-    # A KL is a penalty at a token without reward.
-    if reward_beta and torch.equal(before, _probe_advantages(estimator, kl=_CHANGE)):
-        unread.append(f"algo.reward_beta={reward_beta}")
-    if unread:
-        raise ConfigError(
-            f"{', '.join(unread)}: {name_of(estimator)} does not read what this makes of the rewards, or not at "
-            "every token. Leave it out, or take another algo/advantage (group_normalized reads everything). A KL "
-            "in the loss is algo.beta."
-        )
-
-
 def _probe_advantages(estimator: Estimator, **differences: Sequence[float]) -> Tensor:
     return call_on_columns(estimator, _make_columns(_REWARDS, **differences))
 
@@ -219,9 +215,17 @@ def check_loss_settings(loss: Callable[..., Any], key: str = "algo.loss") -> Non
     """
     given = getattr(loss, "keywords", {})
     for name, annotation in annotations_of(loss).items():
+        if (value := given.get(name)) is None:
+            continue
         for range_ in annotated_metadata(annotation):
-            if (value := given.get(name)) is not None:
-                _check_range(f"{key}.{name}", value, range_, loss)
+            match range_:
+                case Range():
+                    in_range(f"{key}.{name}", value, low=range_.low, high=range_.high, open_low=range_.open_low)
+                case Above():
+                    bound = range_.bound(**{other: setting_of(loss, other) for other in parameters(range_.bound)})
+                    in_range(f"{key}.{name}", value, low=bound, open_low=True)
+                case Pair() if not (len(value) == 2 and range_.sound(*value)):
+                    raise ConfigError(f"{key}.{name}={list(value)} must be {range_.meaning}.")
 
 
 def check_declared_weights(loss: Callable[..., Any], key: str = "algo.loss") -> None:
@@ -238,17 +242,6 @@ def check_declared_weights(loss: Callable[..., Any], key: str = "algo.loss") -> 
             "`weights: "
             "Tensor | None`: the loss is then multiplied by them afterwards, as every other is."
         )
-
-
-def _check_range(key: str, value: Any, range_: Any, loss: Callable[..., Any]) -> None:
-    match range_:
-        case Range():
-            in_range(key, value, low=range_.low, high=range_.high, open_low=range_.open_low)
-        case Above():
-            bound = range_.bound(**{name: setting_of(loss, name) for name in parameters(range_.bound)})
-            in_range(key, value, low=bound, open_low=True)
-        case Pair() if not (len(value) == 2 and range_.sound(*value)):
-            raise ConfigError(f"{key}={list(value)} must be {range_.meaning}.")
 
 
 def check_loss_output(returned: Any, logprobs: Tensor, loss: Callable[..., Any]) -> tuple[Tensor, Metrics]:

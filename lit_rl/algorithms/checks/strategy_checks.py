@@ -51,14 +51,15 @@ def check_zero_settings(model: LanguageModel, precision: str, strategy: DeepSpee
             "deepspeed_3."
         )
     strategy.check_device()
+    name = f"strategy=deepspeed_{strategy.stage}"
     if precision != FLOAT32:
         raise ConfigError(
-            f"trainer.precision={precision}: {_stage_key(strategy)} is proven in float32 only. Take "
+            f"trainer.precision={precision}: {name} is proven in float32 only. Take "
             f"trainer.precision={FLOAT32}, {_OR_FSDP}."
         )
     if model.dtype != "float32":
         raise ConfigError(
-            f"model.dtype={model.dtype}: {_stage_key(strategy)} is proven with weights in float32 only. Take "
+            f"model.dtype={model.dtype}: {name} is proven with weights in float32 only. Take "
             f"model.dtype=float32, {_OR_FSDP}."
         )
     if model.quantization is not None:
@@ -152,10 +153,6 @@ def check_zero_model(policy: nn.Module, strategy: ZeROStrategy) -> None:
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def _stage_key(strategy: ZeROStrategy) -> str:
-    return f"strategy=deepspeed_{strategy.stage}"
-
-
 _NOT_COMPARED = "was never compared with one process under strategy=fsdp_tp"
 
 
@@ -182,10 +179,6 @@ def check_tensor_parallel(name: str, *, proven: bool, stage: str, tp_size: int, 
         )
     if not proven:
         raise ConfigError(f"algo={name} {_NOT_COMPARED}: GRPO, DPO and SFT were. Take one of these, {_OR_FSDP}.")
-    _check_tensor_parallel_model(model, precision, tp_size)
-
-
-def _check_tensor_parallel_model(model: Any, precision: str, tp_size: int) -> None:
     settings = {
         "trainer.precision": (precision, "32-true"),
         "model.dtype": (model.dtype, "float32"),

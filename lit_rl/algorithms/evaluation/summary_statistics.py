@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.data_parallel import Ranks
-from lit_rl.core.episode import RETURNED_IMAGES, TOKENS, Episode
+from lit_rl.core.episode import RETURNED_IMAGES, TOKENS
 from lit_rl.core.rollout import Completions, PromptBatch, Rollout
 from lit_rl.core.transfers import to_host
 from lit_rl.environments.observations import images_of_content
@@ -278,27 +278,23 @@ def sample_table(
         table["advantage"] = advantages.tolist()
     host = completions.on_host
     table |= {"length": host.lengths.tolist(), "ended": host.ended.tolist()}
-    if completions.episodes is not None:
-        table |= {"group": host.group_id.tolist()} | _episode_columns(completions.episodes)
+    if (episodes := completions.episodes) is not None:
+        images = [
+            [image for message in episode.messages for image in images_of_content(message.get("content"))]
+            for episode in episodes
+        ]
+        table |= {"group": host.group_id.tolist()} | ({RETURNED_IMAGES: images} if any(images) else {})
+        table |= {
+            "completion": [episode.transcript() for episode in episodes],
+            "turns": [episode.turns for episode in episodes],
+            "end": [episode.end for episode in episodes],
+            "turn_rewards": [json.dumps(episode.turn_rewards, default=float) for episode in episodes],
+            "episode_reward": [math.nan if episode.reward is None else float(episode.reward) for episode in episodes],
+            "calls": [episode.calls for episode in episodes],
+            "failed_calls": [episode.failed_calls for episode in episodes],
+            "unreadable_calls": [episode.unreadable_calls for episode in episodes],
+            "observed_tokens": [episode.observed_tokens for episode in episodes],
+            "episode_error": [episode.error or "" for episode in episodes],
+            "messages": [json.dumps(episode.messages, ensure_ascii=False, default=str) for episode in episodes],
+        }
     return table | {name: values for name, values in {**columns, **scores.extras}.items() if name not in table}
-
-
-def _episode_columns(episodes: Sequence[Episode]) -> dict[str, list[Any]]:
-    returned = [
-        [image for message in episode.messages for image in images_of_content(message.get("content"))]
-        for episode in episodes
-    ]
-    seen = {RETURNED_IMAGES: returned} if any(returned) else {}
-    return seen | {
-        "completion": [episode.transcript() for episode in episodes],
-        "turns": [episode.turns for episode in episodes],
-        "end": [episode.end for episode in episodes],
-        "turn_rewards": [json.dumps(episode.turn_rewards, default=float) for episode in episodes],
-        "episode_reward": [math.nan if episode.reward is None else float(episode.reward) for episode in episodes],
-        "calls": [episode.calls for episode in episodes],
-        "failed_calls": [episode.failed_calls for episode in episodes],
-        "unreadable_calls": [episode.unreadable_calls for episode in episodes],
-        "observed_tokens": [episode.observed_tokens for episode in episodes],
-        "episode_error": [episode.error or "" for episode in episodes],
-        "messages": [json.dumps(episode.messages, ensure_ascii=False, default=str) for episode in episodes],
-    }

@@ -106,7 +106,17 @@ class ComparedModel:
         tokenizer: Any = model.tokenizer
         batch = drawing.asked.batch
         if against != BASE:
-            batch = replace(batch, prompt_ids=_prompt_ids(tokenizer, batch, against, options))
+            # Its own tokenizer and template render the prompts, with the tools and arguments of the rows, too.
+            settings: dict[str, Any] = {"where": f"eval.win_rate_against={against}"}
+            settings["control"] = control_tokens(tokenizer)
+            shared_kwargs = dict(getattr(options, "chat_template_kwargs", None) or {})
+            prompt_ids = []
+            for row, prompt in enumerate(batch.prompts):
+                columns = {name: values[row] for name, values in batch.columns.items()}
+                kwargs = shared_kwargs | row_template_kwargs(columns, settings["where"])
+                kwargs |= tools_argument(columns.get("tools"))
+                prompt_ids.append(encode_prompt(tokenizer, prompt, chat_template_kwargs=kwargs, **settings))
+            batch = replace(batch, prompt_ids=prompt_ids)
         asked = replace(drawing.asked.by_another(weights), batch=batch, model=model)
         with drawing.source.aside(), drawing.context():
             completions = drawing.source.draw_other(asked)
@@ -168,18 +178,6 @@ def compare(
     verdicts = check_verdicts(type(judge).__name__, verdicts, len(ours))
     wins = [math.nan if v is None else 1 - v if turn else v for v, turn in zip(verdicts, turned)]
     return torch.tensor(wins, dtype=torch.float64)
-
-
-def _prompt_ids(tokenizer: Any, batch: PromptBatch, against: str, options: Any) -> list[list[int]]:
-    """Return the prompts as tokens of another model."""
-    settings: dict[str, Any] = {"where": f"eval.win_rate_against={against}", "control": control_tokens(tokenizer)}
-    given = dict(getattr(options, "chat_template_kwargs", None) or {})
-    found = []
-    for number, prompt in enumerate(batch.prompts):  # the policy reads the row's tools and arguments too
-        columns = {name: values[number] for name, values in batch.columns.items()}
-        kwargs = given | row_template_kwargs(columns, settings["where"]) | tools_argument(columns.get("tools"))
-        found.append(encode_prompt(tokenizer, prompt, chat_template_kwargs=kwargs, **settings))
-    return found
 
 
 def _order_pairs(ours: Sequence[Any], theirs: Sequence[Any], turned: Sequence[bool]) -> tuple[list[Any], list[Any]]:

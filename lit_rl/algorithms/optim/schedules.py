@@ -144,12 +144,8 @@ def scheduler_by_group(
             "has several: a critic's own schedule, or its warm-up. Take Linear, Cosine or Constant of lit_rl, or an "
             "object with factor(step, total_steps) -> float."
         )
-    return LambdaLR(optimizer, [_with_total_steps(schedule, total_steps) for schedule in schedules])
-
-
-def _with_total_steps(schedule: Any, total_steps: float) -> Callable[[int], float]:
-    # A plain function: LambdaLR would save the attributes of any other callable in every checkpoint.
-    return lambda step: schedule.factor(step, total_steps)
+    # Plain functions: LambdaLR would save the attributes of any other callable in every checkpoint.
+    return LambdaLR(optimizer, [lambda step, factor=each.factor: factor(step, total_steps) for each in schedules])  # pyright: ignore
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,18 @@ def to_plain(item: Any) -> Any:
         given = [None if each is None or not each.from_environment else _source(each) for each in used.prompts]
         world: dict[str, Any] = {"given": given} if any(given) else {}
         if used.later:
-            world["later"] = [[_plain_later(each) for each in of] for of in used.later]
+            world["later"] = [
+                [
+                    {
+                        "column": image.column,
+                        "tokens": image.tokens,
+                        "per_token": dict(image.seen.per_token),
+                        "shown": _source(image.seen),
+                    }
+                    for image in images
+                ]
+                for images in used.later
+            ]
         # Values of tokens are kept, as an episode's prompt may have more of them than the data's row.
         return {
             "rows": [-1 if prompt is None else prompt.row for prompt in used.prompts],
@@ -61,15 +72,6 @@ def to_plain(item: Any) -> Any:
     if isinstance(item, tuple) and any(map(dataclasses.is_dataclass, item)):
         return [to_plain(each) for each in item]
     return item
-
-
-def _plain_later(each: Later) -> dict[str, Any]:
-    return {
-        "column": each.column,
-        "tokens": each.tokens,
-        "per_token": dict(each.seen.per_token),
-        "shown": _source(each.seen),
-    }
 
 
 def _source(seen: PromptVision) -> dict[str, Any]:
@@ -183,13 +185,8 @@ def restore_pixels(
         assert found is not None
         return dataclasses.replace(found, per_token=kept.per_token, from_environment=kept.from_environment)
 
-    def later_again(each: Later) -> Later:
-        found = again(each.seen)
-        assert found is not None
-        return dataclasses.replace(each, seen=found)
-
     prompts = [None if prompt is None else again(prompt) for prompt in item.vision.prompts]
-    later = [tuple(map(later_again, of)) for of in item.vision.later]
+    later = [tuple(dataclasses.replace(image, seen=again(image.seen)) for image in row) for row in item.vision.later]
     return dataclasses.replace(item, vision=Vision(prompts, item.vision.index, later))
 
 

@@ -71,7 +71,9 @@ def model_record(description: LanguageModel, policy: nn.Module, reference: Any) 
     from peft import PeftModel
 
     frozen = {name_in_base(name): p for name, p in policy.named_parameters() if not p.requires_grad}
-    record: Record = {"model.name": description.name, "tokenizer": _tokenizer(description.tokenizer)}
+    tokenizer: Any = description.tokenizer
+    encoded = repr((sorted(tokenizer.get_vocab().items()), tokenizer.encode("naïve 日本語 🙂 2+2=4\n\t x  y")))
+    record: Record = {"model.name": description.name, "tokenizer": text_digest(encoded)}
     if frozen:
         record["frozen weights"] = weights_digest(frozen)
     if isinstance(policy, PeftModel):
@@ -98,12 +100,6 @@ def weights_digest(weights: Mapping[str, Tensor]) -> str:
         made.update(f"{name} {tuple(tensor.shape)}".encode())
         made.update(some.contiguous().view(torch.uint8).numpy().tobytes())
     return made.hexdigest()
-
-
-def _tokenizer(tokenizer: Any) -> str:
-    return text_digest(
-        repr((sorted(tokenizer.get_vocab().items()), tokenizer.encode("naïve 日本語 🙂 2+2=4\n\t x  y")))
-    )
 
 
 def _adapter(config: Any) -> Record:

@@ -7,7 +7,6 @@ opponent made of its reference (`generate_opponent_pairs`).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -47,51 +46,43 @@ class Scored:
 
     def prompts(self, which: list[int]) -> Scored:
         """Return the given prompts, in that order, with all their completions."""
+        batch = replace(
+            self.batch,
+            prompts=[self.batch.prompts[i] for i in which],
+            prompt_ids=[self.batch.prompt_ids[i] for i in which],
+            columns={name: [values[i] for i in which] for name, values in self.batch.columns.items()},
+            rows=[self.batch.rows[i] for i in which],
+            occurrences=[self.batch.occurrences[i] for i in which],
+        )
         rows = (torch.tensor(which)[:, None] * self.group_size + torch.arange(self.group_size)).flatten()
-        return Scored(_select_prompts(self.batch, which), select(self.completions, rows), scores_of(self.scores, rows))
+        return Scored(batch, select(self.completions, rows), scores_of(self.scores, rows))
 
     def followed_by(self, more: Scored) -> Scored:
         """Return the prompts of both, these first; their completions get one width."""
-        return Scored(
-            _join_batches(self.batch, more.batch),
-            join_completions(self.completions, more.completions),
-            _join_scores(self.scores, more.scores),
+        first, second = self.batch, more.batch
+        batch = replace(
+            first,
+            prompts=[*first.prompts, *second.prompts],
+            prompt_ids=[*first.prompt_ids, *second.prompt_ids],
+            columns={name: [*values, *second.columns[name]] for name, values in first.columns.items()},
+            rows=[*first.rows, *second.rows],
+            occurrences=[*first.occurrences, *second.occurrences],
         )
+        completions = join_completions(self.completions, more.completions)
+        return Scored(batch, completions, _join_scores(self.scores, more.scores))
 
 
 def scores_of(scores: Scores, rows: Tensor) -> Scores:
     """Return the scores of the given rows; logged metrics are those of all rows."""
     indices, rows = rows.tolist(), rows.to(scores.total.device)
     spans = scores.span_rewards
-    return dataclasses.replace(
+    return replace(
         scores,
         values=scores.values[rows],
         total=scores.total[rows],
         weights=scores.weights[rows],
         extras={name: [values[i] for i in indices] for name, values in scores.extras.items()},
         span_rewards=None if spans is None else [spans[i] for i in indices],
-    )
-
-
-def _select_prompts(batch: PromptBatch, which: list[int]) -> PromptBatch:
-    return dataclasses.replace(
-        batch,
-        prompts=[batch.prompts[i] for i in which],
-        prompt_ids=[batch.prompt_ids[i] for i in which],
-        columns={name: [values[i] for i in which] for name, values in batch.columns.items()},
-        rows=[batch.rows[i] for i in which],
-        occurrences=[batch.occurrences[i] for i in which],
-    )
-
-
-def _join_batches(one: PromptBatch, two: PromptBatch) -> PromptBatch:
-    return dataclasses.replace(
-        one,
-        prompts=[*one.prompts, *two.prompts],
-        prompt_ids=[*one.prompt_ids, *two.prompt_ids],
-        columns={name: [*values, *two.columns[name]] for name, values in one.columns.items()},
-        rows=[*one.rows, *two.rows],
-        occurrences=[*one.occurrences, *two.occurrences],
     )
 
 
@@ -106,7 +97,7 @@ def _join_scores(one: Scores, two: Scores) -> Scores:
     missing = [None] * len(one.total), [None] * len(two.total)
     names = {**one.extras, **two.extras}
     extras = {name: [*one.extras.get(name, missing[0]), *two.extras.get(name, missing[1])] for name in names}
-    return dataclasses.replace(
+    return replace(
         one,
         values=torch.cat([one.values, two.values]),
         total=torch.cat([one.total, two.total]),

@@ -102,8 +102,14 @@ class CreditAssignment:
         """
         completions, scores = scored.completions, scored.scores
         mask = completions.response_mask
-        if scores.span_rewards is not None:
-            self._refuse_changed_spans()
+        changes = {"shaping": self.shaping, "reward_norm": self.norm, "reward_clip": self.clip}
+        changed = [f"algo.{name}" for name, setting in changes.items() if setting is not None]
+        if scores.span_rewards is not None and changed:
+            raise ConfigError(
+                f"{', '.join(changed)}: the reward functions returned spans, and this changes the reward of a whole "
+                "completion, of which no span would have its share. Leave it out, or change the values of the spans in "
+                "the reward function."
+            )
         # Rewards come from the host: the copies are asynchronous.
         total, values, weights = (
             to_device(each, mask.device) for each in (scores.total, scores.values, scores.weights)
@@ -112,7 +118,9 @@ class CreditAssignment:
         rewards = self._of_rows(completions, total, ranks)
         per_token, step_ends = token_rewards(rewards, completions, scores.span_rewards, tokenizer)
         values = values.masked_fill(rewards.isnan()[:, None], torch.nan)
-        greedy = None if scored.greedy_rewards is None else self._greedy(scored.greedy_rewards)
+        greedy = scored.greedy_rewards
+        if greedy is not None:  # scaled like sampled ones, which alone update the norm: their variance is another
+            greedy = self._clipped(greedy if self.norm is None else self.norm.scaled(greedy))
         end_id = getattr(tokenizer, "eos_token_id", None)
         return Credit(rewards, per_token, step_ends, values, weights, greedy, end_id)
 
@@ -128,26 +136,8 @@ class CreditAssignment:
             rewards = of_all[ranks.rank * len(rewards) :][: len(rewards)]
         return self._clipped(rewards)
 
-    def _greedy(self, rewards: Tensor) -> Tensor:
-        """Normalise and clip the greedy completions' rewards like those of the sampled completions.
-
-        `__call__` normalises the sampled ones first. The running norm is updated with the sampled ones alone: greedy
-        completions do not represent the variance of rewards.
-        """
-        return self._clipped(rewards if self.norm is None else self.norm.scaled(rewards))
-
     def _clipped(self, rewards: Tensor) -> Tensor:
         return rewards if self.clip is None else rewards.clamp(*self.clip)
-
-    def _refuse_changed_spans(self) -> None:
-        """Refuse settings that change a row's reward if there are spans: the change would go to the last token."""
-        changes = {"shaping": self.shaping, "reward_norm": self.norm, "reward_clip": self.clip}
-        if changed := [f"algo.{name}" for name, value in changes.items() if value is not None]:
-            raise ConfigError(
-                f"{', '.join(changed)}: the reward functions returned spans, and this changes the reward of a whole "
-                "completion, of which no span would have its share. Leave it out, or change the values of the spans in "
-                "the reward function."
-            )
 
 
 def token_rewards(

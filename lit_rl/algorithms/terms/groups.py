@@ -24,7 +24,7 @@ from lit_rl.algorithms.rollouts.rollout_source import abort_on_all_ranks
 from lit_rl.algorithms.rollouts.scored import Scored, Spare
 from lit_rl.core.errors import ConfigError, RewardError, describe_error, did_you_mean, in_range
 from lit_rl.core.process_state import is_raised_by_user_code, mix_seed, preserve_process_state, seed_generators
-from lit_rl.core.rollout import Completions, Rollout, join_rollouts, select, trim_rollout
+from lit_rl.core.rollout import Rollout, join_rollouts, select, trim_rollout
 from lit_rl.core.vision_inputs import PromptVision
 from lit_rl.data.visual_prompts import Processor
 from lit_rl.generation.collect import as_reward_input, texts_of
@@ -121,7 +121,11 @@ class DynamicSampling(GroupSelection):
             wanted = ranks.counts(len(places))
         self._position = position  # only now: if the generator fails, the rollout is drawn again from its beginning
         counts = {"groups/dropped": dropped, "groups/drawn": completed, "groups/empty": sum(wanted)}
-        scored = dataclasses.replace(scored, kept=_rows_outside(places, scored.completions, len(scored.batch)))
+        if places:
+            in_group = torch.ones(len(scored.batch), dtype=torch.bool)
+            in_group[places] = False
+            kept = in_group.repeat_interleave(scored.group_size).to(scored.completions.group_id.device)
+            scored = dataclasses.replace(scored, kept=kept)
         return scored, {name: _global_count(count, ranks) for name, count in counts.items()}
 
     def fits(self, group_size: int, *, compares_completions: Callable[[], bool]) -> None:
@@ -300,15 +304,6 @@ def _fill(scored: Scored, places: list[int], extra: Scored, flat: set[int]) -> t
     filled = scored.followed_by(extra).prompts(source)
     completions = dataclasses.replace(filled.completions, group_id=scored.completions.group_id)
     return dataclasses.replace(filled, completions=completions), places[len(good) :]
-
-
-def _rows_outside(places: list[int], completions: Completions, prompts: int) -> Tensor | None:
-    if not places:
-        return None
-    inside = torch.zeros(prompts, dtype=torch.bool)
-    inside[places] = True
-    kept = ~inside.repeat_interleave(len(completions) // prompts)
-    return kept.to(completions.group_id.device)
 
 
 def _global_count(count: int, ranks: Ranks) -> tuple[Tensor, Tensor]:
