@@ -135,14 +135,14 @@ class NashMD(JudgedModule):
 def _judge_metrics(rollout: Rollout, wins: Tensor) -> Metrics:
     """Return metrics of the judge's verdicts and of the rewards of policy and opponent."""
     judged, ended = ~wins.isnan(), rollout.completions.ended.float()
-    ours, theirs = rollout.rewards[0::2], rollout.rewards[1::2]
+    policy_rewards, opponent_rewards = rollout.rewards[0::2], rollout.rewards[1::2]
     every = torch.ones_like(judged)
     return {
         "rewards/probabilities": mean_of(wins, judged),
         "rewards/accuracies": mean_of((wins > 0.5).float(), judged),
-        "rewards/chosen": mean_of(ours, ~ours.isnan()),
-        "rewards/rejected": mean_of(theirs, ~theirs.isnan()),
-        "rewards/margins": mean_of(ours - theirs, ~(ours - theirs).isnan()),
+        "rewards/chosen": mean_of(policy_rewards, ~policy_rewards.isnan()),
+        "rewards/rejected": mean_of(opponent_rewards, ~opponent_rewards.isnan()),
+        "rewards/margins": mean_of(policy_rewards - opponent_rewards, ~(policy_rewards - opponent_rewards).isnan()),
         "model_contain_eos_token": mean_of(ended[0::2], every),
         "ref_contain_eos_token": mean_of(ended[1::2], every),
     }

@@ -205,7 +205,7 @@ class PPO(PolicyGradient):
         policy, metrics = super().loss(rollout, scores, totals, step)
         if self.global_step < self.critic_warmup:
             policy = policy * 0.0
-        per_token, of_values = clipped_value_loss(
+        per_token, value_metrics = clipped_value_loss(
             scores.values, rollout.old_values, rollout.returns, mask, clip=self.value_clip
         )
         critic = token_mean(per_token, mask, totals)
@@ -218,8 +218,8 @@ class PPO(PolicyGradient):
             "value/ratio_var": Summed(masked_moments(ratios, mask), "variance"),
         }
         losses = {"loss/policy_avg": (policy.detach(), share), "loss/value_avg": (critic.detach(), share)}
-        renamed = {theirs: metrics[ours] for theirs, ours in _TRL_NAMES.items() if ours in metrics}
-        return policy + self.vf_coef * critic, metrics | of_values | renamed | losses | sums
+        renamed = {trl_name: metrics[name] for trl_name, name in _TRL_NAMES.items() if name in metrics}
+        return policy + self.vf_coef * critic, metrics | value_metrics | renamed | losses | sums
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -240,13 +240,13 @@ class PPO(PolicyGradient):
         part = slot % self.plan.accumulate * self.plan.world_size + self.data_rank
         texts = self.ptx.batch(self._encoder, self.global_step, self.seed)
         total = texts.learned.sum().clamp(min=1)
-        mine = texts.take(slice(part, None, shares)).to(self.device)
-        if not len(mine):
+        own_texts = texts.take(slice(part, None, shares)).to(self.device)
+        if not len(own_texts):
             zero = torch.zeros((), device=self.device)
             return zero, {"ptx_loss": (zero, zero)}
-        scores = score_texts(self.policy, mine, options=self.forward_options)
-        loss = -masked_sum(scores.logprobs, mine.learned)
-        return loss / total.to(loss.device) * shares, {"ptx_loss": (loss.detach(), mine.learned.sum())}
+        scores = score_texts(self.policy, own_texts, options=self.forward_options)
+        loss = -masked_sum(scores.logprobs, own_texts.learned)
+        return loss / total.to(loss.device) * shares, {"ptx_loss": (loss.detach(), own_texts.learned.sum())}
 
     @property
     def _encoder(self) -> Encoder:

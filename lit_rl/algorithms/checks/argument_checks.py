@@ -1,6 +1,6 @@
-"""Checks of what a constructor, a Trainer or a factory was given, with hints for people who know other libraries.
+"""Checks of the arguments of constructors, Trainers and factories, with hints for people who know other libraries.
 
-Each message says what came, what is allowed, and what to write.
+Each message names the argument, its value, what is allowed, and what to write.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ class CheckedArguments:
     LightningCLI read, keeps its arguments without defaults.
     """
 
-    def __new__(cls, *arguments: Any, **given: Any) -> Self:
-        _check_nothing_missing(cls, arguments, given)
-        by_name = dict(zip(inspect.signature(cls).parameters, arguments, strict=False)) | given
+    def __new__(cls, *arguments: Any, **keywords: Any) -> Self:
+        _check_nothing_missing(cls, arguments, keywords)
+        by_name = dict(zip(inspect.signature(cls).parameters, arguments, strict=False)) | keywords
         values: dict[str, Any] = {}
         for base in cls.__mro__:
             if "__init__" in vars(base) and issubclass(base, CheckedArguments):
@@ -118,17 +118,17 @@ class CheckedArguments:
         return object.__new__, (type(self),), *state
 
 
-def _check_nothing_missing(algorithm: type, arguments: Sequence[Any], given: Mapping[str, Any]) -> None:
+def _check_nothing_missing(algorithm: type, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
     known = inspect.signature(algorithm).parameters.values()
     by_position = [each for each in known if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    set_already = {each.name for each in by_position[: len(arguments)]} | given.keys()
+    set_already = {each.name for each in by_position[: len(arguments)]} | keywords.keys()
     needed = [each.name for each in known if each.default is each.empty and each.kind not in _VARIADIC]
     if missing := [name for name in needed if name not in set_already]:
-        elsewhere = {name: value for name, value in given.items() if name in _ALIAS_HINTS}
-        check_keywords(algorithm, elsewhere, algorithm)
-        said = ", and ".join(_NEEDED.get(name, f"{name}=...") for name in missing)
+        foreign = {name: value for name, value in keywords.items() if name in _ALIAS_HINTS}
+        check_keywords(algorithm, foreign, algorithm)
+        examples = ", and ".join(_NEEDED.get(name, f"{name}=...") for name in missing)
         name = algorithm.__name__
-        raise MissingArgument(f"{name} needs {' and '.join(missing)}. Pass {said}. help({name}) says more.")
+        raise MissingArgument(f"{name} needs {' and '.join(missing)}. Pass {examples}. help({name}) says more.")
 
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -155,33 +155,33 @@ def check_reward(algorithm: type, model: Any, value: Any) -> None:
         )
 
 
-def check_keywords(algorithm: type, given: Mapping[str, Any], taken: type) -> None:
+def check_keywords(algorithm: type, keywords: Mapping[str, Any], taken: type) -> None:
     """Refuse keywords that no constructor of an algorithm takes.
 
     Args:
         algorithm: The class to construct.
-        given: The keywords to pass on.
+        keywords: The keywords to pass on.
         taken: The class whose constructor, with its bases', gets them.
 
     Raises:
         ConfigError: names the first of them, and where it belongs or what is near.
     """
-    refuse_unknown_keywords(algorithm, given, taken, partial(_alias_hint, getattr(algorithm, "learns_from", None)))
+    refuse_unknown_keywords(algorithm, keywords, taken, partial(_alias_hint, getattr(algorithm, "learns_from", None)))
 
 
 def _alias_hint(learns_from: Kind | None, name: str, known: set[str]) -> str:
     """Return the hint for a name of another library, where the algorithm has such a setting."""
-    said = _ALIAS_HINTS.get(name, "")
-    if said == _DATA and learns_from is not None:
-        return said.replace("RolloutDataModule(", f"{_data_module_name(learns_from)}(")
-    if said == _LENGTH and learns_from is not None:
+    hint = _ALIAS_HINTS.get(name, "")
+    if hint == _DATA and learns_from is not None:
+        return hint.replace("RolloutDataModule(", f"{_data_module_name(learns_from)}(")
+    if hint == _LENGTH and learns_from is not None:
         return f"it belongs to the data module: lit_rl.{_data_module_name(learns_from)}(rows, max_length=...)"
-    place = {_SAMPLING: "sampling", _ENV: "env", _CRITIC: "critic"}.get(
-        said, "reward" if name.startswith("reward_") else None
+    setting = {_SAMPLING: "sampling", _ENV: "env", _CRITIC: "critic"}.get(
+        hint, "reward" if name.startswith("reward_") else None
     )
-    if place is None or place in known:
-        return said
-    return "it learns from the rows of a data set" if place == "reward" else ""
+    if setting is None or setting in known:
+        return hint
+    return "it learns from the rows of a data set" if setting == "reward" else ""
 
 
 def _data_module_name(learns_from: Kind | None) -> str:
@@ -204,9 +204,9 @@ def check_data_module(algorithm: type, value: Any) -> None:
         check_example_data(value, kind, algorithm.__name__)
     if value is None or isinstance(value, L.LightningDataModule):
         return
-    came = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+    passed = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
     raise ConfigError(
-        f"datamodule is {came}, and no data module. Pass datamodule=lit_rl.{_data_module_name(kind)}(rows)."
+        f"datamodule is {passed}, and no data module. Pass datamodule=lit_rl.{_data_module_name(kind)}(rows)."
     )
 
 
@@ -243,10 +243,10 @@ def check_trainer(name: str, value: L.Trainer, *, compiled: bool) -> None:
 def refuse_damaged_checkpoints(strategy: Any) -> None:
     """Patch a strategy to refuse a damaged checkpoint with a clear message: the module learns the path too late."""
     if "load_checkpoint" not in vars(strategy):
-        strategy.load_checkpoint = partial(_load_whole, strategy.load_checkpoint)
+        strategy.load_checkpoint = partial(_load_if_whole, strategy.load_checkpoint)
 
 
-def _load_whole(load: Any, checkpoint_path: Any, *args: Any, **keywords: Any) -> Any:
+def _load_if_whole(load: Any, checkpoint_path: Any, *args: Any, **keywords: Any) -> Any:
     file = Path(checkpoint_path) if isinstance(checkpoint_path, str | Path) else None
     if file is not None and file.is_file() and not zipfile.is_zipfile(file):
         size = file.stat().st_size
@@ -270,21 +270,21 @@ def check_environment(value: Any) -> None:
         )
 
 
-def check_functions(optional: bool = False, /, **given: Any) -> None:
+def check_functions(optional: bool = False, /, **settings: Any) -> None:
     """Refuse settings that are not functions of tensors.
 
     Args:
         optional: Whether None is allowed.
-        given: The settings by name.
+        settings: The settings by name.
 
     Raises:
         ConfigError: one cannot be called, or is None where a function is needed.
     """
-    for key, value in given.items():
+    for key, value in settings.items():
         if not callable(value) and not (optional and value is None):
-            none = ", or None" if optional else ""
+            or_none = ", or None" if optional else ""
             raise ConfigError(
-                f"{key} is {value!r:.60}. Allowed is a function of tensors{none}: one of lit_rl.ops, such as "
+                f"{key} is {value!r:.60}. Allowed is a function of tensors{or_none}: one of lit_rl.ops, such as "
                 "lit_rl.clipped_policy_loss for loss, functools.partial of one, or your own (docs/architecture.md)."
             )
 
@@ -353,7 +353,7 @@ def check_shape(key: str, value: Any, *shapes: tuple[int, ...]) -> None:
     Raises:
         ConfigError: the result is no tensor, or of another shape.
     """
-    came = tuple(value.shape) if isinstance(value, Tensor) else None
-    if came not in shapes:
-        what = f"a tensor of shape {came}" if came is not None else f"a {type(value).__name__}"
+    found = tuple(value.shape) if isinstance(value, Tensor) else None
+    if found not in shapes:
+        what = f"a tensor of shape {found}" if found is not None else f"a {type(value).__name__}"
         raise ConfigError(f"{key} gave {what}. It is to return a tensor of shape {' or '.join(map(str, shapes))}.")

@@ -71,7 +71,7 @@ exponentials, the gradients of two of them."""
 REWARD_MODELS = "reward models"
 """The name of a run's reward models among the frozen models."""
 
-_WHOLE = ("engine", REWARD_MODELS)
+_NOT_SHARDED = ("engine", REWARD_MODELS)
 """Parts that every rank holds whole."""
 
 FRAGMENTATION = 0.1
@@ -334,17 +334,17 @@ class Memory:
         """
         held, waiting = self.held(steps_in_parts), 0
         if self.shards_on_host:
-            waiting = sum(size for name, size in held.items() if name not in _WHOLE)
-            held = {name: size for name, size in held.items() if name in _WHOLE}
+            waiting = sum(size for name, size in held.items() if name not in _NOT_SHARDED)
+            held = {name: size for name, size in held.items() if name in _NOT_SHARDED}
         learning = self._activations(rows) | self._working(rows, steps_in_parts)
-        generating = self._cache(self.decoding, decoded) if self.decoding else {}
+        generating = self._decoding(self.decoding, decoded) if self.decoding else {}
         if (gathered := self.gathered) is not None:
             learning["gathered weights"] = gathered.root + gathered.others + 2 * gathered.layer  # one is prefetched
             learning["whole gradients"] = gathered.gradients
             if generating:
                 generating["gathered weights"] = gathered.whole + gathered.others
         generating = held | _with_fragmentation(generating) if generating else {}
-        return MemoryPlan(held | _with_fragmentation(learning), generating, waiting + self._on_host(rows))
+        return MemoryPlan(held | _with_fragmentation(learning), generating, waiting + self._offloaded_bytes(rows))
 
     def held(self, steps_in_parts: bool) -> dict[str, int]:
         """Return the parts that exist whatever is computed."""
@@ -359,7 +359,7 @@ class Memory:
             **self.others,
             "engine": self.engine,
         }
-        return {name: size // (1 if name in _WHOLE else self.spread_over) for name, size in parts.items() if size}
+        return {name: size // (1 if name in _NOT_SHARDED else self.spread_over) for name, size in parts.items() if size}
 
     def _calls(self, network: Network, rows: int) -> list[ForwardCall]:
         """Return the calls of a network in the forward pass of a micro-batch."""
@@ -368,23 +368,23 @@ class Memory:
 
     def _calls_of_rows(self, network: Network, rows: int) -> list[ForwardCall]:
         p, t, g = self.lengths.prompt, self.lengths.response, min(rows, self.lengths.group)
-        shares = self.lengths.shares and network is self.policy and not network.checkpointing and t > 1
+        runs_prompts_once = self.lengths.shares and network is self.policy and not network.checkpointing and t > 1
         prompts = -(-rows // g)
-        if shares and (rows - prompts) * p >= WORTH * rows * (p + t):
-            of_key = network.shape.query_width / network.shape.kv_width
-            folded = self.lengths.folds and not network.eager and is_worth(rows / prompts, of_key, t, p)
+        if runs_prompts_once and (rows - prompts) * p >= WORTH * rows * (p + t):
+            queries_per_key = network.shape.query_width / network.shape.kv_width
+            folded = self.lengths.folds and not network.eager and is_worth(rows / prompts, queries_per_key, t, p)
             return [ForwardCall(prompts, p, p), ForwardCall(rows, t - 1, p + t - 1, folded)]
         return [ForwardCall(rows * self.lengths.texts, p + t, p + t)]
 
     def _activations(self, rows: int) -> dict[str, int]:
         """Return what the backward pass reads, for the policy and a critic that learns in the same step."""
         networks = list(filter(None, (self.policy, self.critic)))
-        kept = sum(self._kept(network, rows) for network in networks)
-        parts = {"activations": kept, "logits": self._logits(rows)}
-        seen = [(network.sight, self._prompts_seen(network, rows)) for network in networks]
+        total = sum(self._activation_bytes(network, rows) for network in networks)
+        parts = {"activations": total, "logits": self._logit_bytes(rows)}
+        vision = [(network.sight, self._prompts_seen(network, rows)) for network in networks]
         images = {
-            "pixels": sum(prompts * sight.pixels for sight, prompts in seen if sight),
-            "activations of images": sum(prompts * sight.kept for sight, prompts in seen if sight),
+            "pixels": sum(prompts * sight.pixels for sight, prompts in vision if sight),
+            "activations of images": sum(prompts * sight.kept for sight, prompts in vision if sight),
         }
         return parts | {name: size for name, size in images.items() if size}
 
@@ -392,24 +392,24 @@ class Memory:
         """Return the number of prompts whose images a pass sees: one a row, or one a group where it runs once."""
         return self._calls_of_rows(network, rows)[0].rows
 
-    def _kept(self, network: Network, rows: int) -> int:
+    def _activation_bytes(self, network: Network, rows: int) -> int:
         """Return the bytes of the activations of a network."""
         calls = self._calls(network, rows)
         copies = 1 if network.adapters == 0 else len(calls)  # autocast caches copies of trained weights
         if network.narrow or (network.adapters and network.checkpointing):
             copies = 0
-        of_calls = sum(self._of_call(network, call) for call in calls)
+        of_calls = sum(self._call_bytes(network, call) for call in calls)
         return of_calls + copies * self.numbers.cast * network.shape.multiplied
 
-    def _of_call(self, network: Network, call: ForwardCall) -> int:
+    def _call_bytes(self, network: Network, call: ForwardCall) -> int:
         shape, numbers = network.shape, self.numbers
-        layer = self._of_layer(network, call)
+        layer = self._layer_bytes(network, call)
         if not network.checkpointing:
             return shape.layers * layer
         inputs = 2 if network.offloaded else shape.layers
         return inputs * call.tokens * numbers.residual * shape.hidden + layer
 
-    def _on_host(self, rows: int) -> int:
+    def _offloaded_bytes(self, rows: int) -> int:
         """Return the bytes of inputs of layers that are kept in main memory."""
         networks = [network for network in (self.policy, self.critic) if network is not None and network.offloaded]
         return self.numbers.residual * sum(
@@ -418,28 +418,28 @@ class Memory:
             for call in self._calls(network, rows)
         )
 
-    def _of_layer(self, network: Network, call: ForwardCall) -> int:
+    def _layer_bytes(self, network: Network, call: ForwardCall) -> int:
         shape, x, y = network.shape, self.numbers.residual, self.numbers.product
         # A frozen layer keeps no input, and adapters keep a wide copy of it, in place of a narrow one of norms' outputs
         # and the MLP's product.
-        of_norms = 2 * x * (1 if network.adapters else 2) + (0 if network.widened else y * self.numbers.copies)
-        of_mlp = (3 if network.widened else 4) * y * shape.inner
-        of_token = shape.hidden * of_norms + of_mlp + y * (2 * shape.query_width + network.adapters // shape.layers)
-        of_token += 4 * network.widened // shape.layers
-        return call.tokens * of_token + call.rows * self._of_attention(network, call)
+        norms = 2 * x * (1 if network.adapters else 2) + (0 if network.widened else y * self.numbers.copies)
+        mlp = (3 if network.widened else 4) * y * shape.inner
+        per_token = shape.hidden * norms + mlp + y * (2 * shape.query_width + network.adapters // shape.layers)
+        per_token += 4 * network.widened // shape.layers
+        return call.tokens * per_token + call.rows * self._attention_bytes(network, call)
 
-    def _of_attention(self, network: Network, call: ForwardCall) -> int:
+    def _attention_bytes(self, network: Network, call: ForwardCall) -> int:
         """Return the bytes of attention for a row."""
         shape, y = network.shape, self.numbers.product
         if call.folded:
             d = shape.query_width // shape.heads
-            of_pair = y * shape.heads if keeps_weights(call.queries, d, d) else 0
-            return of_pair * call.queries * call.keys + y * 2 * shape.kv_width * call.queries
-        of_pair = shape.heads * (4 + (y if y < 4 else 0)) if network.eager else y
+            per_pair = y * shape.heads if keeps_weights(call.queries, d, d) else 0
+            return per_pair * call.queries * call.keys + y * 2 * shape.kv_width * call.queries
+        per_pair = shape.heads * (4 + (y if y < 4 else 0)) if network.eager else y
         repeated = y * 2 * shape.query_width * call.keys
-        return of_pair * call.queries * call.keys + repeated + 4 * shape.heads * call.queries
+        return per_pair * call.queries * call.keys + repeated + 4 * shape.heads * call.queries
 
-    def _logits(self, rows: int) -> int:
+    def _logit_bytes(self, rows: int) -> int:
         if self.policy.head == "none":
             return 0
         texts = self.beside.of(rows).tokens if self.beside is not None else 0
@@ -454,24 +454,24 @@ class Memory:
 
     def _working(self, rows: int, steps_in_parts: bool) -> dict[str, int]:
         """Return the working memory: of the head, or of gradients in the layer whose backward pass needs most."""
-        head, of_head, logits = self.policy.head, 0, 0
+        head, head_bytes, logits = self.policy.head, 0, 0
         if head == "fused":
             tokens = rows * self.lengths.texts * self.lengths.response
-            of_head, logits = self._of_head(tokens), self._kept_logits(tokens)
-        of_layer = max(self._gradients(network, rows) for network in filter(None, (self.policy, self.critic)))
+            head_bytes, logits = self._head_bytes(tokens), self._kept_logit_bytes(tokens)
+        layer_bytes = max(self._layer_gradients(network, rows) for network in filter(None, (self.policy, self.critic)))
         if self.critic is not None:  # it runs after the policy's head, and back before it
-            of_head -= self._kept(self.critic, rows)
+            head_bytes -= self._activation_bytes(self.critic, rows)
         if self.beside is not None and head == "fused":  # these run after both
-            of_head = max(of_head, logits + self._of_head(self.beside.of(rows).tokens))
+            head_bytes = max(head_bytes, logits + self._head_bytes(self.beside.of(rows).tokens))
         if self.critic is not None or self.beside is not None:
-            of_layer += logits
-        of_sight = max(self._seeing(network, rows) for network in filter(None, (self.policy, self.critic)))
-        most = max(of_layer, of_head, of_sight, self._waiting(rows) if steps_in_parts else 0)
-        full = self.policy.adapters == 0 and head != "none" and steps_in_parts
-        learning = most + (4 * self.policy.shape.head if full else 0)
+            layer_bytes += logits
+        vision_bytes = max(self._vision_working(network, rows) for network in filter(None, (self.policy, self.critic)))
+        most = max(layer_bytes, head_bytes, vision_bytes, self._second_gradients(rows) if steps_in_parts else 0)
+        sums_head_gradient = self.policy.adapters == 0 and head != "none" and steps_in_parts
+        learning = most + (4 * self.policy.shape.head if sums_head_gradient else 0)
         return {"working memory": max(learning, self.masters - sum(self._activations(rows).values()))}
 
-    def _waiting(self, rows: int) -> int:
+    def _second_gradients(self, rows: int) -> int:
         """Return the bytes of gradients of a micro-batch's later calls, beyond the activations freed by then.
 
         Autograd sums the contributions of all calls of a graph to a weight, and adds that to the sum of earlier
@@ -479,44 +479,44 @@ class Memory:
         set of gradients.
         """
         _, *later = self._calls(self.policy, rows)
-        through = sum(self._of_call(self.policy, call) for call in later)
+        through = sum(self._call_bytes(self.policy, call) for call in later)
         return max(0, self.numbers.gradient * self.policy.trained - through) if later else 0
 
-    def _gradients(self, network: Network, rows: int) -> int:
+    def _layer_gradients(self, network: Network, rows: int) -> int:
         """Return the bytes of the gradients of a layer's activations."""
-        of_token = 4 * self.numbers.product * network.shape.inner + 3 * self.numbers.residual * network.shape.hidden
-        return max(call.tokens for call in self._calls(network, rows)) * of_token
+        per_token = 4 * self.numbers.product * network.shape.inner + 3 * self.numbers.residual * network.shape.hidden
+        return max(call.tokens for call in self._calls(network, rows)) * per_token
 
-    def _seeing(self, network: Network, rows: int) -> int:
+    def _vision_working(self, network: Network, rows: int) -> int:
         """Return the working memory of a vision layer, beyond the activations of the text, which come after it."""
         if network.sight is None:
             return 0
-        return max(0, self._prompts_seen(network, rows) * network.sight.working - self._kept(network, rows))
+        return max(0, self._prompts_seen(network, rows) * network.sight.working - self._activation_bytes(network, rows))
 
-    def _kept_logits(self, tokens: int) -> int:
+    def _kept_logit_bytes(self, tokens: int) -> int:
         """Return the bytes of the logits that a fused head keeps for a number of tokens; 0 where it keeps none."""
         whole = tokens * self.policy.shape.vocabulary * self.policy.logit
         return whole if whole <= KEPT else 0
 
-    def _of_head(self, tokens: int) -> int:
+    def _head_bytes(self, tokens: int) -> int:
         """Return the peak of a fused head: a block of logits, or all that are kept, and copies of a part."""
         columns = min(COLUMNS, self.policy.shape.vocabulary)
         rows = max(1, min(tokens, self.block // columns))
-        kept, part = self._kept_logits(tokens), min(rows, max(1, self.part // columns)) * columns
+        kept, part = self._kept_logit_bytes(tokens), min(rows, max(1, self.part // columns)) * columns
         # Its exponentials; and a float32 copy, where it cannot be overwritten.
         copies = 2 if kept or self.policy.logit < 4 else 1
         return (kept or self.policy.logit * rows * columns) + 4 * copies * part
 
-    def _cache(self, lengths: RowLengths, rows: int) -> dict[str, int]:
+    def _decoding(self, lengths: RowLengths, rows: int) -> dict[str, int]:
         """Return the memory of a decode batch: keys and values, and the logits of a step with their copies."""
         shape, p, t = self.policy.shape, lengths.prompt, lengths.response
         # The last row of a group keeps its prompt: `native_loop` holds no more than twice those of full batches.
         prompts = min(rows, 2 * -(-rows // lengths.group)) if self.grouped_cache else rows
-        of_token = 2 * self.numbers.product * shape.kv_width * shape.layers
+        per_token = 2 * self.numbers.product * shape.kv_width * shape.layers
         logits = 4 * LOGITS_OF_A_STEP * rows * shape.vocabulary
         prefill = 3 * self.numbers.product * shape.inner * -(-rows // lengths.group) * p
         narrow = 0 if self.policy.narrow else self.numbers.cast * shape.multiplied
-        parts = {"key-value cache": of_token * (prompts * p + rows * t), "narrow weights": narrow, "logits": logits}
+        parts = {"key-value cache": per_token * (prompts * p + rows * t), "narrow weights": narrow, "logits": logits}
         if (sight := self.policy.sight) is not None:
             seen = -(-rows // lengths.group)
             parts["pixels"], prefill = seen * sight.pixels, max(prefill, seen * sight.working)

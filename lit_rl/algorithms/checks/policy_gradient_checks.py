@@ -65,8 +65,8 @@ def require_estimator(estimator: Estimator | None, such_as: str) -> None:
 def check_row_estimator(estimator: Estimator, algorithm: str) -> None:
     """Refuse an estimator that cannot be called with rewards of rows, or that refuses its own settings."""
     offered = [name for name in probe_columns() if name not in _BY_POSITION and name != "ended"]
-    asked = arguments_for(estimator, dict.fromkeys(offered))
-    if parameters(estimator)[:1] == ("token_rewards",) or not _binds(estimator, *_BY_POSITION, **asked):
+    arguments = arguments_for(estimator, dict.fromkeys(offered))
+    if parameters(estimator)[:1] == ("token_rewards",) or not _binds(estimator, *_BY_POSITION, **arguments):
         raise ConfigError(
             f"algo.advantage={_signature(estimator)}: {algorithm} calls it as f(rewards, group_id, ...), where it may "
             f"name {', '.join(offered)}. Of the choices of algo/advantage all fit but gae and gae_of_turns, which need "
@@ -106,7 +106,7 @@ def check_estimator_inputs(
             "every token. Leave it out, or take another algo/advantage (group_normalized reads everything). A KL "
             "in the loss is algo.beta."
         )
-    whitening.fits(of_tokens=before.ndim == 2)
+    whitening.check_fits(of_tokens=before.ndim == 2)
 
 
 def check_token_estimator(estimator: Estimator, whitening: Whitening) -> None:
@@ -120,7 +120,7 @@ def check_token_estimator(estimator: Estimator, whitening: Whitening) -> None:
             "returns), where it may name turn. Of the choices of algo/advantage gae and gae_of_turns fit; the others "
             "go with the algorithms that have no critic (algo=grpo, algo=rloo, algo=reinforce_pp)."
         )
-    whitening.fits(of_tokens=True)
+    whitening.check_fits(of_tokens=True)
     try_settings("advantage", partial(estimator, row, row, torch.ones(1, 2, dtype=torch.bool), **turns))
 
 
@@ -163,23 +163,23 @@ def _make_columns(
         change: What shaping, norm and clip add to the rewards.
         kl: A penalty at the first token.
     """
-    said, rows = torch.tensor(rewards), len(rewards)
-    earned = said + torch.tensor(change) if change else said
+    raw, rows = torch.tensor(rewards), len(rewards)
+    earned = raw + torch.tensor(change) if change else raw
     first = -torch.tensor(kl) if kl else torch.zeros(rows)
-    everywhere = torch.ones(rows, 2, dtype=torch.bool)
+    all_tokens = torch.ones(rows, 2, dtype=torch.bool)
     return {
         "rewards": earned + first,
         "group_id": torch.arange(rows) * 2 // rows,
-        "values": said[:, None],
+        "values": raw[:, None],
         "weights": torch.ones(rows, 1),
         "lengths": torch.full((rows,), 2),
         "greedy_rewards": torch.zeros(rows),
         "token_rewards": torch.stack([first, earned], dim=1),
-        "mask": everywhere,
+        "mask": all_tokens,
         "step_ends": torch.tensor([False, True]).expand(rows, 2),
         "turn": torch.zeros(rows, 2, dtype=torch.long),
         "state": torch.zeros(rows, 2, dtype=torch.long),
-        "ended": everywhere[:, 0],
+        "ended": all_tokens[:, 0],
     }
 
 
@@ -197,8 +197,8 @@ def _binds(function: Callable, *arguments: Any, **keywords: Any) -> bool:
 
 def _signature(function: Callable) -> str:
     """Return the function's name and its required arguments."""
-    given = inspect.signature(function).parameters.values()
-    needed = ", ".join(parameter.name for parameter in given if parameter.default is parameter.empty)
+    known = inspect.signature(function).parameters.values()
+    needed = ", ".join(parameter.name for parameter in known if parameter.default is parameter.empty)
     return f"{name_of(function)}({needed})"
 
 
@@ -213,9 +213,9 @@ def check_loss_settings(loss: Callable[..., Any], key: str = "algo.loss") -> Non
     Raises:
         ConfigError: a setting is out of its range; names the key, the value and the range.
     """
-    given = getattr(loss, "keywords", {})
+    settings = getattr(loss, "keywords", {})
     for name, annotation in annotations_of(loss).items():
-        if (value := given.get(name)) is None:
+        if (value := settings.get(name)) is None:
             continue
         for range_ in annotated_metadata(annotation):
             match range_:
@@ -255,20 +255,20 @@ def check_loss_output(returned: Any, logprobs: Tensor, loss: Callable[..., Any])
     Raises:
         ConfigError: the result has another form or shape, or logs under one of the run's own names.
     """
-    came = f"a {type(returned).__name__}"
+    got = f"a {type(returned).__name__}"
     if isinstance(returned, tuple) and len(returned) == 2:
         tokens, metrics = returned
         if isinstance(tokens, Tensor) and tokens.shape == logprobs.shape:
             if not is_from_lit_rl(loss):
                 _check_loss_metrics(metrics)
             return tokens, metrics
-        came = f"(a {type(tokens).__name__}, ...)"
+        got = f"(a {type(tokens).__name__}, ...)"
         if isinstance(tokens, Tensor):
-            came = "(a scalar, metrics)" if tokens.ndim == 0 else f"tokens of shape {tuple(tokens.shape)}"
+            got = "(a scalar, metrics)" if tokens.ndim == 0 else f"tokens of shape {tuple(tokens.shape)}"
     elif isinstance(returned, Tensor):
-        came = f"a tensor of shape {tuple(returned.shape)} alone"
+        got = f"a tensor of shape {tuple(returned.shape)} alone"
     raise ConfigError(
-        f"loss gave {came}. It is to return (tokens, metrics): the loss of every token, of the shape of logprobs "
+        f"loss gave {got}. It is to return (tokens, metrics): the loss of every token, of the shape of logprobs "
         f"{tuple(logprobs.shape)}, and a dict of (numerator, denominator), which may be empty. The mean is taken by "
         "reduction=."
     )

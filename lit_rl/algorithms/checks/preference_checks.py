@@ -38,14 +38,14 @@ def losses_by_name(functions: Any) -> dict[str, Callable[..., Tensor]]:
     return named
 
 
-def loss_weights(functions: Mapping[str, Any], given: Mapping[str, float] | None) -> dict[str, float]:
+def loss_weights(functions: Mapping[str, Any], weights: Mapping[str, float] | None) -> dict[str, float]:
     """Return the weight of each loss, 1 by default.
 
     Raises:
         ConfigError: a weight belongs to no loss, or is below 0.
     """
-    given = given or {}
-    for name, weight in given.items():
+    weights = weights or {}
+    for name, weight in weights.items():
         if name not in functions:
             raise ConfigError(
                 f"algo.preference_weights.{name}: there is no such loss; algo.preference has {', '.join(functions)}."
@@ -53,7 +53,7 @@ def loss_weights(functions: Mapping[str, Any], given: Mapping[str, float] | None
             )
         if not weight >= 0:
             raise ConfigError(f"algo.preference_weights.{name}={weight} is out of range: allowed is 0 and above.")
-    return {name: float(given.get(name, 1.0)) for name in functions}
+    return {name: float(weights.get(name, 1.0)) for name in functions}
 
 
 def check_divergence(functions: Mapping[str, Any], divergence: Callable[[Tensor], Tensor]) -> None:
@@ -65,11 +65,11 @@ def check_divergence(functions: Mapping[str, Any], divergence: Callable[[Tensor]
     try_settings("divergence", partial(divergence, torch.zeros(1)))
     if unwrap(divergence) is reverse_kl:
         return
-    deaf = [name for name, function in functions.items() if not reads_divergence(function)]
-    if deaf:
+    unaffected = [name for name, function in functions.items() if not reads_divergence(function)]
+    if unaffected:
         raise ConfigError(
-            f"algo/divergence: {', '.join(deaf)} reads the log ratios as they are, so the divergence would change "
-            "nothing in it. Take algo/divergence=reverse_kl, or another algo/preference."
+            f"algo/divergence: {', '.join(unaffected)} reads the log ratios themselves, so the divergence would "
+            "change nothing. Set algo/divergence=reverse_kl, or another algo/preference."
         )
 
 
@@ -174,7 +174,7 @@ def check_compared_groups(
             "every pair would be without a verdict. Take algo/groups=all, or algo=raft to imitate the best one."
         )
     if groups is not None:
-        groups.fits(group_size, compares_completions=lambda: True)
+        groups.check_fits(group_size, compares_completions=lambda: True)
         groups.check_rewards(rewards)
 
 

@@ -109,8 +109,8 @@ def check_zero_method(
     for key, part in parts.items():
         if part:
             raise ConfigError(f"{key} was never compared with one process under DeepSpeed. Leave it out, {_OR_FSDP}.")
-    apart = isinstance(strategy, ZeROStrategy) and strategy.stage == 3
-    if apart and reference is not None and reference.moves:
+    is_stage_3 = isinstance(strategy, ZeROStrategy) and strategy.stage == 3
+    if is_stage_3 and reference is not None and reference.moves:
         raise ConfigError(
             f"reference={type(reference).__name__} follows weights, which ZeRO stage 3 has taken apart. Take "
             f"reference=frozen_copy or strategy=deepspeed_2, {_OR_FSDP}."
@@ -188,10 +188,10 @@ def check_tensor_parallel(name: str, *, proven: bool, stage: str, tp_size: int, 
         "model.use_liger_kernel": (model.use_liger_kernel, False),
         "model.compile": (model.compile, False),
     }
-    for key, (came, allowed) in settings.items():
-        if came != allowed:
-            word = {None: "null", False: "false"}.get(allowed, allowed)
-            raise ConfigError(f"{key}={came} {_NOT_COMPARED}. Take {key}={word}, {_OR_FSDP}.")
+    for key, (value, allowed) in settings.items():
+        if value != allowed:
+            allowed_text = {None: "null", False: "false"}.get(allowed, allowed)
+            raise ConfigError(f"{key}={value} {_NOT_COMPARED}. Take {key}={allowed_text}, {_OR_FSDP}.")
     if isinstance(model, LoadedModel) or model.sees:
         what = "a model over images" if model.sees else "an object"
         raise ConfigError(
@@ -321,16 +321,16 @@ def check_something_is_trained(policy: nn.Module) -> None:
     if any(parameter.requires_grad for parameter in policy.parameters()):
         return
     count = sum(1 for _ in policy.parameters())
-    said = (
+    problem = (
         f"Nothing of model is trained: all {count} parameters of the {type(policy).__name__} have requires_grad=False"
     )
     if isinstance(policy, PeftModel):
         raise ConfigError(
-            f"{said} (PeftModel.from_pretrained loads an adapter frozen). Pass PeftModel.from_pretrained(base, folder, "
-            "is_trainable=True), or lit_rl.LanguageModel(name, adapter=folder)."
+            f"{problem} (PeftModel.from_pretrained loads an adapter frozen). Pass "
+            "PeftModel.from_pretrained(base, folder, is_trainable=True), or lit_rl.LanguageModel(name, adapter=folder)."
         )
     raise ConfigError(
-        f"{said} (a base under adapters is frozen, and stays so when they are merged into it). Call "
+        f"{problem} (a base under adapters is frozen, and stays so when they are merged into it). Call "
         "model.requires_grad_(True) to train all of it, or pass lit_rl.LanguageModel(name, lora=lit_rl.Lora(r=16)) or "
         "peft.get_peft_model(model, config)."
     )
@@ -386,10 +386,10 @@ def check_optimizer_shards(optimizer: OptimizerFactory, strategy: Strategy) -> N
     Raises:
         ConfigError: names the strategy.
     """
-    apart = shards_weights(strategy) or isinstance(
+    splits_weights = shards_weights(strategy) or isinstance(
         strategy, DeepSpeedStrategy
     )  # which joins weights, even without sharding
-    if getattr(optimizer, "keeps_masters", False) and apart:
+    if getattr(optimizer, "keeps_masters", False) and splits_weights:
         raise ConfigError(
             f"optimizer=adamw_split keeps the masters of whole weights, and {type(strategy).__name__} takes weights "
             "apart: take optimizer=adamw, or strategy=auto or ddp."

@@ -162,9 +162,9 @@ def compare(
     _, their_messages, _ = as_reward_input(batch, theirs, group)
     second: list[float | None] = [None] * len(ours) if their_rewards is None else _or_none(their_rewards)
     # A judge may favour the first completion: every other time that is the other model's.
-    turned = [i % 2 == 1 for i in range(len(ours))]
-    firsts, seconds = _order_pairs(our_messages, their_messages, turned)
-    first_rewards, second_rewards = _order_pairs(_or_none(our_rewards), second, turned)
+    swapped = [i % 2 == 1 for i in range(len(ours))]
+    firsts, seconds = _order_pairs(our_messages, their_messages, swapped)
+    first_rewards, second_rewards = _order_pairs(_or_none(our_rewards), second, swapped)
     verdicts: Any = ask_judge(
         judge,
         prompts,
@@ -176,13 +176,13 @@ def compare(
         **columns,
     )
     verdicts = check_verdicts(type(judge).__name__, verdicts, len(ours))
-    wins = [math.nan if v is None else 1 - v if turn else v for v, turn in zip(verdicts, turned)]
+    wins = [math.nan if v is None else 1 - v if swap else v for v, swap in zip(verdicts, swapped)]
     return torch.tensor(wins, dtype=torch.float64)
 
 
-def _order_pairs(ours: Sequence[Any], theirs: Sequence[Any], turned: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+def _order_pairs(ours: Sequence[Any], theirs: Sequence[Any], swapped: Sequence[bool]) -> tuple[list[Any], list[Any]]:
     """Return the first and second side of each comparison: ours and theirs, or swapped."""
-    pairs = [(b, a) if turn else (a, b) for a, b, turn in zip(ours, theirs, turned, strict=True)]
+    pairs = [(b, a) if swap else (a, b) for a, b, swap in zip(ours, theirs, swapped, strict=True)]
     return [a for a, _ in pairs], [b for _, b in pairs]
 
 

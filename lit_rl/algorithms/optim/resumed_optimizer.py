@@ -38,8 +38,8 @@ def initial_settings(optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, 
 def _plain(value: Any) -> Any:
     """Return numbers, strings, and containers of them; None for everything else."""
     if isinstance(value, Mapping):
-        kept = {str(key): _plain(each) for key, each in value.items() if key not in _COUNTED}
-        return {key: each for key, each in kept.items() if each is not None or value.get(key, 0) is None}
+        plain = {str(key): _plain(each) for key, each in value.items() if key not in _COUNTED}
+        return {key: each for key, each in plain.items() if each is not None or value.get(key, 0) is None}
     if isinstance(value, tuple | list):
         return [_plain(each) for each in value]
     return value if isinstance(value, bool | int | float | str) else None

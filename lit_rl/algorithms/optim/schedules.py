@@ -79,42 +79,42 @@ ScheduleLike = Schedule | Callable[[Optimizer], LRScheduler]
 """A schedule of ours, or a function from an optimizer to a scheduler of torch."""
 
 
-def as_schedule(given: ScheduleLike, key: str = "scheduler") -> Schedule | FromTorch:
+def as_schedule(value: ScheduleLike, key: str = "scheduler") -> Schedule | FromTorch:
     """Return a schedule, or a function that makes a scheduler of torch, as a schedule.
 
     Args:
-        given: The user's value.
+        value: The user's value.
         key: Name of the setting, for the error.
 
     Raises:
         ConfigError: it is something else, such as a scheduler that has an optimizer already.
     """
-    if hasattr(given, "factor") and not isinstance(given, type):
-        return given  # pyright: ignore[reportReturnType]
-    if callable(given) and not isinstance(given, LRScheduler):
-        return FromTorch(given, key)  # pyright: ignore[reportArgumentType]
-    then = ""
-    if isinstance(given, LRScheduler):
-        then = " This one has an optimizer already, which is not that of the run."
+    if hasattr(value, "factor") and not isinstance(value, type):
+        return value  # pyright: ignore[reportReturnType]
+    if callable(value) and not isinstance(value, LRScheduler):
+        return FromTorch(value, key)  # pyright: ignore[reportArgumentType]
+    hint = ""
+    if isinstance(value, LRScheduler):
+        hint = " This one has an optimizer already, which is not that of the run."
     raise ConfigError(
-        f"{key} is a {type(given).__name__}. Allowed is Linear, Cosine or Constant of lit_rl, each with warmup_steps; "
+        f"{key} is a {type(value).__name__}. Allowed is Linear, Cosine or Constant of lit_rl, each with warmup_steps; "
         "a function from an optimizer to a scheduler of torch, such as "
         "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10); or an object with factor(step, total_steps) "
-        f"-> float, by how much the learning rate is multiplied.{then}"
+        f"-> float, by how much the learning rate is multiplied.{hint}"
     )
 
 
-def check_schedule(given: Schedule | FromTorch, total_steps: float) -> None:
+def check_schedule(group_schedule: Schedule | FromTorch, total_steps: float) -> None:
     """Refuse a schedule without a first learning rate, before anything is loaded; report a warm-up that never ends.
 
     Args:
-        given: The schedule of one parameter group.
+        group_schedule: The schedule of one parameter group.
         total_steps: Optimizer steps of the run; infinite where they are unknown.
 
     Raises:
         ConfigError: see `factor` of the schedule.
     """
-    schedule: Any = given.schedule if isinstance(given, After) else given
+    schedule: Any = group_schedule.schedule if isinstance(group_schedule, After) else group_schedule
     if isinstance(schedule, FromTorch):
         return
     schedule.factor(0, total_steps)
@@ -360,8 +360,8 @@ class _RecordedRates:
             try:
                 self._scheduler.step()
             except ValueError as error:
-                told = f"scheduler.path={self._path!r} with {self._kwargs} ends at step {len(self._rates)}"
-                raise ConfigError(f"{told}: {error} Give it as many steps as the run has.") from error
+                problem = f"scheduler.path={self._path!r} with {self._kwargs} ends at step {len(self._rates)}"
+                raise ConfigError(f"{problem}: {error} Give it as many steps as the run has.") from error
             self._rates.append(self._rate())
         return self._rates[step]
 

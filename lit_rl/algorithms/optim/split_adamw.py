@@ -121,7 +121,7 @@ class SplitAdamW(Optimizer):
                 state["remainder"] = torch.zeros_like(weight, dtype=torch.int16, memory_format=torch.contiguous_format)
         state["step"] += 1
         seed = (int(state["step"]) << 20) + number
-        numbers, of_numbers = weight.flatten(), grad.flatten()  # views, where they are contiguous
+        numbers, gradients = weight.flatten(), grad.flatten()  # views, where they are contiguous
         size = PART if weight.device.type == "cpu" else GPU_PART
         for start in range(0, len(numbers), size):
             part = slice(start, start + size)  # begins and ends with whole blocks
@@ -129,7 +129,7 @@ class SplitAdamW(Optimizer):
             views = {name: state[name].view(-1)[part] for name in ("first", "second", "remainder") if name in state}
             views |= {"step": state["step"]} | {name: state[name][blocks] for name in ("first_bound", "second_bound")}
             draws = _draws(seed, start, len(numbers[part]), weight.device)
-            _move_part(group, numbers[part], of_numbers[part], views, draws)
+            _move_part(group, numbers[part], gradients[part], views, draws)
         if numbers.data_ptr() != weight.data_ptr():
             weight.copy_(numbers.view_as(weight))
 

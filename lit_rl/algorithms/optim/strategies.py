@@ -61,37 +61,38 @@ def check_every_node_sees(folder: Path, strategy: Any, name: str) -> None:
         ConfigError: a node does not see what rank 0 writes there; on every rank.
         StorageError: rank 0 cannot write there; on every rank.
     """
-    folder, said = folder.absolute(), None
-    with contextlib.ExitStack() as kept:
-        mark = None
+    folder, problem = folder.absolute(), None
+    with contextlib.ExitStack() as stack:
+        marker = None
         if strategy.is_global_zero:
             try:
-                mark = kept.enter_context(_marker_file(folder))
+                marker = stack.enter_context(_marker_file(folder))
             except OSError as error:
-                said = f"The checkpoints of this run would be in {folder}, where nothing can be written: {error}."
-        mark, said = strategy.broadcast((mark, said))
-        if said is not None:
-            raise StorageError(said)
-        sees = strategy.local_rank != 0 or _appears(Path(mark))
+                problem = f"The checkpoints of this run would be in {folder}, where nothing can be written: {error}."
+        marker, problem = strategy.broadcast((marker, problem))
+        if problem is not None:
+            raise StorageError(problem)
+        is_seen = strategy.local_rank != 0 or _wait_for_file(Path(marker))
         hosts: list[Any] = [None] * strategy.world_size
-        torch.distributed.all_gather_object(hosts, None if sees else socket.gethostname())
-    if lacking := list(dict.fromkeys(filter(None, hosts))):
+        torch.distributed.all_gather_object(hosts, None if is_seen else socket.gethostname())
+    if blind := list(dict.fromkeys(filter(None, hosts))):
         raise ConfigError(
-            f"With strategy={name} each process writes its part of a checkpoint, and {' and '.join(lacking)} cannot "
-            f"see what rank 0 writes into {Path(mark).parent}. Every node must see the same folder: give a run_dir on "
-            "a disk that all nodes share, or take strategy=fsdp, whose checkpoints rank 0 writes whole."
+            f"With strategy={name} each process writes its part of a checkpoint, and {' and '.join(blind)} cannot "
+            f"see what rank 0 writes into {Path(marker).parent}. Every node must see the same folder: set run_dir to a "
+            "folder on a disk that all nodes share, or take strategy=fsdp, whose checkpoints rank 0 writes whole."
         )
 
 
 @contextlib.contextmanager
 def _marker_file(folder: Path) -> Iterator[str]:
     """Keep a file in the folder, or its nearest existing parent, with a name that is new to every node."""
-    there = next(path for path in (folder, *folder.parents) if path.is_dir())
-    with tempfile.NamedTemporaryFile(prefix=".seen_by_every_node_", dir=there) as file:
+    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
+    with tempfile.NamedTemporaryFile(prefix=".seen_by_every_node_", dir=existing) as file:
         yield file.name
 
 
-def _appears(path: Path) -> bool:
+def _wait_for_file(path: Path) -> bool:
+    """Return False if the file does not appear within `SEEN_WITHIN` seconds."""
     deadline = time.monotonic() + SEEN_WITHIN
     while not path.exists():
         if time.monotonic() >= deadline:
@@ -281,9 +282,9 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         target = self.broadcast(os.fspath(filepath))
-        self._check_room(target)
+        self._check_disk_space(target)
         partial = self.broadcast(f"{target}{PARTIAL}{os.getpid()}")
-        with self._frozen_left_out():
+        with self._without_frozen_weights():
             super().save_checkpoint(checkpoint, partial, storage_options)
         self.barrier()
         if self.is_global_zero:
@@ -307,7 +308,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         moments = max(len(group.get("betas", ())) for group in self.optimizers[0].param_groups)
         return size * (1 + moments + (self.stage < 3))
 
-    def _check_room(self, target: str) -> None:
+    def _check_disk_space(self, target: str) -> None:
         """Check the disk space before writing, on rank 0 for all ranks.
 
         Raises:
@@ -315,20 +316,20 @@ class ZeROStrategy(DeepSpeedStrategy):
         """
         size, folder = self.checkpoint_bytes(), os.path.dirname(target)
 
-        said = None
+        problem = None
         if self.is_global_zero:
             try:
                 retry_on_full_disk(lambda: check_free_space(folder, size), f"The checkpoint {target}")
             except OSError as error:
-                said = str(error)
-        if (said := self.broadcast(said)) is not None:
+                problem = str(error)
+        if (problem := self.broadcast(problem)) is not None:
             raise StorageError(
-                f"The checkpoint {target} could not be written: {said}. What was saved before is as it was: make "
+                f"The checkpoint {target} could not be written: {problem}. What was saved before is as it was: make "
                 "room, and go on from there with ckpt_path=last."
             )
 
     @contextmanager
-    def _frozen_left_out(self) -> Iterator[None]:
+    def _without_frozen_weights(self) -> Iterator[None]:
         """Drop all frozen weights from the state: of a weight with two names DeepSpeed drops the first only."""
         module = self.deepspeed_engine.module
         frozen = [name for name, each in module.named_parameters(remove_duplicate=False) if not each.requires_grad]
@@ -515,9 +516,9 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     def _check_numbers(self, path: Path, saved: Sequence[dict[str, Any]]) -> None:
         """Check an optimizer's parameter numbers: Lightning counts all parameters, others only trained ones."""
-        ours = [numbers for each in self.optimizers for numbers in self._numbers_of(each)]
-        theirs = [group["params"] for each in saved for group in each["param_groups"]]
-        if list(map(sorted, ours)) != list(map(sorted, theirs)):
+        own_numbers = [numbers for each in self.optimizers for numbers in self._numbers_of(each)]
+        saved_numbers = [group["params"] for each in saved for group in each["param_groups"]]
+        if list(map(sorted, own_numbers)) != list(map(sorted, saved_numbers)):
             raise StorageError(
                 f"{path} was written without FSDP2 by a run that trains a part of its parameters, or trains other ones "
                 "than this run: which of them its optimizer means cannot be told. Go on with the strategy and the "
@@ -608,13 +609,13 @@ class FSDPTPStrategy(FSDP2Strategy):
         """The process group of ranks with the same rows; None before the processes are started."""
         return None if self._device_mesh is None else self._device_mesh["tensor_parallel"].get_group()
 
-    def first_of_group(self, mine: Any) -> Any:
+    def first_of_group(self, value: Any) -> Any:
         """Return the value of the first rank of this tensor-parallel group. A collective.
 
         Raises:
             RewardError: on every rank of the group, where it cannot be pickled.
         """
-        held: list[Any] = [try_pickle(mine)]
+        held: list[Any] = [try_pickle(value)]
         torch.distributed.broadcast_object_list(held, group=self.tensor_group, group_src=0)
         if held[0] is None:
             raise RewardError(

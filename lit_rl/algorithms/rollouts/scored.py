@@ -147,14 +147,18 @@ class Spare:
 
 
 def generate_opponent_pairs(
-    source: RolloutSource, asked: RolloutRequest, own: Completions, opponent: Any, reference_policy: Any
+    source: RolloutSource,
+    request: RolloutRequest,
+    policy_completions: Completions,
+    opponent: Any,
+    reference_policy: Any,
 ) -> Completions:
     """Return the policy's completions with the opponent's: rows `2 i` and `2 i + 1` for each prompt `i`.
 
     Args:
         source: The source of the opponent's completions.
-        asked: The policy's request: one completion of each prompt.
-        own: The policy's completions.
+        request: The policy's request: one completion of each prompt.
+        policy_completions: The policy's completions.
         opponent: The model that answers as a policy does, with noise of its own.
         reference_policy: The reference's weights, which are gathered meanwhile where they are sharded.
 
@@ -162,15 +166,15 @@ def generate_opponent_pairs(
         ConfigError: the opponent is the policy without its adapters, and the engine copies weights.
     """
     generator = source.generator
-    if opponent is asked.policy and not isinstance(for_another_policy(generator), InProcessGenerator):
+    if opponent is request.policy and not isinstance(for_another_policy(generator), InProcessGenerator):
         raise ConfigError(
             f"generator={type(generator).__name__} takes a copy of the weights, and this reference is the "
             "policy with its adapters switched off. Take generator=native, or reference=initial_adapter."
         )
     whole = unsharded(reference_policy) if isinstance(reference_policy, nn.Module) else nullcontext()
     with whole:
-        theirs = source.draw_other(asked.by_another(opponent))
-    joint = join_completions(own, replace(theirs, group_id=own.group_id))
+        opponent_completions = source.draw_other(request.by_another(opponent))
+    joint = join_completions(policy_completions, replace(opponent_completions, group_id=policy_completions.group_id))
     return select(joint, torch.arange(len(joint)).view(2, -1).T.flatten())
 
 
@@ -183,11 +187,11 @@ def without_opponent(scored: Scored, tokenizer: Any) -> Scored:
     """Return the policy's completions, with the opponent's text and reward as columns, for display."""
     rows = policy_rows(scored.completions)
     texts = texts_of(scored.completions, tokenizer)
-    own = scores_of(scored.scores, rows)
-    beside = {"opponent": texts[1::2], "opponent_reward": scored.scores.total[1::2].tolist()}
+    scores = scores_of(scored.scores, rows)
+    opponent_columns = {"opponent": texts[1::2], "opponent_reward": scored.scores.total[1::2].tolist()}
     return replace(
         scored,
         completions=select(scored.completions, rows),
-        scores=replace(own, extras=own.extras | beside),
+        scores=replace(scores, extras=scores.extras | opponent_columns),
         win_rates=select(scored.win_rates, rows),
     )

@@ -124,13 +124,13 @@ def hash_of_weights(reference: Scorer | None, policy: nn.Module, ranks: Ranks) -
     for name, tensor in sorted(scorer.state_dict(keep_vars=True).items()):
         if isinstance(tensor, Tensor) and (reference is not None or not tensor.requires_grad):
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            plain = local.detach().cpu().contiguous()
-            digest.update(f"{name} {plain.dtype} {tuple(plain.shape)}".encode())
-            digest.update(plain.flatten().view(torch.uint8).numpy().tobytes())
-    mine = torch.tensor(list(digest.digest()), dtype=torch.int64)
-    of_ranks = ranks.gather(mine.unsqueeze(0)).tolist()
+            on_host = local.detach().cpu().contiguous()
+            digest.update(f"{name} {on_host.dtype} {tuple(on_host.shape)}".encode())
+            digest.update(on_host.flatten().view(torch.uint8).numpy().tobytes())
+    own_digest = torch.tensor(list(digest.digest()), dtype=torch.int64)
+    digests = ranks.gather(own_digest.unsqueeze(0)).tolist()
     # Unsharded copies have equal hashes, and then the name does not depend on the number of ranks.
-    return bytes(of_ranks[0]).hex() if all(rank == of_ranks[0] for rank in of_ranks) else json.dumps(of_ranks)
+    return bytes(digests[0]).hex() if all(rank == digests[0] for rank in digests) else json.dumps(digests)
 
 
 # ------------------------------------------------------------------ log-probs of sets
@@ -179,18 +179,18 @@ class ReferenceSource:
     @torch.no_grad()
     def compute(self, data: ExampleSet, title: str) -> Tensor:
         """Compute the log-probs `(n,)` of all learned tokens, in the order of rows, which the ranks share."""
-        mine: list[Tensor] = []
+        logprobs: list[Tensor] = []
         parts = list(self._parts(data))
         with self.context():
-            for of_ranks in tqdm(parts, desc=title, unit="batch", disable=self.ranks.rank != 0):
+            for rows_by_rank in tqdm(parts, desc=title, unit="batch", disable=self.ranks.rank != 0):
                 # Ranks call the model equally often, even without rows left: a sharded model needs all of them.
-                ours = of_ranks[self.ranks.rank]
-                rows = ours or of_ranks[0]
+                own_rows = rows_by_rank[self.ranks.rank]
+                rows = own_rows or rows_by_rank[0]
                 batch = data.batch(rows, rows, data.totals(rows), step=0, slot=0).to(self.ranks.device)
                 values = self.logprobs(batch)[batch.tokens.learned]
-                mine.append(values[: len(values) if ours else 0].float())
-        flat = self.ranks.gather_tokens(torch.cat(mine))
-        return flat[self._in_order_of_rows(data, parts)]
+                logprobs.append(values[: len(values) if own_rows else 0].float())
+        flat = self.ranks.gather_tokens(torch.cat(logprobs))
+        return flat[self._order_of_rows(data, parts)]
 
     def _parts(self, data: ExampleSet) -> Iterator[list[list[int]]]:
         """Yield the rows of each batch, by rank, sorted by length: the longest first, which fail at once if they do."""
@@ -200,19 +200,19 @@ class ReferenceSource:
             rows = order[start : start + size * world]
             yield [rows[rank::world] for rank in range(world)]
 
-    def _in_order_of_rows(self, data: ExampleSet, parts: Sequence[list[list[int]]]) -> Tensor:
+    def _order_of_rows(self, data: ExampleSet, parts: Sequence[list[list[int]]]) -> Tensor:
         """Return the permutation `(n,)` from the order in which the ranks scored tokens to the order of rows."""
         places: dict[tuple[int, int], Tensor] = {}
-        seen = 0
+        offset = 0
         for rank in range(self.ranks.world_size):
-            for of_ranks in parts:
-                rows = of_ranks[rank]
+            for rows_by_rank in parts:
+                rows = rows_by_rank[rank]
                 sides = len(data.examples[rows[0]].texts) if rows else 0
                 for side in range(sides):
                     for row in rows:
                         count = sum(data.examples[row].texts[side].learned)
-                        places[row, side] = torch.arange(seen, seen + count)
-                        seen += count
+                        places[row, side] = torch.arange(offset, offset + count)
+                        offset += count
         return torch.cat([places[key] for key in sorted(places)]).to(self.ranks.device)
 
 

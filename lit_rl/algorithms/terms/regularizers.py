@@ -62,7 +62,7 @@ class FixedKL:
         return {}
 
     def load_state(self, saved: Mapping[str, float]) -> None:
-        _checked_state(self, saved, self.state())
+        _check_state(self, saved, self.state())
 
 
 class AdaptiveKL:
@@ -100,7 +100,7 @@ class AdaptiveKL:
         return {"kl_factor": self._factor}
 
     def load_state(self, saved: Mapping[str, float]) -> None:
-        self._factor = _checked_state(self, saved, self.state())["kl_factor"]
+        self._factor = _check_state(self, saved, self.state())["kl_factor"]
 
 
 class KLPenalty:
@@ -129,8 +129,8 @@ class KLPenalty:
             factor: Factor of the weight.
         """
         # Filled before the estimator and not after it: 0 times its slope at a NaN would be NaN.
-        there = (part.masked_fill(~mask, 0.0) for part in (logprobs, ref_logprobs, old_logprobs))
-        kl = self.estimator(*there, **arguments_for(self.estimator, {"mask": mask}))
+        inside_mask = (part.masked_fill(~mask, 0.0) for part in (logprobs, ref_logprobs, old_logprobs))
+        kl = self.estimator(*inside_mask, **arguments_for(self.estimator, {"mask": mask}))
         return self.weight * factor * kl, {"kl": (masked_sum(kl.detach(), mask), mask.sum())}
 
 
@@ -263,7 +263,7 @@ class FixedEntropy:
         return {}
 
     def load_state(self, saved: Mapping[str, float]) -> None:
-        _checked_state(self, saved, self.state())
+        _check_state(self, saved, self.state())
 
 
 class AdaptiveEntropy:
@@ -308,7 +308,7 @@ class AdaptiveEntropy:
         return {"entropy_coef": self._coef, "entropy": self._entropy}
 
     def load_state(self, saved: Mapping[str, float]) -> None:
-        values = _checked_state(self, saved, self.state())
+        values = _check_state(self, saved, self.state())
         self._coef, self._entropy = values["entropy_coef"], values["entropy"]
 
 
@@ -362,7 +362,7 @@ def _check_number(what: str, value: float) -> None:
         raise NumericError(f"The {what} of the last step is {value}: the policy's weights or logits are broken.")
 
 
-def _checked_state(controller: object, saved: Mapping[str, float], own: Mapping[str, float]) -> Mapping[str, float]:
+def _check_state(controller: object, saved: Mapping[str, float], own: Mapping[str, float]) -> Mapping[str, float]:
     if saved.keys() != own.keys():
         raise StorageError(
             f"The checkpoint holds {sorted(saved) or 'nothing'} of a controller, and {type(controller).__name__} needs "
