@@ -316,7 +316,7 @@ class PPO(PolicyGradient):
         if (self.ptx is None) != (self.ptx_coef == 0):
             raise ConfigError(
                 f"algo.ptx_coef={self.ptx_coef} and algo.ptx.path={None if self.ptx is None else self.ptx.path}: "
-                "supervised text is learned only where both are set, the weight above 0."
+                "supervised text needs both, and a weight above 0. Set both, or neither."
             )
 
 

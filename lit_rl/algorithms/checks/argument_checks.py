@@ -206,7 +206,7 @@ def check_data_module(algorithm: type, value: Any) -> None:
         return
     passed = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
     raise ConfigError(
-        f"datamodule is {passed}, and no data module. Pass datamodule=lit_rl.{_data_module_name(kind)}(rows)."
+        f"datamodule is {passed}, which is no data module. Pass datamodule=lit_rl.{_data_module_name(kind)}(rows)."
     )
 
 
@@ -223,20 +223,20 @@ def check_trainer(name: str, value: L.Trainer, *, compiled: bool) -> None:
     """
     if compiled:
         raise ConfigError(
-            f"torch.compile({name}(...)) would compile rollouts, rewards and data of each step anew. Give the Trainer "
-            f"{name}(...) itself."
+            f"torch.compile({name}(...)) would compile rollouts, rewards and data again in each step. Pass the module "
+            f"itself to the Trainer: {name}(...)."
         )
     for callback in value.callbacks:  # pyright: ignore
         if isinstance(callback, LearningRateFinder):
             raise ConfigError(
-                f"{name} has no learning rate for Tuner.lr_find to move: on policy the loss is about zero at any rate, "
-                "so its curve says nothing. Compare the rewards of a run for each of a few, with AdamW(lr=1e-5), or by "
-                "lit-rl train -m optimizer.lr=1e-6,1e-5,1e-4."
+                f"Tuner.lr_find cannot tune {name}: on policy the loss is about zero at any learning rate, so its "
+                "curve shows nothing. Compare the rewards of a few runs instead, with AdamW(lr=1e-5) and others, or "
+                "by lit-rl train -m optimizer.lr=1e-6,1e-5,1e-4."
             )
         if isinstance(callback, BatchSizeFinder):
             raise ConfigError(
-                f"{name} has no batch_size for Tuner.scale_batch_size to raise. {name}(micro_batch_size='auto') takes "
-                "as many rows at once as fit into memory."
+                f"Tuner.scale_batch_size cannot tune {name}, which has no batch_size. Set "
+                f"{name}(micro_batch_size='auto'): it takes as many rows at once as fit into memory."
             )
 
 
@@ -250,9 +250,9 @@ def _load_if_whole(load: Any, checkpoint_path: Any, *args: Any, **keywords: Any)
     file = Path(checkpoint_path) if isinstance(checkpoint_path, str | Path) else None
     if file is not None and file.is_file() and not zipfile.is_zipfile(file):
         size = file.stat().st_size
-        what = f"its {size} bytes are cut off, or of something else" if size else "it is empty"
+        what = f"its {size} bytes are cut off, or are another kind of file" if size else "it is empty"
         raise StorageError(
-            f"ckpt_path={str(file)!r} is no checkpoint: {what}. Go on from an older one, or begin anew without it."
+            f"ckpt_path={str(file)!r} is no checkpoint: {what}. Resume from an older one, or start anew without it."
         )
     return load(checkpoint_path, *args, **keywords)
 
@@ -325,8 +325,8 @@ def check_optimizer_factory(value: Any) -> None:
     else:
         return
     raise ConfigError(
-        f"optimizer {why}. Allowed is what makes one from parameter groups: lit_rl.AdamW(lr=1e-5), or "
-        "functools.partial(torch.optim.SGD, lr=1e-3)."
+        f"optimizer {why}. Allowed is a function that makes an optimizer from parameter groups: lit_rl.AdamW(lr=1e-5), "
+        "or functools.partial(torch.optim.SGD, lr=1e-3)."
     )
 
 
@@ -338,7 +338,8 @@ def check_made_optimizer(value: Any) -> None:
     """
     if not isinstance(value, Optimizer):
         raise ConfigError(
-            f"optimizer gave a {type(value).__name__}. It takes parameter groups and returns an optimizer of torch."
+            f"optimizer returned a {type(value).__name__}, expected a torch.optim.Optimizer. Pass a function from "
+            "parameter groups to an optimizer, such as lit_rl.AdamW(lr=1e-5)."
         )
 
 
@@ -356,4 +357,4 @@ def check_shape(key: str, value: Any, *shapes: tuple[int, ...]) -> None:
     found = tuple(value.shape) if isinstance(value, Tensor) else None
     if found not in shapes:
         what = f"a tensor of shape {found}" if found is not None else f"a {type(value).__name__}"
-        raise ConfigError(f"{key} gave {what}. It is to return a tensor of shape {' or '.join(map(str, shapes))}.")
+        raise ConfigError(f"{key} returned {what}, expected a tensor of shape {' or '.join(map(str, shapes))}.")

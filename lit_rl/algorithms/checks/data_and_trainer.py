@@ -46,7 +46,7 @@ def check_prompt_data(data: Any) -> Any:
     if data is None or not hasattr(data, "prompts_per_rollout"):
         passed = "no data module" if data is None else type(data).__name__
         raise ConfigError(
-            f"The Trainer got {passed}. Pass datamodule=RolloutDataModule(...): other loaders do not know rollouts."
+            f"The Trainer got {passed}. Pass datamodule=RolloutDataModule(...): other loaders deal no rollouts."
         )
     return data
 
@@ -105,9 +105,9 @@ def shorten_sampling(model: LanguageModel, sampling: Sampling, longest: int) -> 
     if not 1 <= left < sampling.max_new_tokens:
         return sampling
     rank_zero_warn(
-        f"sampling.max_new_tokens={left}: no sampling was given, the default of {sampling.max_new_tokens} tokens does "
-        f"not fit, and the context of {model.name} ({context}) leaves {left} behind the longest prompt ({longest}). "
-        f"sampling=lit_rl.Sampling(max_new_tokens=...) sets it."
+        f"sampling.max_new_tokens={left}, in place of the default of {sampling.max_new_tokens}: the context of "
+        f"{model.name} ({context} tokens) has no more room after the longest prompt ({longest}). Set "
+        "sampling=lit_rl.Sampling(max_new_tokens=...) to choose it."
     )
     return replace(sampling, max_new_tokens=left)
 
@@ -202,10 +202,10 @@ def check_monitors(
         if later and (beginning or not getattr(callback, "strict", True)):
             rank_zero_info(
                 f"{type(callback).__name__}(monitor={monitor!r}) watches a metric that has not been logged yet."
-                f"{did_you_mean(monitor, known)} It waits, as a function may log it later."
+                f"{did_you_mean(monitor, known)} The run goes on, as a function of yours may log it later."
             )
             continue
-        hint = " A function that logs it in some batches alone logs it too late: log it in each." if later else ""
+        hint = " If your own function logs it in some batches only, log it in every batch." if later else ""
         raise ConfigError(
             f"{type(callback).__name__}(monitor={monitor!r}) watches a metric that is never logged."
             f"{did_you_mean(monitor, known)} Logged are: {', '.join(sorted(known))}.{hint}"
@@ -228,8 +228,8 @@ def check_trainer_settings(trainer: Any) -> None:
     interval = trainer.val_check_interval
     if isinstance(interval, int | float) and interval <= 0:
         raise ConfigError(
-            f"trainer.val_check_interval={interval} is no distance between two validations: allowed is 1 or more "
-            "micro-batches, or a share of the epoch above 0.0. trainer.limit_val_batches=0 leaves validation out."
+            f"trainer.val_check_interval={interval} is out of range: allowed is a whole number of micro-batches from "
+            "1, or a share of the epoch above 0.0. To leave validation out, set trainer.limit_val_batches=0."
         )
 
 
@@ -418,8 +418,8 @@ def check_stream(terms: Iterable[NeedsAllRows]) -> None:
     """
     for term in terms:
         raise ConfigError(
-            f"data.stream_buffer: {term.who} all rows before the first step, and a stream is never there all at once. "
-            f"Leave data.stream_buffer out, or {term.instead}."
+            f"data.stream_buffer: {term.who} all rows before the first step, and a stream never has all its rows at "
+            f"hand. Leave data.stream_buffer out, or {term.instead}."
         )
 
 
@@ -434,10 +434,10 @@ def longest_rewritten_prompt(options: Any, examples: Sequence[Example]) -> int:
         ConfigError: rows are packed, or not only completions are learned.
         DataError: a row has no prompt.
     """
-    why = "The completions of a step are written anew (algo.on_policy_fraction, algo.teacher_completions)"
+    why = "The completions of a step are generated (algo.on_policy_fraction, algo.teacher_completions)"
     for key, needed in (("learn", "completion"), ("packing", "none")):
         if (value := getattr(options, key)) != needed:
-            raise ConfigError(f"data.{key}={value}: {why}, which needs a prompt a row: set data.{key}={needed}.")
+            raise ConfigError(f"data.{key}={value}: {why}, which takes one prompt per row. Set data.{key}={needed}.")
     longest = 0
     for example in examples:
         length = example.texts[0].prompt_tokens

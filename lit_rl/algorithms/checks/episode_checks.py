@@ -41,31 +41,31 @@ def check_episodes(env: Interactive, generator: Generator, sampling: Sampling, e
         generator.check_asked_alone()
         if not sampling.truncation.off:
             raise ConfigError(
-                "sampling.top_k, top_p or min_p cut the distribution, and what a rollout function returns does not say "
-                "how much of it they left: set top_k=0, top_p=1 and min_p=0 with env=rollout_func."
+                "sampling.top_k, top_p or min_p cut the distribution, and a rollout function does not return how much "
+                "of it was left. Set top_k=0, top_p=1 and min_p=0 with env=rollout_func."
             )
         if sampling.repetition_penalty != 1 or sampling.min_new_tokens:
             raise ConfigError(
-                "sampling.repetition_penalty and min_new_tokens go by the tokens before each one, and what a rollout "
-                "function returns does not say what stood before a token when it was drawn: set repetition_penalty=1 "
-                "and min_new_tokens=0 with env=rollout_func."
+                "sampling.repetition_penalty and min_new_tokens depend on the tokens before each one, and a rollout "
+                "function does not return what came before a token when it was drawn. Set repetition_penalty=1 and "
+                "min_new_tokens=0 with env=rollout_func."
             )
     if generator.lag:
         raise ConfigError(
-            f"generator.lag={generator.lag} draws while the policy learns, and what env= names would run in this "
-            "process meanwhile, where it may move the training's random generators: take generator.lag=0."
+            f"generator.lag={generator.lag} draws while the policy learns, so the environments of env= would run in "
+            "this process at the same time and could change the training's random generators. Set generator.lag=0."
         )
     if evaluation.win_rate_against is not None:
         raise ConfigError(
-            f"eval.win_rate_against={evaluation.win_rate_against!r} compares completions of one turn, and env= makes "
-            "episodes: leave one of the two out."
+            f"eval.win_rate_against={evaluation.win_rate_against!r} compares completions of one turn, but env= makes "
+            "episodes. Leave one of the two out."
         )
     turns = {"sampling": sampling.max_new_tokens, "eval": evaluation.max_new_tokens or 0}
     for group, tokens in turns.items():
         if env.max_tokens < tokens:
             raise ConfigError(
-                f"env.max_tokens={env.max_tokens} is less than {group}.max_new_tokens={tokens}, and an episode is "
-                "one turn or more: raise the first, or lower the second."
+                f"env.max_tokens={env.max_tokens} is less than {group}.max_new_tokens={tokens}, but an episode has at "
+                "least one turn. Raise the first, or lower the second."
             )
 
 
@@ -92,7 +92,7 @@ def open_journal(env: Interactive, folder: str, rank: int) -> Journal | None:
             owner.write_text(f"{run}\n", encoding="utf-8")
         elif (other := owner.read_text(encoding="utf-8").strip()) != str(run):
             raise ConfigError(
-                f"env.journal={str(journal)!r} holds the replies of the run in {other}, and this one is in {run}: name "
+                f"env.journal={str(journal)!r} holds the replies of the run in {other}, but this run is in {run}. Set "
                 f"another folder, or remove {owner} if that run was moved here."
             )
     return Journal(journal, rank)
@@ -114,7 +114,7 @@ def make_episode_source(
     """
     if data.options.overlong == "truncate_left":
         raise ConfigError(
-            "data.overlong=truncate_left cuts tokens off a prompt's begin, and env= renders prompts anew: take "
+            "data.overlong=truncate_left cuts tokens off the start of a prompt, but env= renders prompts itself. Set "
             "data.overlong=drop, or error."
         )
     for columns in data.columns_of_sets():
@@ -202,7 +202,7 @@ def shorten_episodes(
     if not new_tokens <= smaller.max_tokens <= left:
         return env
     lowered = ", ".join(f"env.{key}={getattr(smaller, key)}" for key in sizes)
-    rank_zero_warn(f"{lowered}: not given, and the context of {model.name} ({context}) leaves no more.")
+    rank_zero_warn(f"{lowered}, in place of the default: the context of {model.name} ({context} tokens) has no more.")
     return smaller
 
 
@@ -232,6 +232,6 @@ def check_episode_rewards(env: Interactive, rewards: Rewards) -> None:
     from_env = [name for name, function in rewards.functions.items() if function in (environment, environment_turns)]
     if from_env and not env.gives_reward:
         raise ConfigError(
-            f"reward={from_env[0]} takes the reward that environments give, and env= names none that gives one: write "
-            "get_reward(self) or step(self, action) in a class of yours, or take another reward."
+            f"reward={from_env[0]} takes the reward of the environments, but env= has none with a reward. Define "
+            "get_reward(self) or step(self, action) in your class, or set another reward."
         )

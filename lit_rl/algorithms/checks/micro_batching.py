@@ -310,8 +310,8 @@ class MicroBatchRequest:
             in_range("algo.micro_batch_size", size, low=1)
         if self.accumulate != 1:
             raise ConfigError(
-                f"algo.micro_batch_size={size} and trainer.accumulate_grad_batches={self.accumulate} both say how a "
-                "step is cut: leave one of them out."
+                f"algo.micro_batch_size={size} and trainer.accumulate_grad_batches={self.accumulate} both set how a "
+                "step is split into micro-batches. Leave one of them out."
             )
 
 

@@ -47,8 +47,7 @@ def check_zero_settings(model: LanguageModel, precision: str, strategy: DeepSpee
     if not isinstance(strategy, ZeROStrategy):
         raise ConfigError(
             f"trainer.strategy={type(strategy).__name__}: Lightning's own divides the loss by the micro-batches twice, "
-            "and takes weights apart that a policy is decoded from. Take strategy=deepspeed_1, deepspeed_2 or "
-            "deepspeed_3."
+            "and shards the weights that the policy decodes with. Set strategy=deepspeed_1, deepspeed_2 or deepspeed_3."
         )
     strategy.check_device()
     name = f"strategy=deepspeed_{strategy.stage}"
@@ -126,8 +125,8 @@ def check_zero_optimizer(optimizer: Any) -> None:
     path = optimizer_path(optimizer)
     if not moves_numbers_alone(path) and path not in _DEEPSPEED_OPTIMIZERS:
         raise ConfigError(
-            f"optimizer={path} is not known to move each number of a weight by itself, and DeepSpeed gives it parts "
-            f"of many weights as one vector. Take optimizer=adamw, {_OR_FSDP}."
+            f"optimizer={path} is not known to update each number of a weight by itself, but DeepSpeed passes it parts "
+            f"of many weights as one vector. Set optimizer=adamw, {_OR_FSDP}."
         )
 
 
@@ -145,8 +144,9 @@ def check_zero_model(policy: nn.Module, strategy: ZeROStrategy) -> None:
     experts = any(int(getattr(config, name, 0) or 0) > 1 for config in configs for name in _EXPERT_COUNTS)
     if strategy.stage == 3 and experts:
         raise ConfigError(
-            "strategy=deepspeed_3 gathers what a rank computes, and of a mixture of experts ranks compute different "
-            "parts, so they would wait for each other for ever. Take strategy=fsdp or strategy=deepspeed_2."
+            "strategy=deepspeed_3 gathers the weights that a rank computes with, but in a mixture of experts ranks "
+            "compute with different ones, so they would wait for each other forever. Set strategy=fsdp or "
+            "strategy=deepspeed_2."
         )
 
 
@@ -263,8 +263,8 @@ def check_tensor_parallel_method(
 def _check_optimizer_path(path: str) -> None:
     if not moves_numbers_alone(path):
         raise ConfigError(
-            f"optimizer={path} is not known to move each number of a weight by itself, and strategy=fsdp_tp cuts "
-            f"weights into parts. Take optimizer=adamw, {_OR_FSDP}."
+            f"optimizer={path} is not known to update each number of a weight by itself, but strategy=fsdp_tp cuts "
+            f"weights into parts. Set optimizer=adamw, {_OR_FSDP}."
         )
 
 
@@ -315,8 +315,8 @@ def check_something_is_trained(policy: nn.Module) -> None:
     layers = [each for each in policy.modules() if isinstance(each, BaseTunerLayer)]
     if merged := [each for each in layers if each.merged]:
         raise ConfigError(
-            f"The adapter of model is merged into {len(merged)} of its {len(layers)} layers, where nothing of it is "
-            "trained. Call unmerge_adapter() on the PeftModel; or merge_and_unload(), and train the whole model."
+            f"The adapter of model is merged into {len(merged)} of its {len(layers)} layers, so it cannot be trained "
+            "there. Call unmerge_adapter() on the PeftModel; or merge_and_unload(), and train the whole model."
         )
     if any(parameter.requires_grad for parameter in policy.parameters()):
         return

@@ -222,7 +222,7 @@ def check_policy_scores(name: str, rolls_out: bool, sampling: Sampling, strategy
         )
     if shards_weights(strategy):
         raise ConfigError(
-            f"eval.log_policy=true is not built for weights in parts ({type(strategy).__name__}): take strategy=auto "
+            f"eval.log_policy=true does not work with sharded weights ({type(strategy).__name__}). Set strategy=auto "
             "or ddp, or leave it out."
         )
 

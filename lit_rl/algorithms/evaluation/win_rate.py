@@ -73,8 +73,8 @@ class ComparedModel:
         """
         if against == BASE and isinstance(self.policy, LoadedModel):
             raise ConfigError(
-                f"eval.win_rate_against={BASE} is the policy as it was before its first step, and model came as an "
-                "object, which is trained in place. Give its folder or hub id, here or as model."
+                f"eval.win_rate_against={BASE} is the policy before its first step, but model is an object, which is "
+                "trained in place. Pass its folder or hub id, here or as model."
             )
         if against == BASE:
             return self.policy

@@ -798,7 +798,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         if by_value:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
-        if self.broken_steps.look(float(self.grad_norm), scaled=scaled):
+        if self.broken_steps.should_skip(float(self.grad_norm), scaled=scaled):
             self.drop_gradients(optimizer)
             self._report_broken()
 
@@ -824,7 +824,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         if isinstance(strategy, ZeROStrategy):
             norm = strategy.gradient_norm
             self.grad_norm = torch.tensor(norm)
-            if self.broken_steps.look(norm, scaled=False):
+            if self.broken_steps.should_skip(norm, scaled=False):
                 self._report_broken()
 
     def _report_broken(self) -> None:

@@ -28,7 +28,7 @@ class BrokenSteps:
         self.last = False
         """True where the current step is skipped."""
 
-    def look(self, norm: float, *, scaled: bool) -> bool:
+    def should_skip(self, norm: float, *, scaled: bool) -> bool:
         """Count the step, and tell whether to skip it.
 
         Args:
@@ -50,13 +50,13 @@ class BrokenSteps:
         Raises:
             NumericError: `LIMIT` steps in a row were broken.
         """
-        message = f"Optimizer step {step} has a gradient of norm {norm} and is left out.{saved_batch}"
+        message = f"Optimizer step {step} is skipped, as the norm of its gradient is {norm}.{saved_batch}"
         if self.in_a_row < LIMIT:
             rank_zero_warn(message)
             return
         raise NumericError(
-            f"{message} It is the {LIMIT}th in a row; the weights are as they were before them, and so is the last "
-            "checkpoint. Lower optimizer.lr, or look for a loss or a reward that is infinite."
+            f"{message} It is the {LIMIT}th in a row, so the run ends. The weights and the last checkpoint are as "
+            "before these steps. Lower optimizer.lr, or look for a loss or a reward that is infinite."
         )
 
 

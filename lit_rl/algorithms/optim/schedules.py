@@ -54,13 +54,13 @@ class FromTorch:
             ) from error
         if isinstance(made, ReduceLROnPlateau):
             raise ConfigError(
-                f"{self.key}=ReduceLROnPlateau waits for a metric of the validation, and schedules here step once an "
-                "optimizer step. Take another scheduler of torch, or Linear, Cosine or Constant of lit_rl."
+                f"{self.key}=ReduceLROnPlateau needs a metric of the validation, but schedules step once per optimizer "
+                "step here. Pass another scheduler of torch, or Linear, Cosine or Constant of lit_rl."
             )
         if not isinstance(made, LRScheduler):
             raise ConfigError(
-                f"{self.key}={name} gave a {type(made).__name__}. It takes the optimizer and returns a "
-                "scheduler of torch."
+                f"{self.key}={name} returned a {type(made).__name__}, expected a torch.optim.lr_scheduler.LRScheduler. "
+                "Pass a function from the optimizer to a scheduler."
             )
         return made
 
@@ -293,8 +293,8 @@ class ScheduleByPath:
         kind = self._class()
         if issubclass(kind, lr_scheduler.ReduceLROnPlateau):
             raise ConfigError(
-                f"scheduler.path={self.path!r} goes by a metric, and a schedule here goes by the number of the step "
-                "alone. Take scheduler=cosine or linear, or a scheduler such as torch.optim.lr_scheduler.StepLR."
+                f"scheduler.path={self.path!r} needs a metric, but schedules depend on the number of the step alone "
+                "here. Set scheduler=cosine or linear, or a scheduler such as torch.optim.lr_scheduler.StepLR."
             )
         self._walk(kind, 1000.0)  # wrong arguments are found before anything is loaded
 
@@ -348,7 +348,7 @@ class _RecordedRates:
             raise ConfigError(f"scheduler.kwargs={kwargs} do not fit {path}: {error}") from error
         if self._optimizer.param_groups[0]["momentum"]:
             raise ConfigError(
-                f"scheduler.path={path!r} would also change the momentum, and learning rates alone are scheduled here. "
+                f"scheduler.path={path!r} would also change the momentum, but only learning rates are scheduled here. "
                 "Set scheduler.kwargs.cycle_momentum=false."
             )
         self._rates = [self._rate()]
@@ -361,7 +361,7 @@ class _RecordedRates:
                 self._scheduler.step()
             except ValueError as error:
                 problem = f"scheduler.path={self._path!r} with {self._kwargs} ends at step {len(self._rates)}"
-                raise ConfigError(f"{problem}: {error} Give it as many steps as the run has.") from error
+                raise ConfigError(f"{problem}: {error} Set as many steps as the run has.") from error
             self._rates.append(self._rate())
         return self._rates[step]
 
@@ -369,7 +369,7 @@ class _RecordedRates:
         rate = float(self._optimizer.param_groups[0]["lr"])
         if not 0 <= rate < math.inf:
             raise ConfigError(
-                f"scheduler.path={self._path!r} with {self._kwargs} makes {rate:g} of a learning rate of 1. Allowed is "
-                "a finite number that is not below 0."
+                f"scheduler.path={self._path!r} with {self._kwargs} turns a learning rate of 1 into {rate:g}. Allowed "
+                "is a finite number of at least 0."
             )
         return rate

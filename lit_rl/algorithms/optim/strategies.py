@@ -142,12 +142,14 @@ class ZeROStrategy(DeepSpeedStrategy):
             raise ConfigError(f"trainer.strategy.stage={stage!r}: ZeRO has the stages 1, 2 and 3.")
         if "config" in kwargs or self.DEEPSPEED_ENV_VAR in os.environ:
             raise ConfigError(
-                f"A config of DeepSpeed's own (config=, or {self.DEEPSPEED_ENV_VAR} of the environment) would set what "
-                "the Trainer's keys set here. Give keys of trainer.strategy instead: stage, offload_optimizer, "
+                f"A DeepSpeed config (config=, or the environment variable {self.DEEPSPEED_ENV_VAR}) would override "
+                "keys of the Trainer. Set keys of trainer.strategy instead: stage, offload_optimizer, "
                 "reduce_bucket_size, and so on."
             )
         if "nvme" in (kwargs.get(name) for name in _DEVICES):
-            raise ConfigError("Offload to NVMe was never run here. Take offload_optimizer=true, which is to the CPU.")
+            raise ConfigError(
+                "Offloading to NVMe is not tested. Set offload_optimizer=true, which offloads to the CPU."
+            )
         super().__init__(stage=stage, exclude_frozen_parameters=True, **kwargs)
         assert isinstance(self.config, dict)
         self.config["zero_force_ds_cpu_optimizer"] = (
@@ -324,8 +326,8 @@ class ZeROStrategy(DeepSpeedStrategy):
                 problem = str(error)
         if (problem := self.broadcast(problem)) is not None:
             raise StorageError(
-                f"The checkpoint {target} could not be written: {problem}. What was saved before is as it was: make "
-                "room, and go on from there with ckpt_path=last."
+                f"The checkpoint {target} could not be written: {problem}. Earlier checkpoints are unchanged. Free "
+                "disk space, and resume with ckpt_path=last."
             )
 
     @contextmanager
@@ -378,15 +380,15 @@ def check_facts(path: Path, here: Mapping[str, Any]) -> None:
         kept = {name: there[name] for name in here}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StorageError(
-            f"{path.parent} is no whole checkpoint of a run with DeepSpeed ({type(error).__name__}: {path.name}). Take "
-            "another one with ckpt_path."
+            f"{path.parent} is no complete checkpoint of a run with DeepSpeed ({type(error).__name__}: {path.name}). "
+            "Set ckpt_path to another one."
         ) from error
     for name in ("stage", "processes"):
         if kept[name] != here[name]:
             raise StorageError(
-                f"{path.parent} was written with {name}={kept[name]}, and this run has {here[name]}: DeepSpeed cannot "
-                "deal its parts out anew. Resume with the strategy, trainer.devices and trainer.num_nodes of the run's "
-                "config.yaml, or start a new run from the exported model: model.name=<run_dir>/hf."
+                f"{path.parent} was written with {name}={kept[name]}, but this run has {here[name]}, and DeepSpeed "
+                "cannot redistribute its parts. Resume with the strategy, trainer.devices and trainer.num_nodes of the "
+                "run's config.yaml, or start a new run from the exported model: model.name=<run_dir>/hf."
             )
     other = sorted(
         name for name in {*kept["trained"], *here["trained"]} if kept["trained"].get(name) != here["trained"].get(name)
@@ -520,9 +522,9 @@ class FSDP2Strategy(ModelParallelStrategy):
         saved_numbers = [group["params"] for each in saved for group in each["param_groups"]]
         if list(map(sorted, own_numbers)) != list(map(sorted, saved_numbers)):
             raise StorageError(
-                f"{path} was written without FSDP2 by a run that trains a part of its parameters, or trains other ones "
-                "than this run: which of them its optimizer means cannot be told. Go on with the strategy and the "
-                "model settings of the run's config.yaml, or start a new run from the exported model: "
+                f"{path} was written without FSDP2 by a run that trained a part of its parameters, or other ones than "
+                "this run, so the numbers of its optimizer's parameters are ambiguous. Resume with the strategy and "
+                "the model settings of the run's config.yaml, or start a new run from the exported model: "
                 "model.name=<run_dir>/hf."
             )
 
@@ -619,8 +621,8 @@ class FSDPTPStrategy(FSDP2Strategy):
         torch.distributed.broadcast_object_list(held, group=self.tensor_group, group_src=0)
         if held[0] is None:
             raise RewardError(
-                "What a reward function gave log_extra cannot be sent to the other rank of its tensor-parallel group: "
-                "give it numbers and text."
+                "A value that a reward function passed to log_extra cannot be pickled, and so not be sent to the other "
+                "ranks of its tensor-parallel group. Pass numbers and text."
             )
         return pickle.loads(held[0])  # from a rank of this run
 
@@ -653,9 +655,9 @@ def check_mesh(strategy: Any) -> None:
     size = strategy.num_processes if isinstance(asked, str) else asked  # "auto"
     if size > 1:
         raise ConfigError(
-            f"{type(strategy).__name__}(tensor_parallel_size={size}) has ranks that share rows, and it is not told how "
-            f"layers are cut. Take strategy=fsdp_tp with trainer.strategy.tp_size={size}; or strategy=fsdp, which has "
-            "every device in the data-parallel part. In Python these are FSDPTPStrategy and FSDP2Strategy."
+            f"{type(strategy).__name__}(tensor_parallel_size={size}) has ranks that share rows, but no plan that "
+            f"splits the layers. Set strategy=fsdp_tp with trainer.strategy.tp_size={size}; or strategy=fsdp, which "
+            "has every device in the data-parallel part. In Python these are FSDPTPStrategy and FSDP2Strategy."
         )
 
 

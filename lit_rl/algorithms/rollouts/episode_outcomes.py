@@ -42,8 +42,8 @@ class EpisodeFailures:
         """
         if excess := self.describe_excess(most, ranks):
             error = GenerationError(
-                f"{excess}. Mend the cause, or allow more with env.max_failed; where time ran out, with "
-                "env.step_timeout, env.episode_timeout, env.rollout_timeout, or a rollout function's agent_timeout."
+                f"{excess}. Fix the cause, or raise env.max_failed; where time ran out, raise env.step_timeout, "
+                "env.episode_timeout, env.rollout_timeout, or a rollout function's agent_timeout."
             )
             error.on_every_rank = True
             raise error
@@ -85,8 +85,8 @@ def check_spans(scores: Scores, episodes: Sequence[Episode]) -> None:
         if one_text or all(map(is_turn_reward, parts)):
             continue
         raise RewardError(
-            "A reward function returned spans of characters for an episode of several messages, and a span is of one "
-            "text. Return a number for the episode, or (turn, value) for its turns."
+            "A reward function returned spans of characters for an episode of several messages, but spans are of a "
+            "single text. Return a number for the episode, or (turn, value) for its turns."
         )
 
 

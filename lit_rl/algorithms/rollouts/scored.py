@@ -168,8 +168,8 @@ def generate_opponent_pairs(
     generator = source.generator
     if opponent is request.policy and not isinstance(for_another_policy(generator), InProcessGenerator):
         raise ConfigError(
-            f"generator={type(generator).__name__} takes a copy of the weights, and this reference is the "
-            "policy with its adapters switched off. Take generator=native, or reference=initial_adapter."
+            f"generator={type(generator).__name__} decodes with a copy of the weights, but this reference is the "
+            "policy with its adapters switched off. Set generator=native, or reference=initial_adapter."
         )
     whole = unsharded(reference_policy) if isinstance(reference_policy, nn.Module) else nullcontext()
     with whole:

@@ -106,8 +106,8 @@ class CreditAssignment:
         changed = [f"algo.{name}" for name, setting in changes.items() if setting is not None]
         if scores.span_rewards is not None and changed:
             raise ConfigError(
-                f"{', '.join(changed)}: the reward functions returned spans, and this changes the reward of a whole "
-                "completion, of which no span would have its share. Leave it out, or change the values of the spans in "
+                f"{', '.join(changed)} changes the reward of a whole completion, but the reward functions returned "
+                "values for spans, which would stay as they are. Leave it out, or change the values of the spans in "
                 "the reward function."
             )
         # Rewards come from the host: the copies are asynchronous.
@@ -214,8 +214,8 @@ def _last_of_turn(completions: Completions, row: int, turn: int) -> int:
     columns = (mask & (turns == turn)).nonzero().flatten()
     if not len(columns):
         raise RewardError(
-            f"A reward function gave a reward for turn {turn} of a completion that has {int(turns[mask].max()) + 1}; "
-            "they are counted from 0."
+            f"A reward function returned a reward for turn {turn} of a completion with {int(turns[mask].max()) + 1} "
+            "turns. Turns are counted from 0."
         )
     return int(columns[-1])
 
@@ -329,8 +329,8 @@ class Whitening:
         names = parameters(self.function)
         if "mask" not in names and "scored" in names:
             raise ConfigError(
-                f"algo/whitening: {name_of(self.function)} takes one advantage a completion, and {self.of} gives "
-                "one a token. Take algo/whitening=tokens."
+                f"algo/whitening: {name_of(self.function)} takes one advantage per completion, but {self.of} returns "
+                "one per token. Set algo/whitening=tokens."
             )
 
 

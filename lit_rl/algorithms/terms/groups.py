@@ -216,7 +216,7 @@ class TopOfGroup(GroupSelection):
             values = torch.tensor(torch.nan)
         if values.shape != rewards.shape or bool(values.isnan().any()):
             raise RewardError(
-                f"algo.groups.score returned {reprlib.repr(returned)} for {len(texts)} completions; it takes one "
+                f"algo.groups.score returned {reprlib.repr(returned)} for {len(texts)} completions, expected one "
                 "number, and no NaN, for each."
             )
         return values
@@ -254,13 +254,13 @@ class BestOfGroup(GroupSelection):
     def check_fits(self, group_size: int, *, compares_completions: Callable[[], bool]) -> None:
         if group_size < 2:
             raise ConfigError(
-                f"algo.group_size={group_size} with algo/groups=best: the best of one completion is that one, so "
-                "nothing would be learned of the rewards. Take 2 or more."
+                f"algo.group_size={group_size} with algo/groups=best: the best of one completion is that one, so the "
+                "rewards would teach nothing. Set it to 2 or more."
             )
         if compares_completions():
             raise ConfigError(
-                "algo/groups=best leaves one completion a group, and this advantage compares several: it would be 0 "
-                "everywhere. Take algo/advantage=constant (algo=raft), or algo/groups=top."
+                "algo/groups=best keeps one completion per group, but this advantage compares several and would be 0 "
+                "everywhere. Set algo/advantage=constant (algo=raft), or algo/groups=top."
             )
 
 

@@ -69,7 +69,7 @@ class ReferenceFiles:
                 problem = error.strerror or str(error)
         if problem := self.ranks.broadcast(problem):
             raise StorageError(
-                f"{self.folder} cannot be written ({problem}): set algo.reference_cache to a folder that can."
+                f"{self.folder} cannot be written ({problem}). Set algo.reference_cache to a folder that can be."
             )
 
     def path(self, data: ExampleSet) -> Path:
@@ -93,7 +93,7 @@ class ReferenceFiles:
                 problem = str(error)
         found, problem = self.ranks.broadcast((found, problem))
         if problem:
-            raise StorageError(f"{path} cannot be used ({problem}): remove it, and it is computed anew.")
+            raise StorageError(f"{path} cannot be used ({problem}). Remove it: it is then computed again.")
         return found
 
     def write(self, data: ExampleSet, flat: Tensor) -> None:
@@ -107,7 +107,7 @@ class ReferenceFiles:
                 save_file({"logprobs": flat}, partial)
         except OSError as error:
             raise StorageError(
-                f"{path} cannot be written ({error}): is there room? algo.reference_cache names another folder."
+                f"{path} cannot be written ({error}). Free disk space, or set algo.reference_cache to another folder."
             ) from error
 
 
@@ -247,9 +247,9 @@ class PrecomputedReference:
         if reference.moves or isinstance(reference, ReferenceFree):
             why = "it follows the policy" if reference.moves else "it has none"
             raise ConfigError(
-                f"algo.precompute_reference=true computes the log-probs of the reference once, and those of "
-                f"reference={type(reference).__name__} are not there to keep: {why}. Set algo.precompute_reference="
-                "false, or take a reference that stays, such as auto."
+                "algo.precompute_reference=true computes the log-probs of the reference once, but "
+                f"reference={type(reference).__name__} has no fixed ones: {why}. Set algo.precompute_reference=false, "
+                "or a reference that does not change, such as auto."
             )
         self.folder = folder
         self.released = False
@@ -353,6 +353,6 @@ def text_key(ids: Sequence[int], learned: Sequence[bool]) -> bytes:
 
 def _reference_is_released(what: str) -> ConfigError:
     return ConfigError(
-        f"algo.precompute_reference=true let the reference go before the training, and {what} came afterwards: give "
-        "all validation sets to the data module that trains, or set it to false."
+        f"algo.precompute_reference=true released the reference before the training, and the log-probs of {what} were "
+        "not computed before. Give all validation sets to the data module that trains, or set it to false."
     )

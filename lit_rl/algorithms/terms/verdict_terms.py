@@ -278,8 +278,8 @@ class RunLength:
         """
         if self.max_steps < 0 and (self.max_epochs or -1) < 0:
             raise ConfigError(
-                "algo.precompute_reference=true asks the reference about the mismatched completions of every step of "
-                "the run, and nothing says how many there are: set trainer.max_steps or trainer.max_epochs, or take "
+                "algo.precompute_reference=true computes log-probs of the mismatched completions of every step, but "
+                "the number of steps is unknown. Set trainer.max_steps or trainer.max_epochs, or "
                 "algo/verdict=apo_zero_unpaired, which has no baseline."
             )
 
