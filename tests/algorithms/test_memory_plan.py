@@ -525,7 +525,7 @@ def test_texts_that_are_learned_beside_the_rows_are_planned_with_their_graph(pre
         policy=policy_network(LanguageModel("tiny"), SHAPE, numbers, "fused"),
         numbers=numbers,
         lengths=RowLengths(64, 64, group=4),
-        beside=AuxiliaryTexts(texts=6, rows=16, tokens=80),
+        auxiliary=AuxiliaryTexts(texts=6, rows=16, tokens=80),
     ).plan(8, 8, steps_in_parts=False)
     assert plan.learning["activations"] == pytest.approx(kept, rel=0.07)
     assert kept > 1.1 * alone

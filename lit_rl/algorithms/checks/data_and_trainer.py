@@ -424,7 +424,7 @@ def check_stream(terms: Iterable[NeedsAllRows]) -> None:
 
 
 def longest_rewritten_prompt(options: Any, examples: Sequence[Example]) -> int:
-    """Return the tokens of the longest prompt of texts whose completions are written anew in the training.
+    """Return the tokens of the longest prompt of texts whose completions are generated in the training.
 
     Args:
         options: Options of the data module.

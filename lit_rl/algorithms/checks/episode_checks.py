@@ -169,8 +169,8 @@ def _warn_other_tools(env: EnvironmentFactory, data: Any) -> None:
             if row_tools["tools"] == answered:
                 continue
             names = ", ".join(tool["function"]["name"] for tool in answered)
-            what = f"prompts are told of those of env= alone ({names})" if answered else "env= answers no calls of them"
-            rank_zero_warn(f"The rows have a column tools (the first is row {row}), and {what}.")
+            what = f"prompts show the tools of env= only ({names})" if answered else "env= answers no calls of them"
+            rank_zero_warn(f"The rows have a column tools (the first is row {row}), but {what}.")
             return
 
 

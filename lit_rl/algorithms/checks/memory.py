@@ -230,7 +230,7 @@ class AuxiliaryTexts:
     rows: int
     tokens: int
 
-    def of(self, rows: int) -> ForwardCall:
+    def call(self, rows: int) -> ForwardCall:
         """Return the call of the texts that go with a number of rows."""
         return ForwardCall(-(-self.texts * rows // self.rows), self.tokens, self.tokens)
 
@@ -272,7 +272,7 @@ class Memory:
         lengths: Lengths of its rows.
         critic: A separate critic.
         others: Bytes of frozen weights by name: a reference, a reward model, a teacher.
-        beside: Auxiliary texts that the policy learns from.
+        auxiliary: Auxiliary texts that the policy learns from.
         buckets: DDP's buckets of gradients; None without DDP.
         engine: Bytes of an engine that stays in memory while the policy learns.
         decoding: Lengths of a sequence, where this process generates with the policy's own weights.
@@ -294,7 +294,7 @@ class Memory:
     lengths: RowLengths
     critic: Network | None = None
     others: Mapping[str, int] = field(default_factory=dict)
-    beside: AuxiliaryTexts | None = None
+    auxiliary: AuxiliaryTexts | None = None
     buckets: DDPBuckets | None = None
     engine: int = 0
     decoding: RowLengths | None = None
@@ -363,7 +363,7 @@ class Memory:
 
     def _calls(self, network: Network, rows: int) -> list[ForwardCall]:
         """Return the calls of a network in the forward pass of a micro-batch."""
-        texts = [self.beside.of(rows)] if self.beside is not None and network is self.policy else []
+        texts = [self.auxiliary.call(rows)] if self.auxiliary is not None and network is self.policy else []
         return self._calls_of_rows(network, rows) + texts
 
     def _calls_of_rows(self, network: Network, rows: int) -> list[ForwardCall]:
@@ -442,7 +442,7 @@ class Memory:
     def _logit_bytes(self, rows: int) -> int:
         if self.policy.head == "none":
             return 0
-        texts = self.beside.of(rows).tokens if self.beside is not None else 0
+        texts = self.auxiliary.call(rows).tokens if self.auxiliary is not None else 0
         shape, targets = self.policy.shape, rows * self.lengths.texts * self.lengths.response + texts
         hidden = targets * shape.hidden * (self.numbers.product + 4)
         whole = targets * shape.vocabulary
@@ -461,9 +461,9 @@ class Memory:
         layer_bytes = max(self._layer_gradients(network, rows) for network in filter(None, (self.policy, self.critic)))
         if self.critic is not None:  # it runs after the policy's head, and back before it
             head_bytes -= self._activation_bytes(self.critic, rows)
-        if self.beside is not None and head == "fused":  # these run after both
-            head_bytes = max(head_bytes, logits + self._head_bytes(self.beside.of(rows).tokens))
-        if self.critic is not None or self.beside is not None:
+        if self.auxiliary is not None and head == "fused":  # these run after both
+            head_bytes = max(head_bytes, logits + self._head_bytes(self.auxiliary.call(rows).tokens))
+        if self.critic is not None or self.auxiliary is not None:
             layer_bytes += logits
         vision_bytes = max(self._vision_working(network, rows) for network in filter(None, (self.policy, self.critic)))
         most = max(layer_bytes, head_bytes, vision_bytes, self._second_gradients(rows) if steps_in_parts else 0)

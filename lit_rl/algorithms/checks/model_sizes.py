@@ -370,9 +370,11 @@ def gathered_weights(
     wide = int(2 if numbers.product < 4 and not numbers.cast else stored)
     root, embedding = shape.head * (1 if shape.tied else 2), shape.head
     layer = (shape.parameters - root) // shape.layers
-    beside = root * reference + (embedding if critic is not None else 0)
+    other_models = root * reference + (embedding if critic is not None else 0)
     trained = (policy.trained // shape.layers) if policy.adapters else max(root, layer)
-    return GatheredWeights(wide * root, wide * layer, wide * shape.parameters, wide * beside, (wide + 4) * trained)
+    return GatheredWeights(
+        wide * root, wide * layer, wide * shape.parameters, wide * other_models, (wide + 4) * trained
+    )
 
 
 def stored_bytes(model: LanguageModel, numbers: NumberSizes) -> float:

@@ -464,7 +464,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             numbers,
             lengths,
             critic=critic,
-            beside=self.auxiliary_texts(),
+            auxiliary=self.auxiliary_texts(),
             buckets=self._buckets(networks, numbers),
             others={"reference": reference, **self.frozen_model_bytes()},
             engine=int(share * (device_memory(device, gigabytes=self.memory_gb) or 0)),

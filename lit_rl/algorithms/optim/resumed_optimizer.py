@@ -123,10 +123,10 @@ def apply_settings(
     elif rate_changed or before["schedule"] != now["schedule"]:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["initial_lr"] = group["lr"] = rate
-        anew = make_schedule(optimizer)
+        new_schedule = make_schedule(optimizer)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it is stepped before the optimizer
             for _ in range(scheduler.last_epoch):
-                anew.step()
-        return anew
+                new_schedule.step()
+        return new_schedule
     return scheduler

@@ -500,19 +500,14 @@ class FSDP2Strategy(ModelParallelStrategy):
         self._check_numbers(path, saved)
         if any(each["state"] for each in saved):
             return super().load_checkpoint(checkpoint_path, weights_only)
-        return self._load_settings_alone(checkpoint_path, weights_only, saved)
-
-    def _load_settings_alone(
-        self, checkpoint_path: _PATH, weights_only: bool | None, saved: Sequence[dict[str, Any]]
-    ) -> dict[str, Any]:
-        """Load only settings of optimizers without state, as SGD without momentum: torch asks state for a device."""
+        # Optimizers without state, as SGD without momentum: torch asks the state for a device, so only settings load.
         optimizers, self.optimizers = self.optimizers, []
         try:
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         finally:
             self.optimizers = optimizers
-        for optimizer, of_file in zip(optimizers, saved, strict=True):
-            for group, settings in zip(optimizer.param_groups, of_file["param_groups"], strict=True):
+        for optimizer, state in zip(optimizers, saved, strict=True):
+            for group, settings in zip(optimizer.param_groups, state["param_groups"], strict=True):
                 group.update({name: value for name, value in settings.items() if name != "params"})
         return checkpoint
 

@@ -107,7 +107,10 @@ class DynamicSampling(GroupSelection):
         missing = ranks.counts(len(places))
         dropped, completed, position = sum(missing), 0, self._position
         while sum(missing) and completed < self.max_draws:
-            shares = _deal_draws(missing, self.max_draws - completed)
+            shares, left = [], self.max_draws - completed
+            for count in missing:  # each rank draws what it lacks, in the order of ranks, up to the limit
+                shares.append(min(count, left))
+                left -= shares[-1]
             earlier_shares, own_share = sum(shares[: ranks.rank]), shares[ranks.rank]
             with abort_on_all_ranks(ranks):
                 if own_share:
@@ -285,15 +288,6 @@ def shortest(lengths: list[int]) -> list[float]:
 def reward_per_token(rewards: list[float], lengths: list[int]) -> list[float]:
     """Score completions by reward divided by length (GFPO's token efficiency); unscored ones come last anyway."""
     return [0.0 if reward != reward else reward / max(1, length) for reward, length in zip(rewards, lengths)]
-
-
-def _deal_draws(wanted: list[int], remaining: int) -> list[int]:
-    """Return the number of prompts that each rank draws next: what it wants, in the order of ranks, up to a limit."""
-    shares = []
-    for count in wanted:
-        shares.append(min(count, remaining))
-        remaining -= shares[-1]
-    return shares
 
 
 def _fill(scored: Scored, places: list[int], fresh: Scored, without_spread: set[int]) -> tuple[Scored, list[int]]:

@@ -185,9 +185,12 @@ class ReferenceKL:
             mask: Bool `(b, t)`: the sampled tokens.
             ranks: The ranks that share the rollout.
         """
-        if self.control.adapts:
-            assert old is not None and ref is not None  # see `needs_old_logprobs` and `needs_reference`
-            self.control.update(*mean_kl(old, ref, mask, ranks))
+        if not self.control.adapts:
+            return
+        assert old is not None and ref is not None  # see `needs_old_logprobs` and `needs_reference`
+        per_row = masked_mean(k1(old, ref, old), mask, dim=1)  # in nats a token; the mean over rows is steered
+        total, rows = ranks.total(torch.stack([per_row.sum(), mask.any(1).sum().float()])).tolist()
+        self.control.update(total / max(1.0, rows), int(rows))
 
     def add_to_loss(self, per_token: Tensor, rollout: Rollout, logprobs: Tensor, old: Tensor) -> tuple[Tensor, Metrics]:
         """Add the penalty to the losses `(b, t)`, and return them with the mean KL.
@@ -209,16 +212,6 @@ class ReferenceKL:
             return {}
         weights = {"kl_coef": self.in_loss.weight, "reward_kl_coef": self.in_reward.weight}
         return {name: weight * self.control.factor for name, weight in weights.items() if weight}
-
-
-def mean_kl(old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, ranks: Ranks) -> tuple[float, int]:
-    """Return the mean KL of a rollout's policy to the reference, and the number of rows of all ranks.
-
-    The mean over rows of the mean k1 of their tokens, in nats: the quantity that a KL controller steers.
-    """
-    per_row = masked_mean(k1(old_logprobs, ref_logprobs, old_logprobs), mask, dim=1)
-    total, rows = ranks.total(torch.stack([per_row.sum(), mask.any(1).sum().float()])).tolist()
-    return total / max(1.0, rows), int(rows)
 
 
 # ------------------------------------------------------------------ entropy bonus
