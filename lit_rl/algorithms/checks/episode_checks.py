@@ -169,7 +169,7 @@ def _warn_other_tools(env: EnvironmentFactory, data: Any) -> None:
             if row_tools["tools"] == answered:
                 continue
             names = ", ".join(tool["function"]["name"] for tool in answered)
-            what = f"prompts show the tools of env= only ({names})" if answered else "env= answers no calls of them"
+            what = f"prompts show the tools of env= alone ({names})" if answered else "env= answers no calls of them"
             rank_zero_warn(f"The rows have a column tools (the first is row {row}), but {what}.")
             return
 
