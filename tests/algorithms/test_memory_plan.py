@@ -176,7 +176,7 @@ def test_the_head_works_in_the_memory_that_is_planned(monkeypatch, tokens, block
     with Live() as live:
         of_heads.linear_logprobs(hidden, weight, ids, Distribution(entropy=True)).logprobs.sum().backward()
     shape = replace(SHAPE, vocabulary=vocabulary)
-    planned = memory(policy=Network(shape, 1, 1, logit=logit), block=block, part=part)._of_head(tokens)
+    planned = memory(policy=Network(shape, 1, 1, logit=logit), block=block, part=part)._head_bytes(tokens)
     assert 0.75 * planned < live.peak < 1.02 * planned + 100 * (tokens + vocabulary)  # numbers a token, and a gradient
 
 
