@@ -15,7 +15,7 @@ import torch
 from transformers import Qwen2Config
 
 from lit_rl.algorithms.checks.memory import Memory, RowLengths
-from lit_rl.algorithms.checks.micro_batching import StepRows, budget_of_gigabytes, fewest_micro_batches
+from lit_rl.algorithms.checks.micro_batching import StepRows, fewest_micro_batches, memory_budget
 from lit_rl.algorithms.checks.model_sizes import (
     gathered_weights,
     masters_at_once,
@@ -118,7 +118,9 @@ def one_gpu() -> str:
     for gigabytes in (24, 80):
         for name, rank, precision in RUNS:
             trains = f"LoRA r={rank}" if rank else "all weights"
-            plan = planned(memory(name, rank, precision), step_of(1), budget_of_gigabytes(gigabytes))
+            plan = planned(
+                memory(name, rank, precision), step_of(1), memory_budget(torch.device("cuda"), gigabytes=gigabytes)
+            )
             lines.append(f"| {gigabytes} GiB | {name} | {trains} | {precision} | {plan} |")
     return "\n".join(lines) + "\n"
 
@@ -129,7 +131,9 @@ def several_gpus() -> str:
     for gigabytes in (24, 80):
         for name in ("qwen0.5b", "Qwen2.5-7B"):
             for ranks in RANKS:
-                plan = planned(spread(name, ranks), step_of(ranks), budget_of_gigabytes(gigabytes))
+                plan = planned(
+                    spread(name, ranks), step_of(ranks), memory_budget(torch.device("cuda"), gigabytes=gigabytes)
+                )
                 lines.append(f"| {gigabytes} GiB | {name} | {ranks} | {plan} |")
     return "\n".join(lines) + "\n"
 

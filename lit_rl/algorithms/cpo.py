@@ -77,17 +77,14 @@ class CPO(PairModule):
         if self.nll_coef:
             loss = loss + self.nll_coef * nll / max(1, batch.totals.tokens)
         loss, aux = self.with_aux(loss, scores.aux_loss, batch.totals)
-        metrics = pair_metrics(*self._rewards_and_logps(columns), batch, scores)
-        return loss, metrics | {"nll_loss": (nll.detach(), tokens)} | aux
-
-    def _rewards_and_logps(self, columns: Columns) -> tuple[ChosenRejected, ChosenRejected]:
-        """Return rewards and log-probs as TRL logs them: per token if every loss is of log-probs per token."""
+        # Rewards and log-probs as TRL logs them: per token if every loss is of log-probs per token.
         logps = ChosenRejected(columns["chosen"], columns["rejected"])
-        if self.reward_of is None:
-            return ChosenRejected(*(self.beta * logp for logp in logps)), logps
-        lengths = columns["chosen_tokens"], columns["rejected_tokens"]
-        means = ChosenRejected(*(logp / length.clamp(min=1) for logp, length in zip(logps, lengths)))
-        return ChosenRejected(*(self.beta * self.reward_of(mean) for mean in means)), means
+        if self.reward_of is not None:
+            lengths = columns["chosen_tokens"], columns["rejected_tokens"]
+            logps = ChosenRejected(*(logp / length.clamp(min=1) for logp, length in zip(logps, lengths)))
+        rewards = ChosenRejected(*(self.beta * (self.reward_of(logp) if self.reward_of else logp) for logp in logps))
+        metrics = pair_metrics(rewards, logps, batch, scores)
+        return loss, metrics | {"nll_loss": (nll.detach(), tokens)} | aux
 
 
 def _per_token_reward(preferences: list[Callable]) -> Callable[[Tensor], Tensor] | None:

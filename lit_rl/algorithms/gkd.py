@@ -87,8 +87,8 @@ class GKD(OfflinePolicyModule):
         in_range("algo.on_policy_fraction", on_policy_fraction, low=0, high=1)
         if teacher_completions and on_policy_fraction == 1:
             raise ConfigError(
-                "algo.teacher_completions=true has the teacher write where the student does not, and with "
-                "algo.on_policy_fraction=1 the student writes always. Lower the fraction, or leave the other out."
+                "algo.teacher_completions=true lets the teacher generate where the student does not, but with "
+                "algo.on_policy_fraction=1 the student always does. Lower the fraction, or leave the other out."
             )
         self.teacher = Teacher(teacher, self.model, teacher_device)
         self.beta, self.temperature = beta, temperature

@@ -114,24 +114,28 @@ class KTO(VerdictModule):
                 "has 2 rows at least. Raise it, or take algo/verdict=apo_zero_unpaired, which has no baseline."
             )
         good = sum(bool(example.desirable) for example in data.corpus.train.examples)
-        self._balance(good, len(data.corpus.train) - good)
+        self._warn_of_imbalance(good, len(data.corpus.train) - good)
 
-    def _balance(self, good: int, bad: int) -> None:
+    def _warn_of_imbalance(self, good: int, bad: int) -> None:
         """Warn if the balance of the two classes is not what the paper recommends."""
         names = ("desirable_weight", "undesirable_weight")
         if not set(names) <= inspect.signature(self.verdict).parameters.keys():
             return
-        of_good, of_bad = (setting_of(self.verdict, name) for name in names)
-        left, right = of_good * good, of_bad * bad
-        if BALANCE[0] * right <= left * (1 + 1e-6) and left <= BALANCE[1] * right * (1 + 1e-6) and left:
+        good_weight, bad_weight = (setting_of(self.verdict, name) for name in names)
+        good_total, bad_total = good_weight * good, bad_weight * bad
+        low, high = BALANCE[0] * bad_total, BALANCE[1] * bad_total * (1 + 1e-6)
+        if good_total and low <= good_total * (1 + 1e-6) and good_total <= high:
             return
-        told = f"Of the training rows {good} are desirable and {bad} are not"
-        if not (left and right):
-            rank_zero_warn(f"{told}, with weights {of_good:g} and {of_bad:g}: only one kind is learned from.")
+        counts = f"Of the training rows {good} are desirable and {bad} are not"
+        if not (good_total and bad_total):
+            rank_zero_warn(f"{counts}, with weights {good_weight:g} and {bad_weight:g}: only one kind is learned from.")
             return
-        up, down = (f"{b * right / good:.3g}" for b in BALANCE), (f"{left / b / bad:.3g}" for b in BALANCE[::-1])
+        up, down = (
+            (f"{b * bad_total / good:.3g}" for b in BALANCE),
+            (f"{good_total / b / bad:.3g}" for b in BALANCE[::-1]),
+        )
         rank_zero_warn(
-            f"{told}, which weigh {left / right:.3g} to 1; the paper recommends 1 to 1.33. Set "
+            f"{counts}, which weigh {good_total / bad_total:.3g} to 1; the paper recommends 1 to 1.33. Set "
             f"algo.verdict.desirable_weight to {' to '.join(up)}, or algo.verdict.undesirable_weight to "
             f"{' to '.join(down)}."
         )

@@ -87,7 +87,18 @@ class NashMD(JudgedModule):
             loss_mask=scored.completions.response_mask & learned[:, None],
             ref_logprobs=ref,
         )
-        return rollout, _judge_metrics(rollout, wins)
+        policy_rewards, opponent_rewards = rollout.rewards[0::2], rollout.rewards[1::2]
+        margins, ended = policy_rewards - opponent_rewards, scored.completions.ended.float()
+        every = torch.ones_like(judged)
+        return rollout, {
+            "rewards/probabilities": mean_of(wins, judged),
+            "rewards/accuracies": mean_of((wins > 0.5).float(), judged),
+            "rewards/chosen": mean_of(policy_rewards, ~policy_rewards.isnan()),
+            "rewards/rejected": mean_of(opponent_rewards, ~opponent_rewards.isnan()),
+            "rewards/margins": mean_of(margins, ~margins.isnan()),
+            "model_contain_eos_token": mean_of(ended[0::2], every),
+            "ref_contain_eos_token": mean_of(ended[1::2], every),
+        }
 
     def reference_of(self, scored: Scored) -> Tensor:
         return self.reference_in(policy_rows(scored.completions), scored.completions)
@@ -130,19 +141,3 @@ class NashMD(JudgedModule):
 
     def coefficients(self) -> dict[str, float]:
         return super().coefficients() | {"mixture_coef": self.at_epoch(self.mixture_coef)}
-
-
-def _judge_metrics(rollout: Rollout, wins: Tensor) -> Metrics:
-    """Return metrics of the judge's verdicts and of the rewards of policy and opponent."""
-    judged, ended = ~wins.isnan(), rollout.completions.ended.float()
-    ours, theirs = rollout.rewards[0::2], rollout.rewards[1::2]
-    every = torch.ones_like(judged)
-    return {
-        "rewards/probabilities": mean_of(wins, judged),
-        "rewards/accuracies": mean_of((wins > 0.5).float(), judged),
-        "rewards/chosen": mean_of(ours, ~ours.isnan()),
-        "rewards/rejected": mean_of(theirs, ~theirs.isnan()),
-        "rewards/margins": mean_of(ours - theirs, ~(ours - theirs).isnan()),
-        "model_contain_eos_token": mean_of(ended[0::2], every),
-        "ref_contain_eos_token": mean_of(ended[1::2], every),
-    }

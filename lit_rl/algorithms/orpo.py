@@ -22,7 +22,7 @@ from lit_rl.algorithms.families.pairs import ChosenRejected, pair_metrics
 from lit_rl.algorithms.loop.offline import OfflinePolicyModule
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.core.errors import in_range
-from lit_rl.core.examples import PairBatch, TokenBatch
+from lit_rl.core.examples import PairBatch
 from lit_rl.models.loaded_model import ModelLike
 from lit_rl.ops.preference_losses import odds_ratio
 from lit_rl.ops.reductions import Metrics, masked_mean, masked_sum, mean_of
@@ -50,11 +50,15 @@ class ORPO(OfflinePolicyModule):
         return self.longest_text()  # the likelihood of a chosen text is that of its prompt, too
 
     def loss(self, batch: PairBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
-        read, totals = _with_prompts_of_chosen(batch), batch.totals
-        scores, mask = self.text_scores(read, stats=True), batch.tokens.learned
+        tokens, totals = batch.tokens, batch.totals
+        is_chosen = (torch.arange(len(tokens), device=tokens.input_ids.device) < len(tokens) // 2).unsqueeze(1)
+        with_prompts = tokens.loss_mask | (tokens.attention_mask & is_chosen)  # of the chosen texts
+        with_prompts[:, 0] = False  # no text's first token is predicted
+        read = dataclasses.replace(tokens, loss_mask=with_prompts)
+        scores, mask = self.text_scores(read, stats=True), tokens.learned
         means = masked_mean(scores.logprobs, mask, dim=1)
         losses, log_odds = odds_ratio(*means.chunk(2))
-        chosen = read.learned & _is_chosen(read)
+        chosen = read.learned & is_chosen
         nll = -masked_sum(scores.logprobs, chosen)
         loss = nll / max(1, totals.chosen_attended - totals.rows)
         loss = loss + self.beta * losses.sum() / self.denominator(totals)
@@ -69,17 +73,3 @@ class ORPO(OfflinePolicyModule):
         return loss, own | pair_metrics(
             ChosenRejected(*(self.beta * logp for logp in logps)), logps, batch, scores
         ) | aux
-
-
-def _with_prompts_of_chosen(batch: PairBatch) -> TokenBatch:
-    """Return the batch's tokens with all tokens of the chosen texts learned, but for the first."""
-    tokens = batch.tokens
-    mask = tokens.loss_mask | (tokens.attention_mask & _is_chosen(tokens))
-    mask[:, 0] = False
-    return dataclasses.replace(tokens, loss_mask=mask)
-
-
-def _is_chosen(tokens: TokenBatch) -> Tensor:
-    """Return a mask `(2 b, 1)`, True on chosen rows."""
-    places = torch.arange(len(tokens), device=tokens.input_ids.device)
-    return (places < len(tokens) // 2).unsqueeze(1)

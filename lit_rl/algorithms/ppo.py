@@ -205,18 +205,21 @@ class PPO(PolicyGradient):
         policy, metrics = super().loss(rollout, scores, totals, step)
         if self.global_step < self.critic_warmup:
             policy = policy * 0.0
-        per_token, of_values = clipped_value_loss(
+        per_token, value_metrics = clipped_value_loss(
             scores.values, rollout.old_values, rollout.returns, mask, clip=self.value_clip
         )
         critic = token_mean(per_token, mask, totals)
         share = torch.ones((), device=critic.device) / totals.micro_batches
+        now = scores.logprobs.detach()
+        old = now if rollout.old_logprobs is None else rollout.old_logprobs
+        ratios = token_ratio(now, old, mask).clamp(max=MAX_LOG_RATIO).exp()
         sums = {
             "value/explained_variance": Summed(value_sums(scores.values, rollout.returns, mask), "explained_variance"),
-            "value/ratio_var": Summed(_ratio_moments(scores.logprobs, rollout), "variance"),
+            "value/ratio_var": Summed(masked_moments(ratios, mask), "variance"),
         }
         losses = {"loss/policy_avg": (policy.detach(), share), "loss/value_avg": (critic.detach(), share)}
-        renamed = {theirs: metrics[ours] for theirs, ours in _TRL_NAMES.items() if ours in metrics}
-        return policy + self.vf_coef * critic, metrics | of_values | renamed | losses | sums
+        renamed = {trl_name: metrics[name] for trl_name, name in _TRL_NAMES.items() if name in metrics}
+        return policy + self.vf_coef * critic, metrics | value_metrics | renamed | losses | sums
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -237,13 +240,13 @@ class PPO(PolicyGradient):
         part = slot % self.plan.accumulate * self.plan.world_size + self.data_rank
         texts = self.ptx.batch(self._encoder, self.global_step, self.seed)
         total = texts.learned.sum().clamp(min=1)
-        mine = texts.take(slice(part, None, shares)).to(self.device)
-        if not len(mine):
+        own_texts = texts.take(slice(part, None, shares)).to(self.device)
+        if not len(own_texts):
             zero = torch.zeros((), device=self.device)
             return zero, {"ptx_loss": (zero, zero)}
-        scores = score_texts(self.policy, mine, options=self.forward_options)
-        loss = -masked_sum(scores.logprobs, mine.learned)
-        return loss / total.to(loss.device) * shares, {"ptx_loss": (loss.detach(), mine.learned.sum())}
+        scores = score_texts(self.policy, own_texts, options=self.forward_options)
+        loss = -masked_sum(scores.logprobs, own_texts.learned)
+        return loss / total.to(loss.device) * shares, {"ptx_loss": (loss.detach(), own_texts.learned.sum())}
 
     @property
     def _encoder(self) -> Encoder:
@@ -313,7 +316,7 @@ class PPO(PolicyGradient):
         if (self.ptx is None) != (self.ptx_coef == 0):
             raise ConfigError(
                 f"algo.ptx_coef={self.ptx_coef} and algo.ptx.path={None if self.ptx is None else self.ptx.path}: "
-                "supervised text is learned only where both are set, the weight above 0."
+                "supervised text needs both, and a weight above 0. Set both, or neither."
             )
 
 
@@ -348,10 +351,3 @@ def _rollout_metrics(
     metrics: Metrics = {name: (masked_sum(values, has_reward).double(), count) for name, values in per_row.items()}
     ended = scored.completions.ended.sum().double()
     return metrics | {"value/num_eos_tokens": (ended, torch.ones_like(ended) / world_size)}
-
-
-def _ratio_moments(logprobs: Tensor, rollout: Rollout) -> Tensor:
-    """Return `masked_moments` of the ratios to the policy that took the rollout, over the micro-batch's loss tokens."""
-    mask, now = rollout.loss_mask, logprobs.detach()
-    old = now if rollout.old_logprobs is None else rollout.old_logprobs
-    return masked_moments(token_ratio(now, old, mask).clamp(max=MAX_LOG_RATIO).exp(), mask)

@@ -166,13 +166,13 @@ class RewardModeling(ScalarModule):
         chosen, rejected = _sides(logits)
         rows = bradley_terry(chosen, rejected, batch.margins, center=self.center_coef)
         every = torch.ones(len(batch), dtype=torch.bool, device=rows.device)
-        both = torch.cat([chosen, rejected]).detach()
+        rewards = torch.cat([chosen, rejected]).detach()
         metrics: Metrics = {
             "accuracy": mean_of((chosen > rejected).float(), every),
             "margin": mean_of(chosen - rejected, every),
-            "min_reward": Lowest(both.min()),
-            "mean_reward": mean_of(both, every.repeat(2)),
-            "max_reward": Highest(both.max()),
+            "min_reward": Lowest(rewards.min()),
+            "mean_reward": mean_of(rewards, every.repeat(2)),
+            "max_reward": Highest(rewards.max()),
         }
         loss, aux = self.with_aux(rows.sum() / self.denominator(batch.totals), aux_loss, batch.totals)
         return loss, metrics | aux
@@ -219,12 +219,12 @@ class ProcessRewardModeling(ScalarModule):
 
     def loss(self, batch: StepwiseBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
         assert batch.labels is not None
-        both, aux_loss = self.logits_and_aux(batch.tokens)
-        logits, mask = _rightness(both), batch.tokens.loss_mask
-        found = (logits > 0) == (batch.labels > 0.5)
+        class_logits, aux_loss = self.logits_and_aux(batch.tokens)
+        logits, mask = _rightness(class_logits), batch.tokens.loss_mask
+        is_right = (logits > 0) == (batch.labels > 0.5)
         total = step_label_loss(logits, batch.labels, mask).sum()
         loss, aux = self.with_aux(total / self.denominator(batch.totals), aux_loss, batch.totals)
-        return loss, {"accuracy": mean_of(found, mask)} | aux
+        return loss, {"accuracy": mean_of(is_right, mask)} | aux
 
     def scores(self, batch: StepwiseBatch) -> dict[str, list[Any]]:
         right = self.step_logits(batch).sigmoid()

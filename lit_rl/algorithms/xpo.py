@@ -80,9 +80,9 @@ class XPO(JudgedPairs):
             "loss/dpo": (loss.detach() * pairs, learned.sum().float()),
             "loss/xpo": (bonus.detach().sum(), learned.sum().float()),
         }
-        policys, references = rollout.rewards[0::2], rollout.rewards[1::2]
-        parts["objective/model_scores"] = mean_of(policys, ~policys.isnan())
-        parts["objective/ref_scores"] = mean_of(references, ~references.isnan())
+        policy_rewards, reference_rewards = rollout.rewards[0::2], rollout.rewards[1::2]
+        parts["objective/model_scores"] = mean_of(policy_rewards, ~policy_rewards.isnan())
+        parts["objective/ref_scores"] = mean_of(reference_rewards, ~reference_rewards.isnan())
         return loss + bonus.sum() / pairs, metrics | parts
 
     def coefficients(self) -> dict[str, float]:

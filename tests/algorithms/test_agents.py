@@ -639,12 +639,12 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "truncation": (
         lambda: module_of(env=RolloutFunction(draft_and_answer), reward=drafts, sampling=Sampling(top_k=3)),
         prompts,
-        "what a rollout function returns does not say how much.*top_k=0",
+        "a rollout function does not return how much.*top_k=0",
     ),
     "its own reward": (
         lambda: module_of(env=RolloutFunction(draft_and_answer)),
         prompts,
-        "reward=environment takes the reward that environments give",
+        "reward=environment takes the reward of the environments",
     ),
     "turn": (
         lambda: module_of(env=guessing(max_tokens=3)),
@@ -675,7 +675,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "reward": (
         lambda: module_of(env=FunctionTools([double], max_tokens=32, parser="hermes")),
         prompts,
-        "reward=environment takes the reward that environments give",
+        "reward=environment takes the reward of the environments",
     ),
     "column": (
         module_of,

@@ -176,7 +176,7 @@ def test_the_head_works_in_the_memory_that_is_planned(monkeypatch, tokens, block
     with Live() as live:
         of_heads.linear_logprobs(hidden, weight, ids, Distribution(entropy=True)).logprobs.sum().backward()
     shape = replace(SHAPE, vocabulary=vocabulary)
-    planned = memory(policy=Network(shape, 1, 1, logit=logit), block=block, part=part)._of_head(tokens)
+    planned = memory(policy=Network(shape, 1, 1, logit=logit), block=block, part=part)._head_bytes(tokens)
     assert 0.75 * planned < live.peak < 1.02 * planned + 100 * (tokens + vocabulary)  # numbers a token, and a gradient
 
 
@@ -525,7 +525,7 @@ def test_texts_that_are_learned_beside_the_rows_are_planned_with_their_graph(pre
         policy=policy_network(LanguageModel("tiny"), SHAPE, numbers, "fused"),
         numbers=numbers,
         lengths=RowLengths(64, 64, group=4),
-        beside=AuxiliaryTexts(texts=6, rows=16, tokens=80),
+        auxiliary=AuxiliaryTexts(texts=6, rows=16, tokens=80),
     ).plan(8, 8, steps_in_parts=False)
     assert plan.learning["activations"] == pytest.approx(kept, rel=0.07)
     assert kept > 1.1 * alone

@@ -81,8 +81,8 @@ ONE = torch.ones(2, 3, requires_grad=True)
         ((ONE, {"mine": 1.0}), r"the metric 'mine' as a float"),
         ((ONE, {"mine": (1.0, 2)}), r"the metric 'mine' as a tuple"),
         ((ONE, [1]), r"metrics as a list"),
-        ((ONE, {"reward": (ONE.sum(), ONE.sum())}), "train/reward is a number of the run's own"),
-        ((ONE, {"rewards/mine/mean": (ONE.sum(), ONE.sum())}), "is a number of the run's own"),
+        ((ONE, {"reward": (ONE.sum(), ONE.sum())}), "the run itself logs train/reward"),
+        ((ONE, {"rewards/mine/mean": (ONE.sum(), ONE.sum())}), "the run itself logs train/rewards"),
     ],
 )
 def test_what_a_loss_may_not_return(returned, words):

@@ -60,8 +60,8 @@ REFUSED = {
         {"val_check_interval": 100},
         r"val_check_interval=100 .* an epoch of this run has 3.*every_n_epoch=null",
     ),
-    "interval-0": ({"val_check_interval": 0}, "limit_val_batches=0 leaves validation out"),
-    "interval-0.0": ({"val_check_interval": 0.0}, "limit_val_batches=0 leaves validation out"),
+    "interval-0": ({"val_check_interval": 0}, "To leave validation out, set trainer.limit_val_batches=0"),
+    "interval-0.0": ({"val_check_interval": 0.0}, "To leave validation out, set trainer.limit_val_batches=0"),
     "every-0": ({"check_val_every_n_epoch": 0}, r"check_val_every_n_epoch=0 .* \[1, inf\]"),
     "every--1": ({"check_val_every_n_epoch": -1}, r"check_val_every_n_epoch=-1 .* \[1, inf\]"),
     "sanity": ({"num_sanity_val_steps": -2}, r"num_sanity_val_steps=-2 .* \[-1, inf\]"),
@@ -166,7 +166,9 @@ def test_a_monitor_waits_for_a_metric_that_a_function_logs_in_some_rollouts():
 
 
 def test_a_monitor_that_cannot_wait_is_refused_at_the_first_validation():
-    with pytest.raises(ConfigError, match=r"'train/late'\) watches .* in some batches alone logs it too late"):
+    with pytest.raises(
+        ConfigError, match=r"'train/late'\) watches .* If your own function logs it in some batches only"
+    ):
         fitted_late(True, val_check_interval=1)
 
 
@@ -295,7 +297,9 @@ def test_what_lightning_does_to_other_modules_is_answered():
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_steps=1)
     with pytest.raises(ConfigError, match=r"Tuner.scale_batch_size .*SFT\(micro_batch_size='auto'\)"):
         Tuner(trainer).scale_batch_size(module, datamodule=data)
-    with pytest.raises(ConfigError, match=r"torch\.compile\(SFT\(\.\.\.\)\).*Give the Trainer SFT\(\.\.\.\) itself"):
+    with pytest.raises(
+        ConfigError, match=r"torch\.compile\(SFT\(\.\.\.\)\).*Pass the module itself to the Trainer: SFT\(\.\.\.\)"
+    ):
         fitted(SFT, module=torch.compile)
 
 
@@ -342,4 +346,4 @@ def test_an_environment_trains_in_a_small_context(recwarn):
     data = RolloutDataModule(rows=rows, prompts_per_rollout=2, val_fraction=0)
     L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_steps=1).fit(module, datamodule=data)
     assert module.env.max_tokens + module.env.max_observation_tokens < module.model.context_length == 512
-    assert sum("not given, and the context of tiny (512)" in str(each.message) for each in recwarn) == 1
+    assert sum("the context of tiny (512 tokens)" in str(each.message) for each in recwarn) == 1

@@ -152,7 +152,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "fault_10_no_reward": (
         ["env=tools", "env.parser=hermes", "env.functions=[./mine.py:double]", "reward=environment"],
-        ["reward=environment takes the reward that environments give", "env= names none that gives one"],
+        ["reward=environment takes the reward of the environments", "env= has none with a reward"],
     ),
     "fault_11_no_turns": ([*DOUBLE, "env.max_turns=0"], ["env.max_turns=0 is out of range: allowed is [1,"]),
 }

@@ -108,7 +108,7 @@ def test_what_the_policy_says_can_be_given(check):
         ([*TOOLS, "env.parser=auto"], 2, "env.parser"),
         ([*TOOLS, "env.max_turns=0"], 2, "env.max_turns=0"),
         ([*TOOLS, "env.max_tokens=4000"], 2, "An episode may have"),
-        ([*TOOLS, "reward=environment"], 2, "env= names none that gives one"),
+        ([*TOOLS, "reward=environment"], 2, "env= has none with a reward"),
         (["env=environment", f"env.path={HERE}/nothing.py:Game"], 2, "there is no file"),
     ],
 )

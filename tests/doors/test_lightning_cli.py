@@ -342,7 +342,7 @@ def test_a_checkpoint_of_another_algorithm_is_refused_before_anything_is_written
 ) -> None:
     outcome = lit_rl_run("fit", demo, *SMALL, "--model=RLOO", "--trainer.max_steps=11", f"--ckpt_path={checkpoint}")
     assert outcome.code == 7, outcome.err
-    assert "GRPO wrote it, and this run is of RLOO" in outcome.err and "Traceback" not in outcome.err
+    assert "GRPO wrote it, and this run trains with RLOO" in outcome.err and "Traceback" not in outcome.err
     assert "--model.model=<run_dir>/hf" in outcome.err
     assert not list(tmp_path.iterdir())
 

@@ -116,7 +116,7 @@ def test_settings_of_a_config_hide_nothing_of_a_loss():
     assert not KTO("tiny", verdict=WithKeywords(apo_zero_unpaired, {"desirable_weight": 2.0})).couples_rows
     module = KTO("tiny", verdict=WithKeywords(kto, {"desirable_weight": 2.0}))
     with pytest.warns(UserWarning, match="weigh 2 to 1"):
-        module._balance(10, 10)
+        module._warn_of_imbalance(10, 10)
     reward = CPO("tiny", preference=WithKeywords(alphapo, {"alpha": 0.5})).reward_of
     assert reward is not None and float(reward(torch.tensor([0.25]).log())) == pytest.approx((1 - 2) / 0.5)
 

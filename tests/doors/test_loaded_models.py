@@ -212,7 +212,7 @@ def test_what_is_not_taken_says_what_to_pass(tiny_dir: Path) -> None:
 def test_the_policy_before_its_first_step_is_not_kept(tiny_dir: Path, tmp_path: Path) -> None:
     model, tokenizer = loaded(tiny_dir)
     module, data = MAKERS["grpo"](model, tokenizer=tokenizer, evaluation=Evaluation(win_rate_against="base"))
-    with pytest.raises(ConfigError, match=r"eval\.win_rate_against=base .*model came as an object"):
+    with pytest.raises(ConfigError, match=r"eval\.win_rate_against=base .*model is an object"):
         fit((module, data), tmp_path)
 
 

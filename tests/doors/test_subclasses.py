@@ -76,7 +76,7 @@ def test_a_checkpoint_goes_into_a_derived_class_and_into_no_other_algorithm(tmp_
 
     first = fit(lit_rl.GRPO, 1)
     fit(lit_rl.GRPO, 3, fit(Derived, 2, first))
-    with pytest.raises(StorageError, match="GRPO wrote it, and this run is of RLOO"):
+    with pytest.raises(StorageError, match="GRPO wrote it, and this run trains with RLOO"):
         fit(lit_rl.RLOO, 2, first)
     with pytest.raises(KeyError, match="tokens"):  # a defect keeps its traceback
         fit(Defective, 2, first)

@@ -230,7 +230,7 @@ def test_a_folder_that_is_named_belongs_to_one_run(tmp_path) -> None:
     assert open_journal(env, str(tmp_path / "first"), 0) is not None
     assert open_journal(env, str(tmp_path / "first"), 0) is not None  # the same run, resumed
     with pytest.raises(
-        ConfigError, match=r"replies' holds the replies of the run in .*first, and this one is in .*second"
+        ConfigError, match=r"replies' holds the replies of the run in .*first, but this run is in .*second"
     ):
         open_journal(env, str(tmp_path / "second"), 0)
     assert open_journal(game(journal=True), str(tmp_path / "second"), 0) is not None

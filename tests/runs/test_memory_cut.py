@@ -121,7 +121,7 @@ def test_a_trainer_trains_one_module_after_another_each_with_its_own_cut():
 
 def test_two_answers_to_one_question_are_refused():
     trainer = short_trainer(accumulate_grad_batches=4)
-    with pytest.raises(ConfigError, match="both say how a step is cut"):
+    with pytest.raises(ConfigError, match="both set how a step is split"):
         trainer.fit(made(micro_batch_size="auto"), datamodule=prompts())
     assert trainer.accumulate_grad_batches == 4
 

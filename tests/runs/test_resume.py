@@ -201,7 +201,7 @@ def test_a_checkpoint_of_another_algorithm_is_refused_with_the_way_to_go_on(trai
                 (run / "summary.json").unlink(missing_ok=True)
                 assert train(*words[other], f"algo={other}", "trainer.max_steps=2", *where) == 7, (algo, other)
                 said = capsys.readouterr().err
-                assert f"{kinds[algo]} wrote it, and this run is of {kinds[other]}" in said
+                assert f"{kinds[algo]} wrote it, and this run trains with {kinds[other]}" in said
                 assert "config.yaml" in said and "model.name=<run_dir>/hf" in said and "Traceback" not in said
             assert not (tmp_path / "elsewhere").exists()
             assert (run / "config.yaml").read_text() == config and [*(run / "checkpoints").iterdir()] == [last]

@@ -111,14 +111,14 @@ def test_checkpoints_of_other_runs(tmp_path):
         (here | {"processes": 4}, "processes=4.*trainer.devices"),
         (here | {"trained": {"policy.a": [2, 3], "critic.b": [1]}}, "not of this model.*critic.b"),
         (here | {"trained": {"policy.a": [3, 2]}}, "not of this model.*policy.a"),
-        ({"stage": 2}, "no whole checkpoint.*ckpt_path"),
+        ({"stage": 2}, "no complete checkpoint.*ckpt_path"),
     ):
         file.write_text(json.dumps(there))
         with pytest.raises(StorageError, match=said):
             check_facts(file, here)
     file.write_text(json.dumps(here))
     check_facts(file, here)
-    with pytest.raises(StorageError, match="no whole checkpoint"):
+    with pytest.raises(StorageError, match="no complete checkpoint"):
         check_facts(tmp_path / "none", here)
 
 

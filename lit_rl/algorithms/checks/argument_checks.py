@@ -1,6 +1,6 @@
-"""Checks of what a constructor, a Trainer or a factory was given, with hints for people who know other libraries.
+"""Checks of the arguments of constructors, Trainers and factories, with hints for people who know other libraries.
 
-Each message says what came, what is allowed, and what to write.
+Each message names the argument, its value, what is allowed, and what to write.
 """
 
 from __future__ import annotations
@@ -96,10 +96,17 @@ class CheckedArguments:
     LightningCLI read, keeps its arguments without defaults.
     """
 
-    def __new__(cls, *arguments: Any, **given: Any) -> Self:
-        _check_nothing_missing(cls, arguments, given)
+    def __new__(cls, *arguments: Any, **keywords: Any) -> Self:
+        _check_nothing_missing(cls, arguments, keywords)
+        by_name = dict(zip(inspect.signature(cls).parameters, arguments, strict=False)) | keywords
+        values: dict[str, Any] = {}
+        for base in cls.__mro__:
+            if "__init__" in vars(base) and issubclass(base, CheckedArguments):
+                for parameter in [*inspect.signature(base.__init__).parameters.values()][1:]:
+                    if parameter.kind not in _VARIADIC and parameter.name not in ("model", "tokenizer"):
+                        values.setdefault(parameter.name, by_name.get(parameter.name, parameter.default))
         made = super().__new__(cls)
-        object.__setattr__(made, "_arguments", _every_argument(cls, arguments, given))
+        object.__setattr__(made, "_arguments", values)
         return made
 
     _arguments: dict[str, Any]
@@ -108,35 +115,20 @@ class CheckedArguments:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Reduce to an empty object and the state, so that copies and pickles pass no arguments to `__new__`."""
         _, _, *state = super().__reduce_ex__(protocol)
-        return _empty_object, (type(self),), *state
+        return object.__new__, (type(self),), *state
 
 
-def _empty_object(kind: type) -> Any:
-    return object.__new__(kind)
-
-
-def _every_argument(algorithm: type, arguments: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    named = dict(zip(inspect.signature(algorithm).parameters, arguments, strict=False)) | dict(given)
-    every: dict[str, Any] = {}
-    for each in algorithm.__mro__:
-        if "__init__" in vars(each) and issubclass(each, CheckedArguments):
-            for parameter in [*inspect.signature(each.__init__).parameters.values()][1:]:
-                if parameter.kind not in _VARIADIC:
-                    every.setdefault(parameter.name, named.get(parameter.name, parameter.default))
-    return {name: value for name, value in every.items() if name not in ("model", "tokenizer")}
-
-
-def _check_nothing_missing(algorithm: type, arguments: Sequence[Any], given: Mapping[str, Any]) -> None:
+def _check_nothing_missing(algorithm: type, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
     known = inspect.signature(algorithm).parameters.values()
     by_position = [each for each in known if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    set_already = {each.name for each in by_position[: len(arguments)]} | given.keys()
+    set_already = {each.name for each in by_position[: len(arguments)]} | keywords.keys()
     needed = [each.name for each in known if each.default is each.empty and each.kind not in _VARIADIC]
     if missing := [name for name in needed if name not in set_already]:
-        elsewhere = {name: value for name, value in given.items() if name in _ALIAS_HINTS}
-        check_keywords(algorithm, elsewhere, algorithm)
-        said = ", and ".join(_NEEDED.get(name, f"{name}=...") for name in missing)
+        foreign = {name: value for name, value in keywords.items() if name in _ALIAS_HINTS}
+        check_keywords(algorithm, foreign, algorithm)
+        examples = ", and ".join(_NEEDED.get(name, f"{name}=...") for name in missing)
         name = algorithm.__name__
-        raise MissingArgument(f"{name} needs {' and '.join(missing)}. Pass {said}. help({name}) says more.")
+        raise MissingArgument(f"{name} needs {' and '.join(missing)}. Pass {examples}. help({name}) says more.")
 
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -163,33 +155,33 @@ def check_reward(algorithm: type, model: Any, value: Any) -> None:
         )
 
 
-def check_keywords(algorithm: type, given: Mapping[str, Any], taken: type) -> None:
+def check_keywords(algorithm: type, keywords: Mapping[str, Any], taken: type) -> None:
     """Refuse keywords that no constructor of an algorithm takes.
 
     Args:
         algorithm: The class to construct.
-        given: The keywords to pass on.
+        keywords: The keywords to pass on.
         taken: The class whose constructor, with its bases', gets them.
 
     Raises:
         ConfigError: names the first of them, and where it belongs or what is near.
     """
-    refuse_unknown_keywords(algorithm, given, taken, partial(_alias_hint, getattr(algorithm, "learns_from", None)))
+    refuse_unknown_keywords(algorithm, keywords, taken, partial(_alias_hint, getattr(algorithm, "learns_from", None)))
 
 
 def _alias_hint(learns_from: Kind | None, name: str, known: set[str]) -> str:
     """Return the hint for a name of another library, where the algorithm has such a setting."""
-    said = _ALIAS_HINTS.get(name, "")
-    if said == _DATA and learns_from is not None:
-        return said.replace("RolloutDataModule(", f"{_data_module_name(learns_from)}(")
-    if said == _LENGTH and learns_from is not None:
+    hint = _ALIAS_HINTS.get(name, "")
+    if hint == _DATA and learns_from is not None:
+        return hint.replace("RolloutDataModule(", f"{_data_module_name(learns_from)}(")
+    if hint == _LENGTH and learns_from is not None:
         return f"it belongs to the data module: lit_rl.{_data_module_name(learns_from)}(rows, max_length=...)"
-    place = {_SAMPLING: "sampling", _ENV: "env", _CRITIC: "critic"}.get(
-        said, "reward" if name.startswith("reward_") else None
+    setting = {_SAMPLING: "sampling", _ENV: "env", _CRITIC: "critic"}.get(
+        hint, "reward" if name.startswith("reward_") else None
     )
-    if place is None or place in known:
-        return said
-    return "it learns from the rows of a data set" if place == "reward" else ""
+    if setting is None or setting in known:
+        return hint
+    return "it learns from the rows of a data set" if setting == "reward" else ""
 
 
 def _data_module_name(learns_from: Kind | None) -> str:
@@ -212,9 +204,9 @@ def check_data_module(algorithm: type, value: Any) -> None:
         check_example_data(value, kind, algorithm.__name__)
     if value is None or isinstance(value, L.LightningDataModule):
         return
-    came = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+    passed = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
     raise ConfigError(
-        f"datamodule is {came}, and no data module. Pass datamodule=lit_rl.{_data_module_name(kind)}(rows)."
+        f"datamodule is {passed}, which is no data module. Pass datamodule=lit_rl.{_data_module_name(kind)}(rows)."
     )
 
 
@@ -231,36 +223,36 @@ def check_trainer(name: str, value: L.Trainer, *, compiled: bool) -> None:
     """
     if compiled:
         raise ConfigError(
-            f"torch.compile({name}(...)) would compile rollouts, rewards and data of each step anew. Give the Trainer "
-            f"{name}(...) itself."
+            f"torch.compile({name}(...)) would compile rollouts, rewards and data again in each step. Pass the module "
+            f"itself to the Trainer: {name}(...)."
         )
     for callback in value.callbacks:  # pyright: ignore
         if isinstance(callback, LearningRateFinder):
             raise ConfigError(
-                f"{name} has no learning rate for Tuner.lr_find to move: on policy the loss is about zero at any rate, "
-                "so its curve says nothing. Compare the rewards of a run for each of a few, with AdamW(lr=1e-5), or by "
-                "lit-rl train -m optimizer.lr=1e-6,1e-5,1e-4."
+                f"Tuner.lr_find cannot tune {name}: on policy the loss is about zero at any learning rate, so its "
+                "curve shows nothing. Compare the rewards of a few runs instead, with AdamW(lr=1e-5) and others, or "
+                "by lit-rl train -m optimizer.lr=1e-6,1e-5,1e-4."
             )
         if isinstance(callback, BatchSizeFinder):
             raise ConfigError(
-                f"{name} has no batch_size for Tuner.scale_batch_size to raise. {name}(micro_batch_size='auto') takes "
-                "as many rows at once as fit into memory."
+                f"Tuner.scale_batch_size cannot tune {name}, which has no batch_size. Set "
+                f"{name}(micro_batch_size='auto'): it takes as many rows at once as fit into memory."
             )
 
 
 def refuse_damaged_checkpoints(strategy: Any) -> None:
     """Patch a strategy to refuse a damaged checkpoint with a clear message: the module learns the path too late."""
     if "load_checkpoint" not in vars(strategy):
-        strategy.load_checkpoint = partial(_load_whole, strategy.load_checkpoint)
+        strategy.load_checkpoint = partial(_load_if_whole, strategy.load_checkpoint)
 
 
-def _load_whole(load: Any, checkpoint_path: Any, *args: Any, **keywords: Any) -> Any:
+def _load_if_whole(load: Any, checkpoint_path: Any, *args: Any, **keywords: Any) -> Any:
     file = Path(checkpoint_path) if isinstance(checkpoint_path, str | Path) else None
     if file is not None and file.is_file() and not zipfile.is_zipfile(file):
         size = file.stat().st_size
-        what = f"its {size} bytes are cut off, or of something else" if size else "it is empty"
+        what = f"its {size} bytes are cut off, or are another kind of file" if size else "it is empty"
         raise StorageError(
-            f"ckpt_path={str(file)!r} is no checkpoint: {what}. Go on from an older one, or begin anew without it."
+            f"ckpt_path={str(file)!r} is no checkpoint: {what}. Resume from an older one, or start anew without it."
         )
     return load(checkpoint_path, *args, **keywords)
 
@@ -278,21 +270,21 @@ def check_environment(value: Any) -> None:
         )
 
 
-def check_functions(optional: bool = False, /, **given: Any) -> None:
+def check_functions(optional: bool = False, /, **settings: Any) -> None:
     """Refuse settings that are not functions of tensors.
 
     Args:
         optional: Whether None is allowed.
-        given: The settings by name.
+        settings: The settings by name.
 
     Raises:
         ConfigError: one cannot be called, or is None where a function is needed.
     """
-    for key, value in given.items():
+    for key, value in settings.items():
         if not callable(value) and not (optional and value is None):
-            none = ", or None" if optional else ""
+            or_none = ", or None" if optional else ""
             raise ConfigError(
-                f"{key} is {value!r:.60}. Allowed is a function of tensors{none}: one of lit_rl.ops, such as "
+                f"{key} is {value!r:.60}. Allowed is a function of tensors{or_none}: one of lit_rl.ops, such as "
                 "lit_rl.clipped_policy_loss for loss, functools.partial of one, or your own (docs/architecture.md)."
             )
 
@@ -333,8 +325,8 @@ def check_optimizer_factory(value: Any) -> None:
     else:
         return
     raise ConfigError(
-        f"optimizer {why}. Allowed is what makes one from parameter groups: lit_rl.AdamW(lr=1e-5), or "
-        "functools.partial(torch.optim.SGD, lr=1e-3)."
+        f"optimizer {why}. Allowed is a function that makes an optimizer from parameter groups: lit_rl.AdamW(lr=1e-5), "
+        "or functools.partial(torch.optim.SGD, lr=1e-3)."
     )
 
 
@@ -346,7 +338,8 @@ def check_made_optimizer(value: Any) -> None:
     """
     if not isinstance(value, Optimizer):
         raise ConfigError(
-            f"optimizer gave a {type(value).__name__}. It takes parameter groups and returns an optimizer of torch."
+            f"optimizer returned a {type(value).__name__}, expected a torch.optim.Optimizer. Pass a function from "
+            "parameter groups to an optimizer, such as lit_rl.AdamW(lr=1e-5)."
         )
 
 
@@ -361,7 +354,7 @@ def check_shape(key: str, value: Any, *shapes: tuple[int, ...]) -> None:
     Raises:
         ConfigError: the result is no tensor, or of another shape.
     """
-    came = tuple(value.shape) if isinstance(value, Tensor) else None
-    if came not in shapes:
-        what = f"a tensor of shape {came}" if came is not None else f"a {type(value).__name__}"
-        raise ConfigError(f"{key} gave {what}. It is to return a tensor of shape {' or '.join(map(str, shapes))}.")
+    found = tuple(value.shape) if isinstance(value, Tensor) else None
+    if found not in shapes:
+        what = f"a tensor of shape {found}" if found is not None else f"a {type(value).__name__}"
+        raise ConfigError(f"{key} returned {what}, expected a tensor of shape {' or '.join(map(str, shapes))}.")

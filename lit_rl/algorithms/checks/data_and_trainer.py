@@ -44,9 +44,9 @@ def check_prompt_data(data: Any) -> Any:
         ConfigError: there is none, or it is of another kind.
     """
     if data is None or not hasattr(data, "prompts_per_rollout"):
-        came = "no data module" if data is None else type(data).__name__
+        passed = "no data module" if data is None else type(data).__name__
         raise ConfigError(
-            f"The Trainer got {came}. Pass datamodule=RolloutDataModule(...): other loaders do not know rollouts."
+            f"The Trainer got {passed}. Pass datamodule=RolloutDataModule(...): other loaders deal no rollouts."
         )
     return data
 
@@ -79,14 +79,14 @@ def check_context_length(
     Raises:
         ConfigError: names the settings to lower, and the values.
     """
-    holds = model.context_length
-    if holds is None or longest + new_tokens <= holds:
+    context = model.context_length
+    if context is None or longest + new_tokens <= context:
         return
-    prompts = f", or {prompt_key} to {holds - new_tokens}" if holds > new_tokens else ""
+    prompts = f", or {prompt_key} to {context - new_tokens}" if context > new_tokens else ""
     raise ConfigError(
         f"The longest prompt has {longest} tokens; with {key}={new_tokens} that is "
-        f"{longest + new_tokens}, but the context of {model.name} holds {holds}. Lower "
-        f"{key} to {max(1, holds - longest)}{prompts}."
+        f"{longest + new_tokens}, but the context of {model.name} holds {context}. Lower "
+        f"{key} to {max(1, context - longest)}{prompts}."
     )
 
 
@@ -100,16 +100,16 @@ def shorten_sampling(model: LanguageModel, sampling: Sampling, longest: int) -> 
         sampling: The constructor's default.
         longest: Tokens of the longest prompt.
     """
-    holds = model.context_length
-    room = sampling.max_new_tokens if holds is None else holds - longest
-    if not 1 <= room < sampling.max_new_tokens:
+    context = model.context_length
+    left = sampling.max_new_tokens if context is None else context - longest
+    if not 1 <= left < sampling.max_new_tokens:
         return sampling
     rank_zero_warn(
-        f"sampling.max_new_tokens={room}: no sampling was given, the default of {sampling.max_new_tokens} tokens does "
-        f"not fit, and the context of {model.name} ({holds}) leaves {room} behind the longest prompt ({longest}). "
-        f"sampling=lit_rl.Sampling(max_new_tokens=...) sets it."
+        f"sampling.max_new_tokens={left}, in place of the default of {sampling.max_new_tokens}: the context of "
+        f"{model.name} ({context} tokens) has no more room after the longest prompt ({longest}). Set "
+        "sampling=lit_rl.Sampling(max_new_tokens=...) to choose it."
     )
-    return replace(sampling, max_new_tokens=room)
+    return replace(sampling, max_new_tokens=left)
 
 
 def check_engine(generator: Generator, sampling: Sampling, longest: int) -> None:
@@ -157,22 +157,22 @@ def warn_unused_evaluation(evaluation: Evaluation, trainer: Any, sets: Collectio
         sets: Names of the validation sets that have prompts.
         stage: `fit`, or another stage, which always validates.
     """
-    chosen = {each.name: getattr(evaluation, each.name) for each in fields(evaluation)}
-    chosen = {name: value for name, value in chosen.items() if value != getattr(Evaluation, name)}
-    if stage == "fit" and chosen and (not sets or not trainer.limit_val_batches):
+    changed = {each.name: getattr(evaluation, each.name) for each in fields(evaluation)}
+    changed = {name: value for name, value in changed.items() if value != getattr(Evaluation, name)}
+    if stage == "fit" and changed and (not sets or not trainer.limit_val_batches):
         why = "trainer.limit_val_batches=0" if sets else "there are no validation prompts"
-        rank_zero_warn(f"{_keys_of(chosen)} changes nothing in this training: {why}.")
+        rank_zero_warn(f"{_keys_of(changed)} changes nothing in this training: {why}.")
     elif evaluation.temperature == 0:
-        cut = {name: value for name, value in chosen.items() if name in ("top_p", "top_k", "group_size")}
-        if cut:
+        unused = {name: value for name, value in changed.items() if name in ("top_p", "top_k", "group_size")}
+        if unused:
             rank_zero_warn(
-                f"{_keys_of(cut)} changes nothing with eval.temperature=0: decoding is greedy, and all completions "
+                f"{_keys_of(unused)} changes nothing with eval.temperature=0: decoding is greedy, and all completions "
                 "of a prompt are equal. Set eval.temperature above 0."
             )
 
 
-def _keys_of(chosen: Mapping[str, Any]) -> str:
-    return ", ".join(f"eval.{name}={value}" for name, value in chosen.items())
+def _keys_of(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"eval.{name}={value}" for name, value in settings.items())
 
 
 def check_monitors(
@@ -198,14 +198,14 @@ def check_monitors(
         monitor = getattr(callback, "monitor", None)
         if monitor is None or monitor in known or not monitor.startswith(beginning):
             continue
-        late = may_come(monitor)
-        if late and (beginning or not getattr(callback, "strict", True)):
+        later = may_come(monitor)
+        if later and (beginning or not getattr(callback, "strict", True)):
             rank_zero_info(
                 f"{type(callback).__name__}(monitor={monitor!r}) watches a metric that has not been logged yet."
-                f"{did_you_mean(monitor, known)} It waits, as a function may log it later."
+                f"{did_you_mean(monitor, known)} The run goes on, as a function of yours may log it later."
             )
             continue
-        hint = " A function that logs it in some batches alone logs it too late: log it in each." if late else ""
+        hint = " If your own function logs it in some batches only, log it in every batch." if later else ""
         raise ConfigError(
             f"{type(callback).__name__}(monitor={monitor!r}) watches a metric that is never logged."
             f"{did_you_mean(monitor, known)} Logged are: {', '.join(sorted(known))}.{hint}"
@@ -228,8 +228,8 @@ def check_trainer_settings(trainer: Any) -> None:
     interval = trainer.val_check_interval
     if isinstance(interval, int | float) and interval <= 0:
         raise ConfigError(
-            f"trainer.val_check_interval={interval} is no distance between two validations: allowed is 1 or more "
-            "micro-batches, or a share of the epoch above 0.0. trainer.limit_val_batches=0 leaves validation out."
+            f"trainer.val_check_interval={interval} is out of range: allowed is a whole number of micro-batches from "
+            "1, or a share of the epoch above 0.0. To leave validation out, set trainer.limit_val_batches=0."
         )
 
 
@@ -245,13 +245,13 @@ def check_process_count(devices: int, nodes: int) -> None:
     """
     if not TorchElasticEnvironment.detect():
         return
-    started, here = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    started, per_node = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if started != devices * nodes:
-        nodes_started = max(1, started // here)
+        nodes_started = max(1, started // per_node)
         raise ConfigError(
-            f"torchrun started {started} processes, {here} of them on this machine, and trainer.devices is {devices} "
-            f"with trainer.num_nodes {nodes}: set trainer.devices={here} trainer.num_nodes={nodes_started}, or start "
-            "without torchrun, and the processes of a node are started by themselves."
+            f"torchrun started {started} processes, {per_node} of them on this machine, but trainer.devices={devices} "
+            f"and trainer.num_nodes={nodes}. Set trainer.devices={per_node} trainer.num_nodes={nodes_started}, or "
+            "start the command without torchrun: it then starts the processes of a node itself."
         )
 
 
@@ -278,10 +278,23 @@ def check_run_length(trainer: Any, batches: int, steps: float, val_batches: Sequ
             f"{taken}. Set trainer.check_val_every_n_epoch=null to count them over the epochs, a number up to {taken}, "
             "or neither for a validation at the end of each epoch."
         )
-    last = steps * trainer.accumulate_grad_batches
-    first = _first_validation(taken, interval, every) if validates else math.inf
-    if first is not None and (first > last or not validates):
-        _check_no_val_monitor(trainer, first, last)
+    last_batch = steps * trainer.accumulate_grad_batches
+    first_val = _first_validation(taken, interval, every) if validates else math.inf
+    if first_val is None or (validates and first_val <= last_batch):
+        return
+    for callback in trainer.callbacks:
+        monitor = getattr(callback, "monitor", None)
+        if monitor is None or not monitor.startswith("val"):
+            continue
+        why = "it validates nothing"
+        if first_val < math.inf:
+            why = (
+                f"it ends after {last_batch:g} micro-batches, before the first validation, which comes after "
+                f"{first_val:g}. Set trainer.val_check_interval to {last_batch:g} or less, or trainer.max_steps higher"
+            )
+        raise ConfigError(
+            f"{type(callback).__name__}(monitor={monitor!r}) watches a validation, and this run makes none: {why}."
+        )
 
 
 def _batches_taken(trainer: Any, stage: str, batches: int) -> int:
@@ -305,22 +318,6 @@ def _first_validation(batches: int, interval: Any, every: int | None) -> int | N
         return None
     within = interval if isinstance(interval, int) else max(1, int(batches * interval))
     return within if every is None else (every - 1) * batches + within
-
-
-def _check_no_val_monitor(trainer: Any, first: float, last: float) -> None:
-    for callback in trainer.callbacks:
-        monitor = getattr(callback, "monitor", None)
-        if monitor is None or not monitor.startswith("val"):
-            continue
-        why = "it validates nothing"
-        if first < math.inf:
-            why = (
-                f"it ends after {last:g} micro-batches, before the first validation, which comes after {first:g}. Set "
-                f"trainer.val_check_interval to {last:g} or less, or trainer.max_steps higher"
-            )
-        raise ConfigError(
-            f"{type(callback).__name__}(monitor={monitor!r}) watches a validation, and this run makes none: {why}."
-        )
 
 
 def warn_unused_reference(reference: Reference, needed: bool, otherwise: str) -> None:
@@ -378,8 +375,8 @@ def check_example_data(data: Any, kind: Kind, method: str) -> Any:
         ConfigError: there is none, or it makes no examples of this kind.
     """
     if kind not in getattr(data, "serves", ()):
-        came = "no data module" if data is None else type(data).__name__
-        raise ConfigError(f"{method} learns from {kind}; the Trainer got {came}. Pass datamodule={MODULES[kind]}.")
+        passed = "no data module" if data is None else type(data).__name__
+        raise ConfigError(f"{method} learns from {kind}; the Trainer got {passed}. Pass datamodule={MODULES[kind]}.")
     return data
 
 
@@ -396,9 +393,9 @@ def check_text_lengths(model: LanguageModel, longest: int, *, streamed: bool) ->
     """
     context = model.context_length
     if context is not None and longest > context:
-        who = "A row of a stream may have" if streamed else "The longest row has"
+        subject = "A row of a stream may have" if streamed else "The longest row has"
         raise ConfigError(
-            f"{who} {longest} tokens, but the context of {model.name} holds {context}: "
+            f"{subject} {longest} tokens, but the context of {model.name} holds {context}: "
             f"lower data.max_length to {context}."
         )
 
@@ -421,13 +418,13 @@ def check_stream(terms: Iterable[NeedsAllRows]) -> None:
     """
     for term in terms:
         raise ConfigError(
-            f"data.stream_buffer: {term.who} all rows before the first step, and a stream is never there all at once. "
-            f"Leave data.stream_buffer out, or {term.instead}."
+            f"data.stream_buffer: {term.who} all rows before the first step, and a stream never has all its rows at "
+            f"hand. Leave data.stream_buffer out, or {term.instead}."
         )
 
 
 def longest_rewritten_prompt(options: Any, examples: Sequence[Example]) -> int:
-    """Return the tokens of the longest prompt of texts whose completions are written anew in the training.
+    """Return the tokens of the longest prompt of texts whose completions are generated in the training.
 
     Args:
         options: Options of the data module.
@@ -437,10 +434,10 @@ def longest_rewritten_prompt(options: Any, examples: Sequence[Example]) -> int:
         ConfigError: rows are packed, or not only completions are learned.
         DataError: a row has no prompt.
     """
-    why = "The completions of a step are written anew (algo.on_policy_fraction, algo.teacher_completions)"
+    why = "The completions of a step are generated (algo.on_policy_fraction, algo.teacher_completions)"
     for key, needed in (("learn", "completion"), ("packing", "none")):
-        if (came := getattr(options, key)) != needed:
-            raise ConfigError(f"data.{key}={came}: {why}, which needs a prompt a row: set data.{key}={needed}.")
+        if (value := getattr(options, key)) != needed:
+            raise ConfigError(f"data.{key}={value}: {why}, which takes one prompt per row. Set data.{key}={needed}.")
     longest = 0
     for example in examples:
         length = example.texts[0].prompt_tokens

@@ -39,38 +39,34 @@ def check_episodes(env: Interactive, generator: Generator, sampling: Sampling, e
         generator.check_converses()
     else:
         generator.check_asked_alone()
-        _check_whole_distribution(sampling)
+        if not sampling.truncation.off:
+            raise ConfigError(
+                "sampling.top_k, top_p or min_p cut the distribution, and a rollout function does not return how much "
+                "of it was left. Set top_k=0, top_p=1 and min_p=0 with env=rollout_func."
+            )
+        if sampling.repetition_penalty != 1 or sampling.min_new_tokens:
+            raise ConfigError(
+                "sampling.repetition_penalty and min_new_tokens depend on the tokens before each one, and a rollout "
+                "function does not return what came before a token when it was drawn. Set repetition_penalty=1 and "
+                "min_new_tokens=0 with env=rollout_func."
+            )
     if generator.lag:
         raise ConfigError(
-            f"generator.lag={generator.lag} draws while the policy learns, and what env= names would run in this "
-            "process meanwhile, where it may move the training's random generators: take generator.lag=0."
+            f"generator.lag={generator.lag} draws while the policy learns, so the environments of env= would run in "
+            "this process at the same time and could change the training's random generators. Set generator.lag=0."
         )
     if evaluation.win_rate_against is not None:
         raise ConfigError(
-            f"eval.win_rate_against={evaluation.win_rate_against!r} compares completions of one turn, and env= makes "
-            "episodes: leave one of the two out."
+            f"eval.win_rate_against={evaluation.win_rate_against!r} compares completions of one turn, but env= makes "
+            "episodes. Leave one of the two out."
         )
     turns = {"sampling": sampling.max_new_tokens, "eval": evaluation.max_new_tokens or 0}
     for group, tokens in turns.items():
         if env.max_tokens < tokens:
             raise ConfigError(
-                f"env.max_tokens={env.max_tokens} is less than {group}.max_new_tokens={tokens}, and an episode is "
-                "one turn or more: raise the first, or lower the second."
+                f"env.max_tokens={env.max_tokens} is less than {group}.max_new_tokens={tokens}, but an episode has at "
+                "least one turn. Raise the first, or lower the second."
             )
-
-
-def _check_whole_distribution(sampling: Sampling) -> None:
-    if not sampling.truncation.off:
-        raise ConfigError(
-            "sampling.top_k, top_p or min_p cut the distribution, and what a rollout function returns does not say how "
-            "much of it they left: set top_k=0, top_p=1 and min_p=0 with env=rollout_func."
-        )
-    if sampling.repetition_penalty != 1 or sampling.min_new_tokens:
-        raise ConfigError(
-            "sampling.repetition_penalty and min_new_tokens go by the tokens before each one, and what a rollout "
-            "function returns does not say what stood before a token when it was drawn: set repetition_penalty=1 and "
-            "min_new_tokens=0 with env=rollout_func."
-        )
 
 
 def open_journal(env: Interactive, folder: str, rank: int) -> Journal | None:
@@ -88,23 +84,18 @@ def open_journal(env: Interactive, folder: str, rank: int) -> Journal | None:
         return None
     if not isinstance(env.journal, str):
         return Journal(Path(folder) / "env_journal", rank)
-    named = Path(env.journal).expanduser()
-    if rank == 0:
-        _claim_journal(named, Path(folder).resolve())
-    return Journal(named, rank)
-
-
-def _claim_journal(journal: Path, run: Path) -> None:
-    """Claim a journal's folder for a run: replies are keyed by their place in it, so two runs would mix them up."""
-    owner = journal / "run.txt"
-    if not owner.exists():
-        journal.mkdir(parents=True, exist_ok=True)
-        owner.write_text(f"{run}\n", encoding="utf-8")
-    elif (other := owner.read_text(encoding="utf-8").strip()) != str(run):
-        raise ConfigError(
-            f"env.journal={str(journal)!r} holds the replies of the run in {other}, and this one is in {run}: name "
-            f"another folder, or remove {owner} if that run was moved here."
-        )
+    journal, run = Path(env.journal).expanduser(), Path(folder).resolve()
+    if rank == 0:  # replies are keyed by their place in a run, so two runs would mix them up
+        owner = journal / "run.txt"
+        if not owner.exists():
+            journal.mkdir(parents=True, exist_ok=True)
+            owner.write_text(f"{run}\n", encoding="utf-8")
+        elif (other := owner.read_text(encoding="utf-8").strip()) != str(run):
+            raise ConfigError(
+                f"env.journal={str(journal)!r} holds the replies of the run in {other}, but this run is in {run}. Set "
+                f"another folder, or remove {owner} if that run was moved here."
+            )
+    return Journal(journal, rank)
 
 
 def make_episode_source(
@@ -123,7 +114,7 @@ def make_episode_source(
     """
     if data.options.overlong == "truncate_left":
         raise ConfigError(
-            "data.overlong=truncate_left cuts tokens off a prompt's begin, and env= renders prompts anew: take "
+            "data.overlong=truncate_left cuts tokens off the start of a prompt, but env= renders prompts itself. Set "
             "data.overlong=drop, or error."
         )
     for columns in data.columns_of_sets():
@@ -133,7 +124,7 @@ def make_episode_source(
         return RolloutCalls(env, model.tokenizer, data.options.chat_template_kwargs, longest)
     assert isinstance(env, EnvironmentFactory)
     _warn_other_tools(env, data)
-    made = Interaction(
+    interaction = Interaction(
         env,
         model.tokenizer,
         eos_ids=model.eos_ids,
@@ -144,8 +135,8 @@ def make_episode_source(
         max_image_pixels=data.options.max_image_pixels,
     )
     for row in islice(_rows_of_arguments(env, data), _MOST_TRIED):  # an error is found now, and not at the row's step
-        made.ready_for(row)
-    return made
+        interaction.ready_for(row)
+    return interaction
 
 
 _MOST_TRIED = 256
@@ -154,16 +145,16 @@ _MOST_TRIED = 256
 
 def _rows_of_arguments(env: EnvironmentFactory, data: Any) -> Iterator[dict[str, Any]]:
     """Yield the first row of each kind of environment and arguments of the chat template."""
-    met: set[tuple[str, str]] = set()
+    seen: set[tuple[str, str]] = set()
     for columns in data.columns_of_sets():
         kinds = columns.get(ENVIRONMENT_COLUMN)
-        for number, own in enumerate(columns.get(KWARGS_COLUMN) or ()):
-            if not own:
+        for number, kwargs in enumerate(columns.get(KWARGS_COLUMN) or ()):
+            if not kwargs:
                 continue
             kind = env.kind_of({ENVIRONMENT_COLUMN: kinds[number]} if kinds else {})
-            key = kind, json.dumps(own, sort_keys=True, default=str)
-            if key not in met:
-                met.add(key)
+            key = kind, json.dumps(kwargs, sort_keys=True, default=str)
+            if key not in seen:
+                seen.add(key)
                 yield {name: values[number] for name, values in columns.items()}
 
 
@@ -171,15 +162,15 @@ def _warn_other_tools(env: EnvironmentFactory, data: Any) -> None:
     """Warn of rows with a column of tools that differ from the environment's, or that it does not answer."""
     for columns in data.columns_of_sets():
         for row, tools in enumerate(columns.get("tools", ())):
-            if not (of_row := tools_argument(tools)):
+            if not (row_tools := tools_argument(tools)):
                 continue
             kind = env.kinds[env.kind_of({name: values[row] for name, values in columns.items()})]
-            own = [] if kind.toolbox is None else kind.toolbox.schemas
-            if of_row["tools"] == own:
+            answered = [] if kind.toolbox is None else kind.toolbox.schemas
+            if row_tools["tools"] == answered:
                 continue
-            names = ", ".join(tool["function"]["name"] for tool in own)
-            what = f"prompts are told of those of env= alone ({names})" if own else "env= answers no calls of them"
-            rank_zero_warn(f"The rows have a column tools (the first is row {row}), and {what}.")
+            names = ", ".join(tool["function"]["name"] for tool in answered)
+            what = f"prompts show the tools of env= alone ({names})" if answered else "env= answers no calls of them"
+            rank_zero_warn(f"The rows have a column tools (the first is row {row}), but {what}.")
             return
 
 
@@ -197,21 +188,21 @@ def shorten_episodes(
         longest: Tokens of the longest prompt of the data.
         new_tokens: Tokens of the longest turn.
     """
-    parts, holds = source.lengths(longest), model.context_length
-    if holds is None or sum(parts.values()) <= holds or not env.untyped:
+    parts, context = source.lengths(longest), model.context_length
+    if context is None or sum(parts.values()) <= context or not env.untyped:
         return env
-    room = holds - sum(tokens for key, tokens in parts.items() if not key.startswith("env."))
-    sizes = {"max_observation_tokens": max(1, room // 4)} if "max_observation_tokens" in env.untyped else {}
+    left = context - sum(tokens for key, tokens in parts.items() if not key.startswith("env."))
+    sizes = {"max_observation_tokens": max(1, left // 4)} if "max_observation_tokens" in env.untyped else {}
     opening = parts.get("env.max_observation_tokens", 0)
-    room -= min(opening, sizes.get("max_observation_tokens", opening))
-    sizes |= {"max_tokens": room} if "max_tokens" in env.untyped else {}
+    left -= min(opening, sizes.get("max_observation_tokens", opening))
+    sizes |= {"max_tokens": left} if "max_tokens" in env.untyped else {}
     smaller = copy.copy(env)
     for key, size in sizes.items():
         setattr(smaller, key, min(size, getattr(env, key)))
-    if not new_tokens <= smaller.max_tokens <= room:
+    if not new_tokens <= smaller.max_tokens <= left:
         return env
-    said = ", ".join(f"env.{key}={getattr(smaller, key)}" for key in sizes)
-    rank_zero_warn(f"{said}: not given, and the context of {model.name} ({holds}) leaves no more.")
+    lowered = ", ".join(f"env.{key}={getattr(smaller, key)}" for key in sizes)
+    rank_zero_warn(f"{lowered}, in place of the default: the context of {model.name} ({context} tokens) has no more.")
     return smaller
 
 
@@ -222,12 +213,12 @@ def check_episode_length(model: LanguageModel, interaction: EpisodeSource, longe
         ConfigError: names the parts with their tokens, and the settings to lower.
     """
     parts = interaction.lengths(longest)
-    holds, needed = model.context_length, sum(parts.values())
-    if holds is None or needed <= holds:
+    context, needed = model.context_length, sum(parts.values())
+    if context is None or needed <= context:
         return
     listed = ", ".join(f"{key} {tokens}" for key, tokens in parts.items() if tokens)
     raise ConfigError(
-        f"An episode may have {needed} tokens ({listed}), but the context of {model.name} holds {holds}. Lower "
+        f"An episode may have {needed} tokens ({listed}), but the context of {model.name} holds {context}. Lower "
         f"{' or '.join(key for key in parts if key.startswith('env.') and parts[key])}, or data.max_prompt_tokens."
     )
 
@@ -238,9 +229,9 @@ def check_episode_rewards(env: Interactive, rewards: Rewards) -> None:
     Raises:
         ConfigError: the reward is the environment's own, and it gives none.
     """
-    asked = [name for name, function in rewards.functions.items() if function in (environment, environment_turns)]
-    if asked and not env.gives_reward:
+    from_env = [name for name, function in rewards.functions.items() if function in (environment, environment_turns)]
+    if from_env and not env.gives_reward:
         raise ConfigError(
-            f"reward={asked[0]} takes the reward that environments give, and env= names none that gives one: write "
-            "get_reward(self) or step(self, action) in a class of yours, or take another reward."
+            f"reward={from_env[0]} takes the reward of the environments, but env= has none with a reward. Define "
+            "get_reward(self) or step(self, action) in your class, or set another reward."
         )

@@ -71,7 +71,7 @@ exponentials, the gradients of two of them."""
 REWARD_MODELS = "reward models"
 """The name of a run's reward models among the frozen models."""
 
-_WHOLE = ("engine", REWARD_MODELS)
+_NOT_SHARDED = ("engine", REWARD_MODELS)
 """Parts that every rank holds whole."""
 
 FRAGMENTATION = 0.1
@@ -230,7 +230,7 @@ class AuxiliaryTexts:
     rows: int
     tokens: int
 
-    def of(self, rows: int) -> ForwardCall:
+    def call(self, rows: int) -> ForwardCall:
         """Return the call of the texts that go with a number of rows."""
         return ForwardCall(-(-self.texts * rows // self.rows), self.tokens, self.tokens)
 
@@ -244,10 +244,6 @@ class DDPBuckets:
     viewed: bool = False
     """True where gradients are views of them in a step with one micro-batch. With several, the sums are tensors of
     their own until the last."""
-
-    def beside_gradients(self, steps_in_parts: bool) -> int:
-        """Return the bytes besides the gradients."""
-        return 0 if self.viewed and not steps_in_parts else self.size
 
 
 @dataclass(frozen=True)
@@ -265,16 +261,6 @@ class GatheredWeights:
     gradients: int = 0
     """Bytes of the largest unit's gradients, before they are sharded."""
 
-    @property
-    def learning(self) -> dict[str, int]:
-        """Parts of a step's memory: two layers, one of them prefetched."""
-        return {"gathered weights": self.root + self.others + 2 * self.layer, "whole gradients": self.gradients}
-
-    @property
-    def generating(self) -> dict[str, int]:
-        """Parts of a rollout's memory."""
-        return {"gathered weights": self.whole + self.others}
-
 
 @dataclass(frozen=True)
 class Memory:
@@ -286,7 +272,7 @@ class Memory:
         lengths: Lengths of its rows.
         critic: A separate critic.
         others: Bytes of frozen weights by name: a reference, a reward model, a teacher.
-        beside: Auxiliary texts that the policy learns from.
+        auxiliary: Auxiliary texts that the policy learns from.
         buckets: DDP's buckets of gradients; None without DDP.
         engine: Bytes of an engine that stays in memory while the policy learns.
         decoding: Lengths of a sequence, where this process generates with the policy's own weights.
@@ -308,7 +294,7 @@ class Memory:
     lengths: RowLengths
     critic: Network | None = None
     others: Mapping[str, int] = field(default_factory=dict)
-    beside: AuxiliaryTexts | None = None
+    auxiliary: AuxiliaryTexts | None = None
     buckets: DDPBuckets | None = None
     engine: int = 0
     decoding: RowLengths | None = None
@@ -348,55 +334,57 @@ class Memory:
         """
         held, waiting = self.held(steps_in_parts), 0
         if self.shards_on_host:
-            waiting = sum(size for name, size in held.items() if name not in _WHOLE)
-            held = {name: size for name, size in held.items() if name in _WHOLE}
+            waiting = sum(size for name, size in held.items() if name not in _NOT_SHARDED)
+            held = {name: size for name, size in held.items() if name in _NOT_SHARDED}
         learning = self._activations(rows) | self._working(rows, steps_in_parts)
-        generating = self._cache(self.decoding, decoded) if self.decoding else {}
-        if self.gathered is not None:
-            learning |= self.gathered.learning
-            generating |= self.gathered.generating if generating else {}
+        generating = self._decoding(self.decoding, decoded) if self.decoding else {}
+        if (gathered := self.gathered) is not None:
+            learning["gathered weights"] = gathered.root + gathered.others + 2 * gathered.layer  # one is prefetched
+            learning["whole gradients"] = gathered.gradients
+            if generating:
+                generating["gathered weights"] = gathered.whole + gathered.others
         generating = held | _with_fragmentation(generating) if generating else {}
-        return MemoryPlan(held | _with_fragmentation(learning), generating, waiting + self._on_host(rows))
+        return MemoryPlan(held | _with_fragmentation(learning), generating, waiting + self._offloaded_bytes(rows))
 
     def held(self, steps_in_parts: bool) -> dict[str, int]:
         """Return the parts that exist whatever is computed."""
         networks = [self.policy] + ([self.critic] if self.critic else [])
-        trained = sum(network.trained for network in networks)
+        trained, buckets = sum(network.trained for network in networks), self.buckets
         parts = {
             "weights": self.policy.weight_bytes,
             "gradients": self.numbers.gradient * trained,
-            "buckets": self.buckets.beside_gradients(steps_in_parts) if self.buckets else 0,
+            "buckets": 0 if buckets is None or (buckets.viewed and not steps_in_parts) else buckets.size,
             "optimizer": (self.numbers.moments + self.numbers.remainder) * trained,
             "critic": self.critic.weight_bytes if self.critic else 0,
             **self.others,
             "engine": self.engine,
         }
-        return {name: size // (1 if name in _WHOLE else self.spread_over) for name, size in parts.items() if size}
+        return {name: size // (1 if name in _NOT_SHARDED else self.spread_over) for name, size in parts.items() if size}
 
     def _calls(self, network: Network, rows: int) -> list[ForwardCall]:
         """Return the calls of a network in the forward pass of a micro-batch."""
-        texts = [self.beside.of(rows)] if self.beside is not None and network is self.policy else []
+        texts = [self.auxiliary.call(rows)] if self.auxiliary is not None and network is self.policy else []
         return self._calls_of_rows(network, rows) + texts
 
     def _calls_of_rows(self, network: Network, rows: int) -> list[ForwardCall]:
         p, t, g = self.lengths.prompt, self.lengths.response, min(rows, self.lengths.group)
-        shares = self.lengths.shares and network is self.policy and not network.checkpointing and t > 1
+        runs_prompts_once = self.lengths.shares and network is self.policy and not network.checkpointing and t > 1
         prompts = -(-rows // g)
-        if shares and (rows - prompts) * p >= WORTH * rows * (p + t):
-            of_key = network.shape.query_width / network.shape.kv_width
-            folded = self.lengths.folds and not network.eager and is_worth(rows / prompts, of_key, t, p)
+        if runs_prompts_once and (rows - prompts) * p >= WORTH * rows * (p + t):
+            queries_per_key = network.shape.query_width / network.shape.kv_width
+            folded = self.lengths.folds and not network.eager and is_worth(rows / prompts, queries_per_key, t, p)
             return [ForwardCall(prompts, p, p), ForwardCall(rows, t - 1, p + t - 1, folded)]
         return [ForwardCall(rows * self.lengths.texts, p + t, p + t)]
 
     def _activations(self, rows: int) -> dict[str, int]:
         """Return what the backward pass reads, for the policy and a critic that learns in the same step."""
         networks = list(filter(None, (self.policy, self.critic)))
-        kept = sum(self._kept(network, rows) for network in networks)
-        parts = {"activations": kept, "logits": self._logits(rows)}
-        seen = [(network.sight, self._prompts_seen(network, rows)) for network in networks]
+        total = sum(self._activation_bytes(network, rows) for network in networks)
+        parts = {"activations": total, "logits": self._logit_bytes(rows)}
+        vision = [(network.sight, self._prompts_seen(network, rows)) for network in networks]
         images = {
-            "pixels": sum(prompts * sight.pixels for sight, prompts in seen if sight),
-            "activations of images": sum(prompts * sight.kept for sight, prompts in seen if sight),
+            "pixels": sum(prompts * sight.pixels for sight, prompts in vision if sight),
+            "activations of images": sum(prompts * sight.kept for sight, prompts in vision if sight),
         }
         return parts | {name: size for name, size in images.items() if size}
 
@@ -404,24 +392,24 @@ class Memory:
         """Return the number of prompts whose images a pass sees: one a row, or one a group where it runs once."""
         return self._calls_of_rows(network, rows)[0].rows
 
-    def _kept(self, network: Network, rows: int) -> int:
+    def _activation_bytes(self, network: Network, rows: int) -> int:
         """Return the bytes of the activations of a network."""
         calls = self._calls(network, rows)
         copies = 1 if network.adapters == 0 else len(calls)  # autocast caches copies of trained weights
         if network.narrow or (network.adapters and network.checkpointing):
             copies = 0
-        of_calls = sum(self._of_call(network, call) for call in calls)
+        of_calls = sum(self._call_bytes(network, call) for call in calls)
         return of_calls + copies * self.numbers.cast * network.shape.multiplied
 
-    def _of_call(self, network: Network, call: ForwardCall) -> int:
+    def _call_bytes(self, network: Network, call: ForwardCall) -> int:
         shape, numbers = network.shape, self.numbers
-        layer = self._of_layer(network, call)
+        layer = self._layer_bytes(network, call)
         if not network.checkpointing:
             return shape.layers * layer
         inputs = 2 if network.offloaded else shape.layers
         return inputs * call.tokens * numbers.residual * shape.hidden + layer
 
-    def _on_host(self, rows: int) -> int:
+    def _offloaded_bytes(self, rows: int) -> int:
         """Return the bytes of inputs of layers that are kept in main memory."""
         networks = [network for network in (self.policy, self.critic) if network is not None and network.offloaded]
         return self.numbers.residual * sum(
@@ -430,31 +418,31 @@ class Memory:
             for call in self._calls(network, rows)
         )
 
-    def _of_layer(self, network: Network, call: ForwardCall) -> int:
+    def _layer_bytes(self, network: Network, call: ForwardCall) -> int:
         shape, x, y = network.shape, self.numbers.residual, self.numbers.product
         # A frozen layer keeps no input, and adapters keep a wide copy of it, in place of a narrow one of norms' outputs
         # and the MLP's product.
-        of_norms = 2 * x * (1 if network.adapters else 2) + (0 if network.widened else y * self.numbers.copies)
-        of_mlp = (3 if network.widened else 4) * y * shape.inner
-        of_token = shape.hidden * of_norms + of_mlp + y * (2 * shape.query_width + network.adapters // shape.layers)
-        of_token += 4 * network.widened // shape.layers
-        return call.tokens * of_token + call.rows * self._of_attention(network, call)
+        norms = 2 * x * (1 if network.adapters else 2) + (0 if network.widened else y * self.numbers.copies)
+        mlp = (3 if network.widened else 4) * y * shape.inner
+        per_token = shape.hidden * norms + mlp + y * (2 * shape.query_width + network.adapters // shape.layers)
+        per_token += 4 * network.widened // shape.layers
+        return call.tokens * per_token + call.rows * self._attention_bytes(network, call)
 
-    def _of_attention(self, network: Network, call: ForwardCall) -> int:
+    def _attention_bytes(self, network: Network, call: ForwardCall) -> int:
         """Return the bytes of attention for a row."""
         shape, y = network.shape, self.numbers.product
         if call.folded:
             d = shape.query_width // shape.heads
-            of_pair = y * shape.heads if keeps_weights(call.queries, d, d) else 0
-            return of_pair * call.queries * call.keys + y * 2 * shape.kv_width * call.queries
-        of_pair = shape.heads * (4 + (y if y < 4 else 0)) if network.eager else y
+            per_pair = y * shape.heads if keeps_weights(call.queries, d, d) else 0
+            return per_pair * call.queries * call.keys + y * 2 * shape.kv_width * call.queries
+        per_pair = shape.heads * (4 + (y if y < 4 else 0)) if network.eager else y
         repeated = y * 2 * shape.query_width * call.keys
-        return of_pair * call.queries * call.keys + repeated + 4 * shape.heads * call.queries
+        return per_pair * call.queries * call.keys + repeated + 4 * shape.heads * call.queries
 
-    def _logits(self, rows: int) -> int:
+    def _logit_bytes(self, rows: int) -> int:
         if self.policy.head == "none":
             return 0
-        texts = self.beside.of(rows).tokens if self.beside is not None else 0
+        texts = self.auxiliary.call(rows).tokens if self.auxiliary is not None else 0
         shape, targets = self.policy.shape, rows * self.lengths.texts * self.lengths.response + texts
         hidden = targets * shape.hidden * (self.numbers.product + 4)
         whole = targets * shape.vocabulary
@@ -466,24 +454,24 @@ class Memory:
 
     def _working(self, rows: int, steps_in_parts: bool) -> dict[str, int]:
         """Return the working memory: of the head, or of gradients in the layer whose backward pass needs most."""
-        head, of_head, logits = self.policy.head, 0, 0
+        head, head_bytes, logits = self.policy.head, 0, 0
         if head == "fused":
             tokens = rows * self.lengths.texts * self.lengths.response
-            of_head, logits = self._of_head(tokens), self._kept_logits(tokens)
-        of_layer = max(self._gradients(network, rows) for network in filter(None, (self.policy, self.critic)))
+            head_bytes, logits = self._head_bytes(tokens), self._kept_logit_bytes(tokens)
+        layer_bytes = max(self._layer_gradients(network, rows) for network in filter(None, (self.policy, self.critic)))
         if self.critic is not None:  # it runs after the policy's head, and back before it
-            of_head -= self._kept(self.critic, rows)
-        if self.beside is not None and head == "fused":  # these run after both
-            of_head = max(of_head, logits + self._of_head(self.beside.of(rows).tokens))
-        if self.critic is not None or self.beside is not None:
-            of_layer += logits
-        of_sight = max(self._seeing(network, rows) for network in filter(None, (self.policy, self.critic)))
-        most = max(of_layer, of_head, of_sight, self._waiting(rows) if steps_in_parts else 0)
-        full = self.policy.adapters == 0 and head != "none" and steps_in_parts
-        learning = most + (4 * self.policy.shape.head if full else 0)
+            head_bytes -= self._activation_bytes(self.critic, rows)
+        if self.auxiliary is not None and head == "fused":  # these run after both
+            head_bytes = max(head_bytes, logits + self._head_bytes(self.auxiliary.call(rows).tokens))
+        if self.critic is not None or self.auxiliary is not None:
+            layer_bytes += logits
+        vision_bytes = max(self._vision_working(network, rows) for network in filter(None, (self.policy, self.critic)))
+        most = max(layer_bytes, head_bytes, vision_bytes, self._second_gradients(rows) if steps_in_parts else 0)
+        sums_head_gradient = self.policy.adapters == 0 and head != "none" and steps_in_parts
+        learning = most + (4 * self.policy.shape.head if sums_head_gradient else 0)
         return {"working memory": max(learning, self.masters - sum(self._activations(rows).values()))}
 
-    def _waiting(self, rows: int) -> int:
+    def _second_gradients(self, rows: int) -> int:
         """Return the bytes of gradients of a micro-batch's later calls, beyond the activations freed by then.
 
         Autograd sums the contributions of all calls of a graph to a weight, and adds that to the sum of earlier
@@ -491,44 +479,44 @@ class Memory:
         set of gradients.
         """
         _, *later = self._calls(self.policy, rows)
-        through = sum(self._of_call(self.policy, call) for call in later)
+        through = sum(self._call_bytes(self.policy, call) for call in later)
         return max(0, self.numbers.gradient * self.policy.trained - through) if later else 0
 
-    def _gradients(self, network: Network, rows: int) -> int:
+    def _layer_gradients(self, network: Network, rows: int) -> int:
         """Return the bytes of the gradients of a layer's activations."""
-        of_token = 4 * self.numbers.product * network.shape.inner + 3 * self.numbers.residual * network.shape.hidden
-        return max(call.tokens for call in self._calls(network, rows)) * of_token
+        per_token = 4 * self.numbers.product * network.shape.inner + 3 * self.numbers.residual * network.shape.hidden
+        return max(call.tokens for call in self._calls(network, rows)) * per_token
 
-    def _seeing(self, network: Network, rows: int) -> int:
+    def _vision_working(self, network: Network, rows: int) -> int:
         """Return the working memory of a vision layer, beyond the activations of the text, which come after it."""
         if network.sight is None:
             return 0
-        return max(0, self._prompts_seen(network, rows) * network.sight.working - self._kept(network, rows))
+        return max(0, self._prompts_seen(network, rows) * network.sight.working - self._activation_bytes(network, rows))
 
-    def _kept_logits(self, tokens: int) -> int:
+    def _kept_logit_bytes(self, tokens: int) -> int:
         """Return the bytes of the logits that a fused head keeps for a number of tokens; 0 where it keeps none."""
         whole = tokens * self.policy.shape.vocabulary * self.policy.logit
         return whole if whole <= KEPT else 0
 
-    def _of_head(self, tokens: int) -> int:
+    def _head_bytes(self, tokens: int) -> int:
         """Return the peak of a fused head: a block of logits, or all that are kept, and copies of a part."""
         columns = min(COLUMNS, self.policy.shape.vocabulary)
         rows = max(1, min(tokens, self.block // columns))
-        kept, part = self._kept_logits(tokens), min(rows, max(1, self.part // columns)) * columns
+        kept, part = self._kept_logit_bytes(tokens), min(rows, max(1, self.part // columns)) * columns
         # Its exponentials; and a float32 copy, where it cannot be overwritten.
         copies = 2 if kept or self.policy.logit < 4 else 1
         return (kept or self.policy.logit * rows * columns) + 4 * copies * part
 
-    def _cache(self, lengths: RowLengths, rows: int) -> dict[str, int]:
+    def _decoding(self, lengths: RowLengths, rows: int) -> dict[str, int]:
         """Return the memory of a decode batch: keys and values, and the logits of a step with their copies."""
         shape, p, t = self.policy.shape, lengths.prompt, lengths.response
         # The last row of a group keeps its prompt: `native_loop` holds no more than twice those of full batches.
         prompts = min(rows, 2 * -(-rows // lengths.group)) if self.grouped_cache else rows
-        of_token = 2 * self.numbers.product * shape.kv_width * shape.layers
+        per_token = 2 * self.numbers.product * shape.kv_width * shape.layers
         logits = 4 * LOGITS_OF_A_STEP * rows * shape.vocabulary
         prefill = 3 * self.numbers.product * shape.inner * -(-rows // lengths.group) * p
         narrow = 0 if self.policy.narrow else self.numbers.cast * shape.multiplied
-        parts = {"key-value cache": of_token * (prompts * p + rows * t), "narrow weights": narrow, "logits": logits}
+        parts = {"key-value cache": per_token * (prompts * p + rows * t), "narrow weights": narrow, "logits": logits}
         if (sight := self.policy.sight) is not None:
             seen = -(-rows // lengths.group)
             parts["pixels"], prefill = seen * sight.pixels, max(prefill, seen * sight.working)

@@ -40,7 +40,7 @@ def memory_budget(
         planned: Bytes of tensors that are on the GPU already, and part of the plan.
     """
     if gigabytes is not None:
-        return budget_of_gigabytes(gigabytes)
+        return int(gigabytes * GIB * (1 - KEPT_FREE))
     if device.type == "cuda":
         # Memory that torch has reserved without tensors is available; tensors of a reward model stay.
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -49,12 +49,12 @@ def memory_budget(
     return None if available is None else int(available * (1 - KEPT_FREE_ON_A_CPU) / processes)
 
 
-def hard_memory_limit(room: int, device: torch.device, *, gigabytes: float | None = None) -> int:
+def hard_memory_limit(budget: int, device: torch.device, *, gigabytes: float | None = None) -> int:
     """Return the hard memory limit for a budget that `memory_budget` returned with the same arguments.
 
     On a CPU it is all free memory: the C library rarely holds as much again as planned. On a GPU it is the budget.
     """
-    return int(room / (1 - KEPT_FREE_ON_A_CPU)) if device.type == "cpu" and gigabytes is None else room
+    return int(budget / (1 - KEPT_FREE_ON_A_CPU)) if device.type == "cpu" and gigabytes is None else budget
 
 
 def device_memory(device: torch.device, *, gigabytes: float | None = None) -> int | None:
@@ -70,11 +70,6 @@ def device_memory(device: torch.device, *, gigabytes: float | None = None) -> in
 def host_memory_budget(processes: int = 1) -> int | None:
     """Return the bytes of main memory for offloading by each process of a machine; None where not known."""
     return memory_budget(torch.device("cpu"), processes=processes)
-
-
-def budget_of_gigabytes(gigabytes: float) -> int:
-    """Return the bytes that a plan may use of a number of GiB."""
-    return int(gigabytes * GIB * (1 - KEPT_FREE))
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
@@ -101,7 +96,7 @@ MOST_DECODED = 2**20
 """Most sequences of a decode batch, and rows scored at once, where memory sets no bound."""
 
 
-_OF_WEIGHTS = ("weights", "gradients", "buckets", "optimizer", "critic", "reference", "gathered weights")
+_WEIGHT_PARTS = ("weights", "gradients", "buckets", "optimizer", "critic", "reference", "gathered weights")
 """Parts of a plan that do not depend on rows."""
 
 _NARROW, _MOMENTS = 2, 8
@@ -173,7 +168,7 @@ def micro_batches_of_size(step: StepRows, micro_batch_size: int) -> int:
     )
 
 
-def fewest_micro_batches(step: StepRows, memory: Memory, room: int) -> MicroBatchPlan:
+def fewest_micro_batches(step: StepRows, memory: Memory, budget: int) -> MicroBatchPlan:
     """Return the plan with the fewest micro-batches that fit, and the largest decode batch.
 
     Gradient checkpointing is chosen only where the smallest micro-batch would not fit otherwise, and offloading only
@@ -182,47 +177,47 @@ def fewest_micro_batches(step: StepRows, memory: Memory, room: int) -> MicroBatc
     Raises:
         ConfigError: not even the smallest micro-batch, or one sequence, fits.
     """
-    decoded, cuts = largest_decode_batch(memory, room), step.cuts()
+    decoded, cuts = largest_decode_batch(memory, budget), step.cuts()
     needs, sizes = {}, memory
     for sizes in memory.cheaper_variants():
         needs = {}
         for count, rows in cuts.items():
             needs[count] = sizes.plan(rows, max(1, min(decoded, step.sequences)), steps_in_parts=count > 1)
-            if decoded and _plan_fits(needs[count], sum(needs[count].learning.values()), room, sizes):
+            if decoded and _plan_fits(needs[count], sum(needs[count].learning.values()), budget, sizes):
                 recompute = sizes is not memory
                 offload = recompute and sizes.policy.offloaded
                 why, scored = (
-                    _explain_count(needs, room, recompute, offload),
-                    max(rows, rows_scored_at_once(sizes, room)),
+                    _reason_for_count(needs, budget, recompute, offload),
+                    max(rows, rows_scored_at_once(sizes, budget)),
                 )
                 return MicroBatchPlan(count, decoded, why, recompute, offload, scored)
     last = max(cuts)
     rows = f"{cuts[last]} row{'s' if cuts[last] > 1 else ''}"
-    raise ConfigError(explain_too_large(needs[last], room, rows, sizes, step))
+    raise ConfigError(too_large_message(needs[last], budget, rows, sizes, step))
 
 
-def _plan_fits(plan: MemoryPlan, needed: int, room: int, memory: Memory) -> bool:
+def _plan_fits(plan: MemoryPlan, needed: int, budget: int, memory: Memory) -> bool:
     """Tell whether `needed` bytes fit on the device, and the offloaded ones on the host."""
-    return needed <= room and (memory.host is None or plan.host <= memory.host)
+    return needed <= budget and (memory.host is None or plan.host <= memory.host)
 
 
-def largest_decode_batch(memory: Memory, room: int) -> int:
+def largest_decode_batch(memory: Memory, budget: int) -> int:
     """Return the largest decode batch that fits, a power of two; 0 where not even one sequence does."""
     decoded = MOST_DECODED
-    while decoded and sum(memory.plan(1, decoded, steps_in_parts=False).generating.values()) > room:
+    while decoded and sum(memory.plan(1, decoded, steps_in_parts=False).generating.values()) > budget:
         decoded //= 2
     return decoded
 
 
-def rows_scored_at_once(memory: Memory, room: int) -> int:
+def rows_scored_at_once(memory: Memory, budget: int) -> int:
     """Return rows of a forward pass without gradient that surely fit: those of a micro-batch, a power of two."""
     rows = MOST_DECODED
-    while rows > 1 and sum(memory.plan(rows, 1, steps_in_parts=False).learning.values()) > room:
+    while rows > 1 and sum(memory.plan(rows, 1, steps_in_parts=False).learning.values()) > budget:
         rows //= 2
     return rows
 
 
-def explain_too_large(plan: MemoryPlan, room: int, rows: str, memory: Memory, step: StepRows) -> str:
+def too_large_message(plan: MemoryPlan, budget: int, rows: str, memory: Memory, step: StepRows) -> str:
     """Return the message: needed memory by part, available memory, and settings to change."""
     worst = max((plan.learning, plan.generating), key=lambda parts: sum(parts.values()))
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in worst.items() if size)
@@ -233,25 +228,25 @@ def explain_too_large(plan: MemoryPlan, room: int, rows: str, memory: Memory, st
         )
     return (
         f"A step does not fit: with micro-batches of {rows} it needs {format_bytes(plan.total)} ({listed}), and "
-        f"{format_bytes(room)} can be given out.{host} Set one of: {'; '.join(remedies(worst, memory, step))}."
+        f"{format_bytes(budget)} can be given out.{host} Set one of: {'; '.join(remedies(worst, memory, step))}."
     )
 
 
 def remedies(parts: Mapping[str, int], memory: Memory, step: StepRows) -> Sequence[str]:
     """Return settings that make a step smaller, the most effective first."""
-    of_weights = sum(parts.get(name, 0) for name in _OF_WEIGHTS)
-    of_tokens = sum(parts.get(name, 0) for name in ("activations", "working memory", "allocator"))
-    larger = of_weights > of_tokens
+    weight_bytes = sum(parts.get(name, 0) for name in _WEIGHT_PARTS)
+    activation_bytes = sum(parts.get(name, 0) for name in ("activations", "working memory", "allocator"))
+    weights_dominate = weight_bytes > activation_bytes
     lora = [] if memory.policy.adapters else ["model.lora.r=16 (trains adapters)"]
-    tokens = []
+    for_activations = []
     if step.sliced_by_hand and step.rows % 2 == 0:
-        tokens.append("algo.split_groups=2 or more (cuts a group, the same gradient)")
+        for_activations.append("algo.split_groups=2 or more (cuts a group, the same gradient)")
     if not memory.policy.checkpointing:
-        tokens.append("model.gradient_checkpointing=true")
-    if memory.numbers.product == 4 and not larger:
-        tokens.append("trainer.precision=bf16-mixed")
+        for_activations.append("model.gradient_checkpointing=true")
+    if memory.numbers.product == 4 and not weights_dominate:
+        for_activations.append("trainer.precision=bf16-mixed")
     return [
-        *([*lora, *weight_remedies(memory), *tokens] if larger else [*tokens, *lora]),
+        *([*lora, *weight_remedies(memory), *for_activations] if weights_dominate else [*for_activations, *lora]),
         "shorter texts (sampling.max_new_tokens, data.max_prompt_tokens, data.max_length)",
         "a smaller model",
     ]
@@ -279,13 +274,13 @@ def weight_remedies(memory: Memory) -> Sequence[str]:
     return found
 
 
-def _explain_count(needs: Mapping[int, MemoryPlan], room: int, recompute: bool, offload: bool) -> str:
+def _reason_for_count(needs: Mapping[int, MemoryPlan], budget: int, recompute: bool, offload: bool) -> str:
     """Return the number of micro-batches with its reason: its memory, and that of the next smaller number."""
     (count, taken), *before = reversed(list(needs.items()))
     text = f"{count} (needs {format_bytes(sum(taken.learning.values()))}"
     text += " with gradient checkpointing" if recompute else ""
     text += " on the host" if offload else ""
-    text += f"; {format_bytes(room)} free"
+    text += f"; {format_bytes(budget)} free"
     return text + (
         f"; {before[0][0]} would need {format_bytes(sum(before[0][1].learning.values()))})" if before else ")"
     )
@@ -315,56 +310,58 @@ class MicroBatchRequest:
             in_range("algo.micro_batch_size", size, low=1)
         if self.accumulate != 1:
             raise ConfigError(
-                f"algo.micro_batch_size={size} and trainer.accumulate_grad_batches={self.accumulate} both say how a "
-                "step is cut: leave one of them out."
+                f"algo.micro_batch_size={size} and trainer.accumulate_grad_batches={self.accumulate} both set how a "
+                "step is split into micro-batches. Leave one of them out."
             )
 
 
 def plan_micro_batches(
-    given: MicroBatchRequest, step: StepRows, memory: Memory | None, room: int | None, most: int | None = None
+    request: MicroBatchRequest, step: StepRows, memory: Memory | None, budget: int | None, limit: int | None = None
 ) -> tuple[MicroBatchPlan | None, str]:
     """Return the micro-batches of a step, and a warning where the user's choice does not fit, else an empty text.
 
     The plan is None where `accumulate` decides. Where sizes or memory are not known, "auto" takes one micro-batch.
 
     Args:
-        given: The user's settings.
+        request: The user's settings.
         step: The step to cut.
         memory: Its memory needs.
-        room: Bytes that a plan may use.
-        most: Bytes above which the user is warned, where that is more than `room`; None: `room`.
+        budget: Bytes that a plan may use.
+        limit: Bytes above which the user is warned, where that is more than `budget`; None: `budget`.
 
     Raises:
         ConfigError: the size does not divide the step, or with "auto" nothing fits.
     """
-    size = given.micro_batch_size
+    size = request.micro_batch_size
     if size == "auto":
-        if memory is None or room is None:
+        if memory is None or budget is None:
             return MicroBatchPlan(1, None, "1: what the step needs is not known"), ""
-        return fewest_micro_batches(step, memory, room), ""
-    count = given.accumulate if size is None else micro_batches_of_size(step, int(size))
-    warning = "" if memory is None or room is None else warn_too_large(step, memory, room, count, most or room)
+        return fewest_micro_batches(step, memory, budget), ""
+    count = request.accumulate if size is None else micro_batches_of_size(step, int(size))
+    warning = (
+        "" if memory is None or budget is None else too_large_warning(step, memory, budget, count, limit or budget)
+    )
     if size is None:
         return None, warning
     return MicroBatchPlan(count, None, f"{count}: algo.micro_batch_size={size}"), warning
 
 
-def warn_too_large(step: StepRows, memory: Memory, room: int, count: int, most: int) -> str:
-    """Warn that `count` micro-batches need more than `most`, with a setting that fits; empty if they fit."""
+def too_large_warning(step: StepRows, memory: Memory, budget: int, count: int, limit: int) -> str:
+    """Warn that `count` micro-batches need more than `limit`, with a setting that fits; empty if they fit."""
     rows = step.units * step.rows // count
     plan = memory.plan(rows, step.sequences, steps_in_parts=count > 1)
-    if _plan_fits(plan, plan.total, most, memory):
+    if _plan_fits(plan, plan.total, limit, memory):
         return ""
     try:
-        better = fewest_micro_batches(step, memory, room)
+        better = fewest_micro_batches(step, memory, budget)
     except ConfigError as error:
         return str(error)
-    fix = [f"trainer.accumulate_grad_batches={max(count, better.micro_batches)}"]
+    fixes = [f"trainer.accumulate_grad_batches={max(count, better.micro_batches)}"]
     if better.decoded is not None and better.decoded < step.sequences:
-        fix.append(f"generator.batch_size={better.decoded}")
+        fixes.append(f"generator.batch_size={better.decoded}")
     if better.recompute:
-        fix.append(f"model.gradient_checkpointing={'offload' if better.offload else 'true'}")
-    if (parts := step.slices_of(max(count, better.micro_batches))) > 1:
-        fix.append(f"algo.split_groups={parts}")
-    text = explain_too_large(plan, room, f"{rows} rows", memory, step).partition(" Set one of: ")[0]
-    return f"{text} Set {' and '.join(fix)}; or micro_batch_size='auto' in the algorithm, which chooses by itself."
+        fixes.append(f"model.gradient_checkpointing={'offload' if better.offload else 'true'}")
+    if (slices := step.slices_of(max(count, better.micro_batches))) > 1:
+        fixes.append(f"algo.split_groups={slices}")
+    text = too_large_message(plan, budget, f"{rows} rows", memory, step).partition(" Set one of: ")[0]
+    return f"{text} Set {' and '.join(fixes)}; or micro_batch_size='auto' in the algorithm, which chooses by itself."

@@ -158,45 +158,45 @@ def find_largest_prompt(data: Any, processor: Processor) -> LargestPrompt | None
 # ---------------------------------------------------------------------- in a plan
 
 
-def with_images(memory: Memory, model: LanguageModel, shown: LargestPrompt | None) -> Memory:
+def with_images(memory: Memory, model: LanguageModel, largest: LargestPrompt | None) -> Memory:
     """Return the memory of a run with images, no more of them than in the largest prompt."""
     shape = vision_shape(model)
-    if shape is None or shown is None:
+    if shape is None or largest is None:
         return memory
 
-    def seeing(network: Network) -> Network:
+    def with_vision(network: Network) -> Network:
         return replace(
-            network, sight=vision_memory(shape, shown, memory.numbers, network.frozen, network.checkpointing)
+            network, sight=vision_memory(shape, largest, memory.numbers, network.frozen, network.checkpointing)
         )
 
-    critic = None if memory.critic is None else seeing(memory.critic)
-    return replace(memory, policy=seeing(memory.policy), critic=critic)
+    critic = None if memory.critic is None else with_vision(memory.critic)
+    return replace(memory, policy=with_vision(memory.policy), critic=critic)
 
 
 def vision_memory(
-    shape: VisionShape, shown: LargestPrompt, numbers: NumberSizes, frozen: Sequence[str], checkpointing: bool = False
+    shape: VisionShape, largest: LargestPrompt, numbers: NumberSizes, frozen: Sequence[str], checkpointing: bool = False
 ) -> VisionMemory:
     """Return the bytes of a prompt's images.
 
     Args:
         shape: The vision shape.
-        shown: The prompt's images.
+        largest: The prompt's images.
         numbers: The number sizes of the run.
         frozen: Parts that are not trained.
         checkpointing: Whether a trained layer keeps its input only.
     """
     x, y, d, m = numbers.residual, numbers.product, shape.hidden, shape.inner
-    pixels = shown.vision.inputs
-    seen = (value.numel() for name, value in pixels.items() if name.startswith("pixel_values"))
-    patches = sum(seen) // shape.patch
+    pixels = largest.vision.inputs
+    counts = (value.numel() for name, value in pixels.items() if name.startswith("pixel_values"))
+    patches = sum(counts) // shape.patch
     size = sum(value.nbytes for value in pixels.values())
-    layer = patches * (2 * x * d + (numbers.copies + 4) * y * d + 2 * y * m + 4 * shape.heads)
+    per_layer = patches * (2 * x * d + (numbers.copies + 4) * y * d + 2 * y * m + 4 * shape.heads)
     kept = 0
     if "vision" not in frozen:
-        kept += size + (shape.layers * patches * x * d + layer if checkpointing else shape.layers * layer)
+        kept += size + (shape.layers * patches * x * d + per_layer if checkpointing else shape.layers * per_layer)
     if "projector" not in frozen:
         between = sum(outputs for _, outputs in shape.projections[:-1])
-        kept += y * shown.tokens * (sum(inputs for inputs, _ in shape.projections) + between)
+        kept += y * largest.tokens * (sum(inputs for inputs, _ in shape.projections) + between)
     return VisionMemory(size, kept, size + patches * (2 * x * d + y * max(5 * d, d + 2 * m)))
 
 
@@ -263,15 +263,24 @@ def frozen_bytes(model: LanguageModel) -> int:
 
 def policy_network(model: LanguageModel, shape: ModelShape, numbers: NumberSizes, head: Head) -> Network:
     """Return the network of the policy as it is trained."""
-    how: dict[str, Any] = {"checkpointing": bool(model.checkpointing), "offloaded": model.checkpointing == "offload"}
-    how["eager"] = model.attn_implementation == "eager"
-    halves = numbers.product < 4 or model.dtype in ("bfloat16", "float16")
-    how["frozen"] = PARTS if model.lora is not None or model.adapter is not None else model.frozen_parts
-    how["logit"] = 2 if halves and not model.lm_head_fp32 else 4
+    settings: dict[str, Any] = {
+        "checkpointing": bool(model.checkpointing),
+        "offloaded": model.checkpointing == "offload",
+    }
+    settings["eager"] = model.attn_implementation == "eager"
+    half_precision = numbers.product < 4 or model.dtype in ("bfloat16", "float16")
+    settings["frozen"] = PARTS if model.lora is not None or model.adapter is not None else model.frozen_parts
+    settings["logit"] = 2 if half_precision and not model.lm_head_fp32 else 4
     if model.lora is None and model.adapter is None:
-        held = numbers.weight * shape.parameters
-        return Network(shape, shape.parameters - _frozen_parameters(model, model.frozen_parts), held, head=head, **how)
-    rank, targets = _adapter_settings(model)
+        size = numbers.weight * shape.parameters
+        return Network(
+            shape, shape.parameters - _frozen_parameters(model, model.frozen_parts), size, head=head, **settings
+        )
+    if model.lora is not None:
+        rank, targets = model.lora.r, model.lora.targets
+    else:  # PEFT's usual ones where the config of the continued adapter is missing
+        saved = _saved_adapter(model)
+        rank, targets = saved.get("r", 16) or 16, saved.get("target_modules") or "all-linear"
     adapted = _adapted_layers(model, shape, targets)
     trained = sum(rank * (linear.inputs + linear.outputs) * linear.count for linear in adapted)
     base = int(stored_bytes(model, numbers) * shape.parameters)
@@ -283,36 +292,28 @@ def policy_network(model: LanguageModel, shape: ModelShape, numbers: NumberSizes
         widened=_widened_numbers(adapted, numbers),
         head=head,
         narrow=model.quantization is not None or model.dtype in ("bfloat16", "float16"),
-        **how,
+        **settings,
     )
 
 
 def _frozen_parameters(model: LanguageModel, parts: Sequence[str]) -> int:
     """Return the parameters of these parts of a model over images."""
-    seeing = vision_shape(model)
-    return 0 if seeing is None else seeing.frozen(parts)
+    vision = vision_shape(model)
+    return 0 if vision is None else vision.frozen(parts)
 
 
 def _adapted_layers(model: LanguageModel, shape: ModelShape, targets: Any) -> tuple[LinearLayers, ...]:
     """Return the linear layers with adapters; "all-linear" means those of the language model."""
-    seeing = vision_shape(model) if targets == "all-linear" else None
-    outside = seeing.outside if seeing else frozenset()
-    kept = (linear.only(lambda path: path not in outside) for linear in shape.adapted(targets))
-    return tuple(linear for linear in kept if linear.paths)
+    vision = vision_shape(model) if targets == "all-linear" else None
+    outside = vision.outside if vision else frozenset()
+    inside = (linear.only(lambda path: path not in outside) for linear in shape.adapted(targets))
+    return tuple(linear for linear in inside if linear.paths)
 
 
 def _widened_numbers(adapted: Iterable[LinearLayers], numbers: NumberSizes) -> int:
     """Return the numbers a token that float32 adapters read beside narrow layers, without autocast."""
     narrow = numbers.product < 4 and not numbers.cast and numbers.weight < 4  # FSDP2 gathers narrow adapters
     return sum(linear.inputs * linear.count for linear in adapted) if narrow else 0
-
-
-def _adapter_settings(model: LanguageModel) -> tuple[int, Any]:
-    """Return rank and targets of the adapter, fresh or continued (16 on all layers where its config is missing)."""
-    if model.lora is not None:
-        return model.lora.r, model.lora.targets
-    saved = _saved_adapter(model)
-    return saved.get("r", 16) or 16, saved.get("target_modules") or "all-linear"
 
 
 def _saved_adapter(model: LanguageModel) -> dict[str, Any]:
@@ -369,9 +370,11 @@ def gathered_weights(
     wide = int(2 if numbers.product < 4 and not numbers.cast else stored)
     root, embedding = shape.head * (1 if shape.tied else 2), shape.head
     layer = (shape.parameters - root) // shape.layers
-    beside = root * reference + (embedding if critic is not None else 0)
+    other_models = root * reference + (embedding if critic is not None else 0)
     trained = (policy.trained // shape.layers) if policy.adapters else max(root, layer)
-    return GatheredWeights(wide * root, wide * layer, wide * shape.parameters, wide * beside, (wide + 4) * trained)
+    return GatheredWeights(
+        wide * root, wide * layer, wide * shape.parameters, wide * other_models, (wide + 4) * trained
+    )
 
 
 def stored_bytes(model: LanguageModel, numbers: NumberSizes) -> float:

@@ -65,8 +65,8 @@ def require_estimator(estimator: Estimator | None, such_as: str) -> None:
 def check_row_estimator(estimator: Estimator, algorithm: str) -> None:
     """Refuse an estimator that cannot be called with rewards of rows, or that refuses its own settings."""
     offered = [name for name in probe_columns() if name not in _BY_POSITION and name != "ended"]
-    asked = arguments_for(estimator, dict.fromkeys(offered))
-    if parameters(estimator)[:1] == ("token_rewards",) or not _binds(estimator, *_BY_POSITION, **asked):
+    arguments = arguments_for(estimator, dict.fromkeys(offered))
+    if parameters(estimator)[:1] == ("token_rewards",) or not _binds(estimator, *_BY_POSITION, **arguments):
         raise ConfigError(
             f"algo.advantage={_signature(estimator)}: {algorithm} calls it as f(rewards, group_id, ...), where it may "
             f"name {', '.join(offered)}. Of the choices of algo/advantage all fit but gae and gae_of_turns, which need "
@@ -82,13 +82,31 @@ def check_estimator_inputs(
     """Refuse settings that the estimator ignores, or would apply to one side of a comparison only."""
     if credit.shaping is not None and "greedy_rewards" in parameters(estimator):
         raise ConfigError(
-            f"algo/shaping: {name_of(estimator)} compares drawn completions with a greedy one, and the greedy one is "
-            "alone: there is no group that it could be shaped in. Take algo/shaping=none; a reward function "
-            "(reward=soft_overlong, reward=cosine_length) judges both by their lengths."
+            f"algo/shaping: {name_of(estimator)} compares sampled completions with a greedy one, whose reward cannot "
+            "be shaped, as it has no group. Set algo/shaping=none; a reward function (reward=soft_overlong, "
+            "reward=cosine_length) scores both by their lengths."
         )
-    if is_from_ops(estimator):
-        _check_changes_are_read(estimator, credit, reward_beta)
-        whitening.fits(of_tokens=_probe_advantages(estimator).ndim == 2)
+    if not is_from_ops(estimator):
+        return
+    changes = {
+        "algo/shaping": credit.shaping is not None,
+        "algo/reward_norm": credit.norm is not None,
+        f"algo.reward_clip={list(credit.clip or ())}": credit.clip is not None,
+    }
+    before = _probe_advantages(estimator)
+    unread = [key for key, is_set in changes.items() if is_set]
+    if unread and not torch.equal(before, _probe_advantages(estimator, change=_CHANGE)):
+        unread = []  # advantages change with the processed rewards while the functions' own values stay
+    # A KL is a penalty at a token without reward.
+    if reward_beta and torch.equal(before, _probe_advantages(estimator, kl=_CHANGE)):
+        unread.append(f"algo.reward_beta={reward_beta}")
+    if unread:
+        raise ConfigError(
+            f"{', '.join(unread)}: {name_of(estimator)} does not read the rewards that this changes, or not at every "
+            "token. Leave it out, or set another algo/advantage (group_normalized reads them all). For a KL in the "
+            "loss, set algo.beta."
+        )
+    whitening.check_fits(of_tokens=before.ndim == 2)
 
 
 def check_token_estimator(estimator: Estimator, whitening: Whitening) -> None:
@@ -102,7 +120,7 @@ def check_token_estimator(estimator: Estimator, whitening: Whitening) -> None:
             "returns), where it may name turn. Of the choices of algo/advantage gae and gae_of_turns fit; the others "
             "go with the algorithms that have no critic (algo=grpo, algo=rloo, algo=reinforce_pp)."
         )
-    whitening.fits(of_tokens=True)
+    whitening.check_fits(of_tokens=True)
     try_settings("advantage", partial(estimator, row, row, torch.ones(1, 2, dtype=torch.bool), **turns))
 
 
@@ -145,46 +163,24 @@ def _make_columns(
         change: What shaping, norm and clip add to the rewards.
         kl: A penalty at the first token.
     """
-    said, rows = torch.tensor(rewards), len(rewards)
-    earned = said + torch.tensor(change) if change else said
+    raw, rows = torch.tensor(rewards), len(rewards)
+    earned = raw + torch.tensor(change) if change else raw
     first = -torch.tensor(kl) if kl else torch.zeros(rows)
-    everywhere = torch.ones(rows, 2, dtype=torch.bool)
+    all_tokens = torch.ones(rows, 2, dtype=torch.bool)
     return {
         "rewards": earned + first,
         "group_id": torch.arange(rows) * 2 // rows,
-        "values": said[:, None],
+        "values": raw[:, None],
         "weights": torch.ones(rows, 1),
         "lengths": torch.full((rows,), 2),
         "greedy_rewards": torch.zeros(rows),
         "token_rewards": torch.stack([first, earned], dim=1),
-        "mask": everywhere,
+        "mask": all_tokens,
         "step_ends": torch.tensor([False, True]).expand(rows, 2),
         "turn": torch.zeros(rows, 2, dtype=torch.long),
         "state": torch.zeros(rows, 2, dtype=torch.long),
-        "ended": everywhere[:, 0],
+        "ended": all_tokens[:, 0],
     }
-
-
-def _check_changes_are_read(estimator: Estimator, credit: CreditAssignment, reward_beta: float) -> None:
-    """Refuse changes of the rewards that the estimator does not read: they would have no effect."""
-    changes = {
-        "algo/shaping": credit.shaping is not None,
-        "algo/reward_norm": credit.norm is not None,
-        f"algo.reward_clip={list(credit.clip or ())}": credit.clip is not None,
-    }
-    before = _probe_advantages(estimator)
-    unread = [key for key, is_set in changes.items() if is_set]
-    if unread and not torch.equal(before, _probe_advantages(estimator, change=_CHANGE)):
-        unread = []  # advantages change with the processed rewards while the functions' own values stay
-    # A KL is a penalty at a token without reward.
-    if reward_beta and torch.equal(before, _probe_advantages(estimator, kl=_CHANGE)):
-        unread.append(f"algo.reward_beta={reward_beta}")
-    if unread:
-        raise ConfigError(
-            f"{', '.join(unread)}: {name_of(estimator)} does not read what this makes of the rewards, or not at "
-            "every token. Leave it out, or take another algo/advantage (group_normalized reads everything). A KL "
-            "in the loss is algo.beta."
-        )
 
 
 def _probe_advantages(estimator: Estimator, **differences: Sequence[float]) -> Tensor:
@@ -201,8 +197,8 @@ def _binds(function: Callable, *arguments: Any, **keywords: Any) -> bool:
 
 def _signature(function: Callable) -> str:
     """Return the function's name and its required arguments."""
-    given = inspect.signature(function).parameters.values()
-    needed = ", ".join(parameter.name for parameter in given if parameter.default is parameter.empty)
+    known = inspect.signature(function).parameters.values()
+    needed = ", ".join(parameter.name for parameter in known if parameter.default is parameter.empty)
     return f"{name_of(function)}({needed})"
 
 
@@ -217,11 +213,19 @@ def check_loss_settings(loss: Callable[..., Any], key: str = "algo.loss") -> Non
     Raises:
         ConfigError: a setting is out of its range; names the key, the value and the range.
     """
-    given = getattr(loss, "keywords", {})
+    settings = getattr(loss, "keywords", {})
     for name, annotation in annotations_of(loss).items():
+        if (value := settings.get(name)) is None:
+            continue
         for range_ in annotated_metadata(annotation):
-            if (value := given.get(name)) is not None:
-                _check_range(f"{key}.{name}", value, range_, loss)
+            match range_:
+                case Range():
+                    in_range(f"{key}.{name}", value, low=range_.low, high=range_.high, open_low=range_.open_low)
+                case Above():
+                    bound = range_.bound(**{other: setting_of(loss, other) for other in parameters(range_.bound)})
+                    in_range(f"{key}.{name}", value, low=bound, open_low=True)
+                case Pair() if not (len(value) == 2 and range_.sound(*value)):
+                    raise ConfigError(f"{key}.{name}={list(value)} must be {range_.meaning}.")
 
 
 def check_declared_weights(loss: Callable[..., Any], key: str = "algo.loss") -> None:
@@ -232,23 +236,11 @@ def check_declared_weights(loss: Callable[..., Any], key: str = "algo.loss") -> 
     """
     if reads_column(loss, "weights") and annotations_of(loss).get("weights") is Any:
         raise ConfigError(
-            f"{key}={name_of(loss)}: it takes `weights`, the weights against an engine, "
-            "and its annotation does not say what for. If the loss multiplies by them itself, write `weights: "
-            "WeightsInside = None` (lit_rl.ops.reductions, imported at run time). If it only looks at them, write "
-            "`weights: "
-            "Tensor | None`: the loss is then multiplied by them afterwards, as every other is."
+            f"{key}={name_of(loss)} takes `weights`, the engine's correction weights, without an annotation that says "
+            "who multiplies by them. If the loss does, write `weights: WeightsInside = None` (from "
+            "lit_rl.ops.reductions, imported at run time). If it only reads them, write `weights: Tensor | None`: its "
+            "values are then multiplied by them afterwards, like those of every other loss."
         )
-
-
-def _check_range(key: str, value: Any, range_: Any, loss: Callable[..., Any]) -> None:
-    match range_:
-        case Range():
-            in_range(key, value, low=range_.low, high=range_.high, open_low=range_.open_low)
-        case Above():
-            bound = range_.bound(**{name: setting_of(loss, name) for name in parameters(range_.bound)})
-            in_range(key, value, low=bound, open_low=True)
-        case Pair() if not (len(value) == 2 and range_.sound(*value)):
-            raise ConfigError(f"{key}={list(value)} must be {range_.meaning}.")
 
 
 def check_loss_output(returned: Any, logprobs: Tensor, loss: Callable[..., Any]) -> tuple[Tensor, Metrics]:
@@ -262,22 +254,22 @@ def check_loss_output(returned: Any, logprobs: Tensor, loss: Callable[..., Any])
     Raises:
         ConfigError: the result has another form or shape, or logs under one of the run's own names.
     """
-    came = f"a {type(returned).__name__}"
+    got = f"a {type(returned).__name__}"
     if isinstance(returned, tuple) and len(returned) == 2:
         tokens, metrics = returned
         if isinstance(tokens, Tensor) and tokens.shape == logprobs.shape:
             if not is_from_lit_rl(loss):
                 _check_loss_metrics(metrics)
             return tokens, metrics
-        came = f"(a {type(tokens).__name__}, ...)"
+        got = f"(a {type(tokens).__name__}, ...)"
         if isinstance(tokens, Tensor):
-            came = "(a scalar, metrics)" if tokens.ndim == 0 else f"tokens of shape {tuple(tokens.shape)}"
+            got = "(a scalar, metrics)" if tokens.ndim == 0 else f"tokens of shape {tuple(tokens.shape)}"
     elif isinstance(returned, Tensor):
-        came = f"a tensor of shape {tuple(returned.shape)} alone"
+        got = f"a tensor of shape {tuple(returned.shape)} alone"
     raise ConfigError(
-        f"loss gave {came}. It is to return (tokens, metrics): the loss of every token, of the shape of logprobs "
-        f"{tuple(logprobs.shape)}, and a dict of (numerator, denominator), which may be empty. The mean is taken by "
-        "reduction=."
+        f"loss returned {got}, expected (tokens, metrics): the loss of every token, in the shape of logprobs "
+        f"{tuple(logprobs.shape)}, and a dict of (numerator, denominator), which may be empty. reduction= averages the "
+        "tokens."
     )
 
 
@@ -293,7 +285,7 @@ def check_gradient(objective: Tensor, logprobs: Tensor) -> None:
     """
     if logprobs.requires_grad and not objective.requires_grad:
         raise ConfigError(
-            "loss gave tokens without a gradient, so nothing would be learned. Make them of logprobs, without "
+            "loss returned tokens without a gradient, so nothing would be learned. Compute them from logprobs, without "
             "detach(), item(), numpy() or torch.no_grad()."
         )
 
@@ -309,14 +301,14 @@ def _check_loss_metrics(metrics: Any) -> None:
         if name is None or not (pair or isinstance(metric, Highest | Lowest | Summed)):
             what = "metrics" if name is None else f"the metric {name!r}"
             raise ConfigError(
-                f"loss gave {what} as a {type(metric).__name__}. It is to give a dict, and a metric is (numerator, "
-                "denominator), tensors of which the sums over all micro-batches are divided: (values[mask].sum(), "
+                f"loss returned {what} as a {type(metric).__name__}. Return a dict whose values are (numerator, "
+                "denominator), two tensors whose sums over all micro-batches are divided: (values[mask].sum(), "
                 "mask.sum())."
             )
         if is_taken(name) and not _LOSS_METRICS.fullmatch(name):
             raise ConfigError(
-                f"loss gave the metric {name!r}, and train/{name} is a number of the run's own. Name it otherwise; "
-                f"'loss/my_{name.replace('/', '_')}' is free."
+                f"loss returned the metric {name!r}, but the run itself logs train/{name}. Choose another name, such "
+                f"as 'loss/my_{name.replace('/', '_')}'."
             )
 
 
@@ -365,7 +357,7 @@ def require_rewards(algorithm: str, names: tuple[str, ...]) -> None:
     """
     if not names:
         raise ConfigError(
-            f"{algorithm} learns from rewards, and there is no function: set reward, such as exact_match."
+            f"{algorithm} learns from rewards, but there is no reward function. Set reward, such as exact_match."
         )
 
 
@@ -419,12 +411,12 @@ def check_controller(control: KLControl, *weights: float) -> None:
     """
     if not hasattr(control, "adapts"):
         raise ConfigError(
-            f"algo.kl_control={type(control).__name__} does not say whether its factor changes during the run: give "
-            "the class `adapts = True`, or False where `update` does nothing."
+            f"algo.kl_control={type(control).__name__} has no attribute `adapts`, which tells whether its factor "
+            "changes during the run. Set `adapts = True` in the class, or False where `update` does nothing."
         )
     if control.adapts and not any(weights):
         raise ConfigError(
-            f"algo/kl_control: {type(control).__name__} changes the weight of a KL term, and there is none: set "
+            f"algo/kl_control: {type(control).__name__} changes the weight of a KL term, but there is none. Set "
             "algo.beta (KL in the loss) or algo.reward_beta (KL in the reward) above 0."
         )
 
@@ -441,7 +433,7 @@ def check_engine_weights(engine: EngineCorrection, *, multiplied_by_loss: bool) 
     """
     if engine.correction is None:
         if engine.normalisation is not None:
-            raise ConfigError("algo/weight_norm brings weights to mean 1, and there are none: set algo/correction too.")
+            raise ConfigError("algo/weight_norm scales weights to mean 1, but there are none. Set algo/correction too.")
         return
     if not multiplied_by_loss:
         return
@@ -449,8 +441,8 @@ def check_engine_weights(engine: EngineCorrection, *, multiplied_by_loss: bool) 
     weights: Any = engine.correction(row, torch.zeros(1, 2), mask)
     if weights[0, 0] == weights[0, 1]:  # a row's weight would count once for each of its tokens
         raise ConfigError(
-            "algo/correction: this loss takes the product of the weights of a row's tokens, and a sequence's weight is "
-            "such a product already. Take algo/correction=token_truncate or token_mask."
+            "algo/correction: this loss multiplies the weights of a row's tokens, but this correction's weights are of "
+            "whole sequences, each such a product already. Set algo/correction=token_truncate or token_mask."
         )
 
 
@@ -478,14 +470,14 @@ def check_sampling(sampling: Sampling, generator: Generator, *, weighted: bool) 
     if sampling.unscored and not accounted_for:
         keys = ", ".join(f"sampling.{name}={getattr(sampling, name)}" for name in sampling.unscored)
         raise ConfigError(
-            f"{keys}: tokens would be drawn from a distribution that the log-probs of training are not taken under: "
-            f"the importance ratio would be wrong. Switch it off for training{_weights_hint(generator)}."
+            f"{keys}: tokens would be sampled from another distribution than the one that training scores, so the "
+            f"importance ratio would be wrong. Switch it off for training{_weights_hint(generator)}."
         )
     if generator.reshaped_by and not accounted_for:
         names = ", ".join(f"generator.generation_kwargs.{name}" for name in generator.reshaped_by)
         raise ConfigError(
-            f"{names}: tokens would be drawn from a distribution that the log-probs of training are not taken under: "
-            "the importance ratio would be wrong. sampling.repetition_penalty and min_new_tokens are scored exactly. "
+            f"{names}: tokens would be sampled from another distribution than the one that training scores, so the "
+            "importance ratio would be wrong. sampling.repetition_penalty and min_new_tokens are scored exactly. "
             "Leave it out, or weight the samples (algo/correction=token_truncate, of the methods that have it)."
         )
     cutting = [name for name in sampling.reshaped if name in _CUTTING]
@@ -511,17 +503,18 @@ def check_lag(generator: Generator, *, weighted: bool) -> None:
     lag, name = generator.lag, type(generator).__name__
     if not isinstance(lag, int) or lag < 0:
         raise ConfigError(
-            f"generator.lag={lag}: it counts rollouts, 0 (draw with the newest weights), 1 (one rollout old) or more."
+            f"generator.lag={lag} is not allowed. It is a whole number of rollouts: 0 samples with the newest weights, "
+            "1 with those of one rollout before, and so on."
         )
     if lag and generator.exact:
         raise ConfigError(
-            f"generator.lag={lag}: {name} decodes with the policy itself, which cannot be learned from meanwhile. Take "
-            "an engine that runs elsewhere (generator=vllm_server), or generator.lag=0."
+            f"generator.lag={lag}: {name} decodes with the policy itself, which cannot learn at the same time. Set an "
+            "engine with a copy of the weights (generator=vllm_server), or generator.lag=0."
         )
     if lag and not weighted:
         raise ConfigError(
-            f"generator.lag={lag} draws with weights of an earlier rollout, and nothing weighs the samples by what "
-            "changed since: set algo/correction (auto is token_truncate here), or generator.lag=0."
+            f"generator.lag={lag} samples with weights of an earlier rollout, but nothing corrects for what changed "
+            "since. Set algo/correction (auto is token_truncate here), or generator.lag=0."
         )
 
 
@@ -535,7 +528,7 @@ def check_weight_copies(generator: Generator, trainer: Any) -> None:
     if lag < 2 or (processes == 1 and not shards_weights(trainer.strategy) and not flattens_weights(trainer.strategy)):
         return
     raise ConfigError(
-        f"generator.lag={lag} is built for one process that holds whole weights, and this run has {processes} with "
-        f"{type(trainer.strategy).__name__}: a thread updates the engine from a copy of them, and may ask no other "
-        "process for a part. Set generator.lag=1, or trainer.devices=1 and strategy=auto."
+        f"generator.lag={lag} works in one process with whole weights only, because a background thread sends the "
+        f"engine a copy of them and cannot wait for other processes. This run has world size {processes} with "
+        f"{type(trainer.strategy).__name__}. Set generator.lag=1, or trainer.devices=1 and strategy=auto."
     )

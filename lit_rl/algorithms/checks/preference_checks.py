@@ -38,14 +38,14 @@ def losses_by_name(functions: Any) -> dict[str, Callable[..., Tensor]]:
     return named
 
 
-def loss_weights(functions: Mapping[str, Any], given: Mapping[str, float] | None) -> dict[str, float]:
+def loss_weights(functions: Mapping[str, Any], weights: Mapping[str, float] | None) -> dict[str, float]:
     """Return the weight of each loss, 1 by default.
 
     Raises:
         ConfigError: a weight belongs to no loss, or is below 0.
     """
-    given = given or {}
-    for name, weight in given.items():
+    weights = weights or {}
+    for name, weight in weights.items():
         if name not in functions:
             raise ConfigError(
                 f"algo.preference_weights.{name}: there is no such loss; algo.preference has {', '.join(functions)}."
@@ -53,7 +53,7 @@ def loss_weights(functions: Mapping[str, Any], given: Mapping[str, float] | None
             )
         if not weight >= 0:
             raise ConfigError(f"algo.preference_weights.{name}={weight} is out of range: allowed is 0 and above.")
-    return {name: float(given.get(name, 1.0)) for name in functions}
+    return {name: float(weights.get(name, 1.0)) for name in functions}
 
 
 def check_divergence(functions: Mapping[str, Any], divergence: Callable[[Tensor], Tensor]) -> None:
@@ -65,11 +65,11 @@ def check_divergence(functions: Mapping[str, Any], divergence: Callable[[Tensor]
     try_settings("divergence", partial(divergence, torch.zeros(1)))
     if unwrap(divergence) is reverse_kl:
         return
-    deaf = [name for name, function in functions.items() if not reads_divergence(function)]
-    if deaf:
+    unaffected = [name for name, function in functions.items() if not reads_divergence(function)]
+    if unaffected:
         raise ConfigError(
-            f"algo/divergence: {', '.join(deaf)} reads the log ratios as they are, so the divergence would change "
-            "nothing in it. Take algo/divergence=reverse_kl, or another algo/preference."
+            f"algo/divergence: {', '.join(unaffected)} reads the log ratios themselves, so the divergence would "
+            "change nothing. Set algo/divergence=reverse_kl, or another algo/preference."
         )
 
 
@@ -101,8 +101,8 @@ def check_pair_weights(functions: Mapping[str, Any]) -> None:
     """
     if sorted_over := losses_over_step(functions):
         raise ConfigError(
-            f"algo.likelihood_weights=true weighs each pair, and {', '.join(sorted_over)} sorts completions over all "
-            "pairs of a step: what it compares are no pairs of the data. Take one of the two."
+            f"algo.likelihood_weights=true weights each pair of the data, but {', '.join(sorted_over)} sorts "
+            "completions over all pairs of a step and does not compare pairs of the data. Leave one of the two out."
         )
 
 
@@ -145,8 +145,8 @@ def check_no_lag(name: str, generator: Generator) -> None:
     """
     if lag := generator.lag:
         raise ConfigError(
-            f"generator.lag={lag}: {name} compares completions of the newest policy, and corrects for none that are "
-            "older. Set generator.lag=0."
+            f"generator.lag={lag}: {name} compares completions of the newest policy, and has no correction for older "
+            "ones. Set generator.lag=0."
         )
 
 
@@ -170,11 +170,11 @@ def check_compared_groups(
         )
     if isinstance(groups, BestOfGroup):
         raise ConfigError(
-            f"algo/groups=best leaves one completion of each prompt, and {name} learns from two that were compared: "
-            "every pair would be without a verdict. Take algo/groups=all, or algo=raft to imitate the best one."
+            f"algo/groups=best keeps one completion of each prompt, but {name} learns from two that were compared, so "
+            "every pair would lack a verdict. Set algo/groups=all, or algo=raft to imitate the best one."
         )
     if groups is not None:
-        groups.fits(group_size, compares_completions=lambda: True)
+        groups.check_fits(group_size, compares_completions=lambda: True)
         groups.check_rewards(rewards)
 
 
@@ -191,8 +191,8 @@ def check_opponent_groups(name: str, groups: GroupSelection | None, *, ranks_dra
     """
     if isinstance(groups, DynamicSampling) and ranks_draw_together:
         raise ConfigError(
-            f"algo/groups=dynamic: {name} has an opponent write beside the policy, and ranks that need other numbers "
-            "of spare groups would wait for each other for ever. Take algo/groups=all, strategy=ddp, or one device."
+            f"algo/groups=dynamic: in {name} an opponent generates too, and ranks that draw different numbers of spare "
+            "groups would wait for each other forever. Set algo/groups=all, strategy=ddp, or one device."
         )
 
 
@@ -204,16 +204,16 @@ def check_judge_rewards(judge: Judge, rewards: Sequence[str], missing_eos_penalt
     """
     if judge.reads_rewards and not rewards:
         raise ConfigError(
-            f"judge={type(judge).__name__} compares rewards, and there is no reward function: set reward, such "
-            "as exact_match, or take another judge (judge=llm, judge=pairrm, judge=function, judge=pairwise)."
+            f"judge={type(judge).__name__} compares rewards, but there is no reward function. Set reward, such as "
+            "exact_match, or another judge (judge=llm, judge=pairrm, judge=function, judge=pairwise)."
         )
     if missing_eos_penalty is None:
         return
     in_range("algo.missing_eos_penalty", missing_eos_penalty, low=0, open_low=True)
     if not judge.reads_rewards:
         raise ConfigError(
-            f"algo.missing_eos_penalty={missing_eos_penalty} is taken off rewards, and the judge does not "
-            "read them. Set it to null, or take judge=reward."
+            f"algo.missing_eos_penalty={missing_eos_penalty} is subtracted from rewards, but the judge does not read "
+            "them. Set it to null, or judge=reward."
         )
 
 
@@ -225,7 +225,7 @@ def check_per_epoch(key: str, value: float | Sequence[float], *, high: float = f
     """
     values = list(value) if isinstance(value, Sequence) else [value]
     if not values:
-        raise ConfigError(f"{key}=[] has no number: give one, or a list of one for each epoch.")
+        raise ConfigError(f"{key}=[] has no number. Set one number, or a list with one for each epoch.")
     for number in values:
         in_range(key, number, low=0, high=high, open_low=open_low)
 
@@ -238,15 +238,15 @@ def check_two_policies(name: str, group_size: int, reference: Reference) -> None
     """
     if group_size != 2:
         raise ConfigError(
-            f"algo.group_size={group_size}: {name} compares one completion of the policy with one of its "
-            "opponent: it is 2."
+            f"algo.group_size={group_size}: {name} compares one completion of the policy with one of its opponent. Set "
+            "it to 2."
         )
     if isinstance(reference, ReferenceFree):
         raise ConfigError(f"reference=free: {name} draws completions from the reference. Take another, such as auto.")
     if getattr(reference, "device", None) == "cpu":
         raise ConfigError(
-            f"reference.device=cpu: in {name} the reference writes completions, so it has to be where the policy is. "
-            "Set reference.device=null."
+            f"reference.device=cpu: in {name} the reference generates completions, so it has to be on the policy's "
+            "device. Set reference.device=null."
         )
 
 
@@ -258,8 +258,8 @@ def check_native_generator(generator: Generator) -> None:
     """
     if not isinstance(generator, NativeGenerator):
         raise ConfigError(
-            f"generator={type(generator).__name__} decodes one model, and NashMD draws from the policy mixed with its "
-            "reference token by token. Take generator=native, or algo=xpo, whose opponent is the reference alone."
+            f"generator={type(generator).__name__} decodes one model, but NashMD samples from the policy mixed with "
+            "its reference, token by token. Set generator=native, or algo=xpo, whose opponent is the reference alone."
         )
 
 
@@ -271,8 +271,8 @@ def check_no_step_losses(functions: Mapping[str, Callable[..., Any]]) -> None:
     """
     for name in losses_over_step(functions):
         raise ConfigError(
-            f"algo.preference.{name} sorts completions over all pairs of a step, and pairs that a policy has just "
-            "written are looked at one micro-batch at a time. Take another loss, such as sigmoid or ipo."
+            f"algo.preference.{name} sorts completions over all pairs of a step, but pairs that the policy has just "
+            "generated are learned from one micro-batch at a time. Set another loss, such as sigmoid or ipo."
         )
 
 
@@ -294,14 +294,14 @@ def check_win_rate(against: str, judge: Judge, rewards: Sequence[str], data: Any
     """
     if judge.reads_rewards and not rewards:
         raise ConfigError(
-            f"eval.win_rate_against={against!r} compares completions by a judge or by the summed reward, and there "
-            "is neither: set reward, such as exact_match, or take a judge that needs none (judge=llm, "
-            "judge=pairrm, judge=function, judge=pairwise)."
+            f"eval.win_rate_against={against!r} compares completions by a judge or by the summed reward, but there is "
+            "neither. Set reward, such as exact_match, or a judge that needs none (judge=llm, judge=pairrm, "
+            "judge=function, judge=pairwise)."
         )
     if not getattr(data, "val_names", True):
         raise ConfigError(
-            f"eval.win_rate_against={against!r} compares completions of validation prompts, and there are none. "
-            "Set data.val_path, or data.val_fraction above 0; rows of whole texts have no prompts."
+            f"eval.win_rate_against={against!r} compares completions of validation prompts, but there are none. Set "
+            "data.val_path, or data.val_fraction above 0; rows of whole texts have no prompts."
         )
     for columns in getattr(data, "val_columns", {}).values():
         judge.bind(columns)

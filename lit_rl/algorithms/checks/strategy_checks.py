@@ -47,18 +47,18 @@ def check_zero_settings(model: LanguageModel, precision: str, strategy: DeepSpee
     if not isinstance(strategy, ZeROStrategy):
         raise ConfigError(
             f"trainer.strategy={type(strategy).__name__}: Lightning's own divides the loss by the micro-batches twice, "
-            "and takes weights apart that a policy is decoded from. Take strategy=deepspeed_1, deepspeed_2 or "
-            "deepspeed_3."
+            "and shards the weights that the policy decodes with. Set strategy=deepspeed_1, deepspeed_2 or deepspeed_3."
         )
     strategy.check_device()
+    name = f"strategy=deepspeed_{strategy.stage}"
     if precision != FLOAT32:
         raise ConfigError(
-            f"trainer.precision={precision}: {_stage_key(strategy)} is proven in float32 only. Take "
+            f"trainer.precision={precision}: {name} is proven in float32 only. Take "
             f"trainer.precision={FLOAT32}, {_OR_FSDP}."
         )
     if model.dtype != "float32":
         raise ConfigError(
-            f"model.dtype={model.dtype}: {_stage_key(strategy)} is proven with weights in float32 only. Take "
+            f"model.dtype={model.dtype}: {name} is proven with weights in float32 only. Take "
             f"model.dtype=float32, {_OR_FSDP}."
         )
     if model.quantization is not None:
@@ -108,8 +108,8 @@ def check_zero_method(
     for key, part in parts.items():
         if part:
             raise ConfigError(f"{key} was never compared with one process under DeepSpeed. Leave it out, {_OR_FSDP}.")
-    apart = isinstance(strategy, ZeROStrategy) and strategy.stage == 3
-    if apart and reference is not None and reference.moves:
+    is_stage_3 = isinstance(strategy, ZeROStrategy) and strategy.stage == 3
+    if is_stage_3 and reference is not None and reference.moves:
         raise ConfigError(
             f"reference={type(reference).__name__} follows weights, which ZeRO stage 3 has taken apart. Take "
             f"reference=frozen_copy or strategy=deepspeed_2, {_OR_FSDP}."
@@ -125,8 +125,8 @@ def check_zero_optimizer(optimizer: Any) -> None:
     path = optimizer_path(optimizer)
     if not moves_numbers_alone(path) and path not in _DEEPSPEED_OPTIMIZERS:
         raise ConfigError(
-            f"optimizer={path} is not known to move each number of a weight by itself, and DeepSpeed gives it parts "
-            f"of many weights as one vector. Take optimizer=adamw, {_OR_FSDP}."
+            f"optimizer={path} is not known to update each number of a weight by itself, but DeepSpeed passes it parts "
+            f"of many weights as one vector. Set optimizer=adamw, {_OR_FSDP}."
         )
 
 
@@ -144,16 +144,13 @@ def check_zero_model(policy: nn.Module, strategy: ZeROStrategy) -> None:
     experts = any(int(getattr(config, name, 0) or 0) > 1 for config in configs for name in _EXPERT_COUNTS)
     if strategy.stage == 3 and experts:
         raise ConfigError(
-            "strategy=deepspeed_3 gathers what a rank computes, and of a mixture of experts ranks compute different "
-            "parts, so they would wait for each other for ever. Take strategy=fsdp or strategy=deepspeed_2."
+            "strategy=deepspeed_3 gathers the weights that a rank computes with, but in a mixture of experts ranks "
+            "compute with different ones, so they would wait for each other forever. Set strategy=fsdp or "
+            "strategy=deepspeed_2."
         )
 
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-
-
-def _stage_key(strategy: ZeROStrategy) -> str:
-    return f"strategy=deepspeed_{strategy.stage}"
 
 
 _NOT_COMPARED = "was never compared with one process under strategy=fsdp_tp"
@@ -182,10 +179,6 @@ def check_tensor_parallel(name: str, *, proven: bool, stage: str, tp_size: int, 
         )
     if not proven:
         raise ConfigError(f"algo={name} {_NOT_COMPARED}: GRPO, DPO and SFT were. Take one of these, {_OR_FSDP}.")
-    _check_tensor_parallel_model(model, precision, tp_size)
-
-
-def _check_tensor_parallel_model(model: Any, precision: str, tp_size: int) -> None:
     settings = {
         "trainer.precision": (precision, "32-true"),
         "model.dtype": (model.dtype, "float32"),
@@ -195,10 +188,10 @@ def _check_tensor_parallel_model(model: Any, precision: str, tp_size: int) -> No
         "model.use_liger_kernel": (model.use_liger_kernel, False),
         "model.compile": (model.compile, False),
     }
-    for key, (came, allowed) in settings.items():
-        if came != allowed:
-            word = {None: "null", False: "false"}.get(allowed, allowed)
-            raise ConfigError(f"{key}={came} {_NOT_COMPARED}. Take {key}={word}, {_OR_FSDP}.")
+    for key, (value, allowed) in settings.items():
+        if value != allowed:
+            allowed_text = {None: "null", False: "false"}.get(allowed, allowed)
+            raise ConfigError(f"{key}={value} {_NOT_COMPARED}. Take {key}={allowed_text}, {_OR_FSDP}.")
     if isinstance(model, LoadedModel) or model.sees:
         what = "a model over images" if model.sees else "an object"
         raise ConfigError(
@@ -270,8 +263,8 @@ def check_tensor_parallel_method(
 def _check_optimizer_path(path: str) -> None:
     if not moves_numbers_alone(path):
         raise ConfigError(
-            f"optimizer={path} is not known to move each number of a weight by itself, and strategy=fsdp_tp cuts "
-            f"weights into parts. Take optimizer=adamw, {_OR_FSDP}."
+            f"optimizer={path} is not known to update each number of a weight by itself, but strategy=fsdp_tp cuts "
+            f"weights into parts. Set optimizer=adamw, {_OR_FSDP}."
         )
 
 
@@ -322,22 +315,22 @@ def check_something_is_trained(policy: nn.Module) -> None:
     layers = [each for each in policy.modules() if isinstance(each, BaseTunerLayer)]
     if merged := [each for each in layers if each.merged]:
         raise ConfigError(
-            f"The adapter of model is merged into {len(merged)} of its {len(layers)} layers, where nothing of it is "
-            "trained. Call unmerge_adapter() on the PeftModel; or merge_and_unload(), and train the whole model."
+            f"The adapter of model is merged into {len(merged)} of its {len(layers)} layers, so it cannot be trained "
+            "there. Call unmerge_adapter() on the PeftModel; or merge_and_unload(), and train the whole model."
         )
     if any(parameter.requires_grad for parameter in policy.parameters()):
         return
     count = sum(1 for _ in policy.parameters())
-    said = (
+    problem = (
         f"Nothing of model is trained: all {count} parameters of the {type(policy).__name__} have requires_grad=False"
     )
     if isinstance(policy, PeftModel):
         raise ConfigError(
-            f"{said} (PeftModel.from_pretrained loads an adapter frozen). Pass PeftModel.from_pretrained(base, folder, "
-            "is_trainable=True), or lit_rl.LanguageModel(name, adapter=folder)."
+            f"{problem} (PeftModel.from_pretrained loads an adapter frozen). Pass "
+            "PeftModel.from_pretrained(base, folder, is_trainable=True), or lit_rl.LanguageModel(name, adapter=folder)."
         )
     raise ConfigError(
-        f"{said} (a base under adapters is frozen, and stays so when they are merged into it). Call "
+        f"{problem} (a base under adapters is frozen, and stays so when they are merged into it). Call "
         "model.requires_grad_(True) to train all of it, or pass lit_rl.LanguageModel(name, lora=lit_rl.Lora(r=16)) or "
         "peft.get_peft_model(model, config)."
     )
@@ -393,10 +386,10 @@ def check_optimizer_shards(optimizer: OptimizerFactory, strategy: Strategy) -> N
     Raises:
         ConfigError: names the strategy.
     """
-    apart = shards_weights(strategy) or isinstance(
+    splits_weights = shards_weights(strategy) or isinstance(
         strategy, DeepSpeedStrategy
     )  # which joins weights, even without sharding
-    if getattr(optimizer, "keeps_masters", False) and apart:
+    if getattr(optimizer, "keeps_masters", False) and splits_weights:
         raise ConfigError(
             f"optimizer=adamw_split keeps the masters of whole weights, and {type(strategy).__name__} takes weights "
             "apart: take optimizer=adamw, or strategy=auto or ddp."

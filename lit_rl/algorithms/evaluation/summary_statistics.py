@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.data_parallel import Ranks
-from lit_rl.core.episode import RETURNED_IMAGES, TOKENS, Episode
+from lit_rl.core.episode import RETURNED_IMAGES, TOKENS
 from lit_rl.core.rollout import Completions, PromptBatch, Rollout
 from lit_rl.core.transfers import to_host
 from lit_rl.environments.observations import images_of_content
@@ -67,14 +67,14 @@ class Averages:
 
     def reduce(self, ranks: Ranks = Ranks()) -> dict[str, float]:  # noqa: B008 (frozen)
         """Reduce everything added on every rank since the last call; NaN for empty averages. A collective."""
-        of_summaries = (
+        sums_by_summary = (
             {name: value for name, value in self._sums.items() if name.startswith(f"{summary}:")}
             for summary in SUMMARIES
         )
-        parts = [(self._means, "SUM"), (self._extremes, "MAX"), *((part, "SUM") for part in of_summaries)]
+        parts = [(self._means, "SUM"), (self._extremes, "MAX"), *((part, "SUM") for part in sums_by_summary)]
         tables = [_reduce_over_ranks(values, ranks, operation) for values, operation in parts]
-        there = to_host([table for _, table in tables])  # in one transfer
-        means, extremes, *others = (dict(zip(names, table.tolist())) for (names, _), table in zip(tables, there))
+        on_host = to_host([table for _, table in tables])  # in one transfer
+        means, extremes, *others = (dict(zip(names, table.tolist())) for (names, _), table in zip(tables, on_host))
         sums = {name: total for part in others for name, total in part.items()}
         self._means, self._extremes, self._sums = {}, {}, {}
         averages = {name: (num / den if den else math.nan) for name, (num, den) in means.items()}
@@ -88,8 +88,8 @@ class Averages:
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Return the state for a checkpoint."""
         parts = {"means": self._means, "extremes": self._extremes, "sums": self._sums}
-        there = iter(to_host([value for values in parts.values() for value in values.values()]))
-        return {part: {name: next(there).clone() for name in values} for part, values in parts.items()}
+        on_host = iter(to_host([value for values in parts.values() for value in values.values()]))
+        return {part: {name: next(on_host).clone() for name in values} for part, values in parts.items()}
 
     def load_state(self, saved: Mapping[str, Mapping[str, Tensor]], device: torch.device) -> None:
         """Restore what `state` returned."""
@@ -99,15 +99,15 @@ class Averages:
 
 def _in_float64(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
     """Return numerator and denominator of each as ``(2,)``, in a few operations for dozens of metrics."""
-    alike: dict[tuple[torch.device, torch.dtype], list[tuple[str, int]]] = {}
+    by_type: dict[tuple[torch.device, torch.dtype], list[tuple[str, int]]] = {}
     for name, pair in pairs.items():
         for column, number in enumerate(pair):
-            alike.setdefault((number.device, number.dtype), []).append((name, column))
-    exact: dict[tuple[str, int], Tensor] = {}
-    for keys in alike.values():
-        same = torch.stack([pairs[name][column].detach() for name, column in keys]).double()
-        exact |= zip(keys, same.unbind())
-    return {name: torch.stack([exact[name, 0], exact[name, 1]]) for name in pairs}
+            by_type.setdefault((number.device, number.dtype), []).append((name, column))
+    numbers: dict[tuple[str, int], Tensor] = {}
+    for keys in by_type.values():
+        column_of_type = torch.stack([pairs[name][column].detach() for name, column in keys]).double()
+        numbers |= zip(keys, column_of_type.unbind())
+    return {name: torch.stack([numbers[name, 0], numbers[name, 1]]) for name in pairs}
 
 
 def _add_to(sums: dict[str, Tensor], name: str, part: Tensor) -> None:
@@ -117,13 +117,13 @@ def _add_to(sums: dict[str, Tensor], name: str, part: Tensor) -> None:
 def _reduce_over_ranks(values: Mapping[str, Tensor], ranks: Ranks, operation: str) -> tuple[list[str], Tensor]:
     """Return names, and sums or maxima over ranks of tensors of one shape; a rank may lack some of them."""
     shapes = ranks.objects({name: tuple(value.shape) for name, value in values.items()})
-    known = {name: shape for theirs in shapes for name, shape in theirs.items()}
+    known = {name: shape for names_and_shapes in shapes for name, shape in names_and_shapes.items()}
     if not known:
         return [], torch.zeros(0)
     names, neutral = sorted(known), 0.0 if operation == "SUM" else -torch.inf
-    lacking = (torch.full(known[name], neutral, device=ranks.device) for name in names if name not in values)
+    neutral_values = (torch.full(known[name], neutral, device=ranks.device) for name in names if name not in values)
     table = torch.stack(
-        [(values[name] if name in values else next(lacking)).to(ranks.device, torch.float64) for name in names]
+        [(values[name] if name in values else next(neutral_values)).to(ranks.device, torch.float64) for name in names]
     )
     return names, ranks.all_reduce(table, operation)
 
@@ -278,27 +278,23 @@ def sample_table(
         table["advantage"] = advantages.tolist()
     host = completions.on_host
     table |= {"length": host.lengths.tolist(), "ended": host.ended.tolist()}
-    if completions.episodes is not None:
-        table |= {"group": host.group_id.tolist()} | _episode_columns(completions.episodes)
+    if (episodes := completions.episodes) is not None:
+        images = [
+            [image for message in episode.messages for image in images_of_content(message.get("content"))]
+            for episode in episodes
+        ]
+        table |= {"group": host.group_id.tolist()} | ({RETURNED_IMAGES: images} if any(images) else {})
+        table |= {
+            "completion": [episode.transcript() for episode in episodes],
+            "turns": [episode.turns for episode in episodes],
+            "end": [episode.end for episode in episodes],
+            "turn_rewards": [json.dumps(episode.turn_rewards, default=float) for episode in episodes],
+            "episode_reward": [math.nan if episode.reward is None else float(episode.reward) for episode in episodes],
+            "calls": [episode.calls for episode in episodes],
+            "failed_calls": [episode.failed_calls for episode in episodes],
+            "unreadable_calls": [episode.unreadable_calls for episode in episodes],
+            "observed_tokens": [episode.observed_tokens for episode in episodes],
+            "episode_error": [episode.error or "" for episode in episodes],
+            "messages": [json.dumps(episode.messages, ensure_ascii=False, default=str) for episode in episodes],
+        }
     return table | {name: values for name, values in {**columns, **scores.extras}.items() if name not in table}
-
-
-def _episode_columns(episodes: Sequence[Episode]) -> dict[str, list[Any]]:
-    returned = [
-        [image for message in episode.messages for image in images_of_content(message.get("content"))]
-        for episode in episodes
-    ]
-    seen = {RETURNED_IMAGES: returned} if any(returned) else {}
-    return seen | {
-        "completion": [episode.transcript() for episode in episodes],
-        "turns": [episode.turns for episode in episodes],
-        "end": [episode.end for episode in episodes],
-        "turn_rewards": [json.dumps(episode.turn_rewards, default=float) for episode in episodes],
-        "episode_reward": [math.nan if episode.reward is None else float(episode.reward) for episode in episodes],
-        "calls": [episode.calls for episode in episodes],
-        "failed_calls": [episode.failed_calls for episode in episodes],
-        "unreadable_calls": [episode.unreadable_calls for episode in episodes],
-        "observed_tokens": [episode.observed_tokens for episode in episodes],
-        "episode_error": [episode.error or "" for episode in episodes],
-        "messages": [json.dumps(episode.messages, ensure_ascii=False, default=str) for episode in episodes],
-    }

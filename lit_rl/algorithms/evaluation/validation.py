@@ -133,30 +133,30 @@ class EvaluationRows:
 
     def metrics(self) -> dict[str, float]:
         """Return means over prompts of the means over their completions, the reward with its 95 % interval."""
-        seen = [self.rows[row] for row in sorted(self.rows)]
-        totals = torch.tensor([row["total"] for row in seen], dtype=torch.float64).reshape(len(seen), -1)
+        results = [self.rows[row] for row in sorted(self.rows)]
+        totals = torch.tensor([row["total"] for row in results], dtype=torch.float64).reshape(len(results), -1)
         by_prompt = totals.nanmean(1)
         by_prompt = by_prompt[~by_prompt.isnan()]
         mean, low, high = mean_with_interval(by_prompt)
-        lengths = torch.tensor([row["length"] for row in seen], dtype=torch.float64)
-        ended = torch.tensor([row["ended"] for row in seen])
+        lengths = torch.tensor([row["length"] for row in results], dtype=torch.float64)
+        ended = torch.tensor([row["ended"] for row in results])
         metrics = {"reward": mean, "reward_low": low, "reward_high": high} if self.names else {}
         metrics |= {
-            "prompts": float(len(by_prompt) if self.names else len(seen)),
-            "completions/mean_length": float(lengths.mean()) if len(seen) else math.nan,
-            "completions/clipped_ratio": float((~ended).double().mean()) if len(seen) else math.nan,
+            "prompts": float(len(by_prompt) if self.names else len(results)),
+            "completions/mean_length": float(lengths.mean()) if len(results) else math.nan,
+            "completions/clipped_ratio": float((~ended).double().mean()) if len(results) else math.nan,
         }
-        values = torch.tensor([row["values"] for row in seen], dtype=torch.float64)
+        values = torch.tensor([row["values"] for row in results], dtype=torch.float64)
         for i, name in enumerate(self.names):
             metrics[f"rewards/{name}/mean"] = float(values[..., i].nanmean())
         if episodes := self.episodes:
             averages = Averages()
             averages.add(episode_metrics(episodes, Ranks()))  # already gathered over all ranks
             metrics |= averages.reduce()
-        for name in seen[0]["sums"] if seen else ():
-            total = sum(sum(row["sums"][name]) for row in seen)
+        for name in results[0]["sums"] if results else ():
+            total = sum(sum(row["sums"][name]) for row in results)
             metrics[name] = total / float(lengths.sum()) if lengths.sum() else math.nan
-        wins = [row["wins"] for row in seen if row["wins"] is not None]
+        wins = [row["wins"] for row in results if row["wins"] is not None]
         return metrics | (self._pass_at_k(totals) if self.names else {}) | (_win_rate(wins) if wins else {})
 
     def _pass_at_k(self, totals: torch.Tensor) -> dict[str, float]:
@@ -222,7 +222,7 @@ def check_policy_scores(name: str, rolls_out: bool, sampling: Sampling, strategy
         )
     if shards_weights(strategy):
         raise ConfigError(
-            f"eval.log_policy=true is not built for weights in parts ({type(strategy).__name__}): take strategy=auto "
+            f"eval.log_policy=true does not work with sharded weights ({type(strategy).__name__}). Set strategy=auto "
             "or ddp, or leave it out."
         )
 

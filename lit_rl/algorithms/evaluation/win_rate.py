@@ -73,8 +73,8 @@ class ComparedModel:
         """
         if against == BASE and isinstance(self.policy, LoadedModel):
             raise ConfigError(
-                f"eval.win_rate_against={BASE} is the policy as it was before its first step, and model came as an "
-                "object, which is trained in place. Give its folder or hub id, here or as model."
+                f"eval.win_rate_against={BASE} is the policy before its first step, but model is an object, which is "
+                "trained in place. Pass its folder or hub id, here or as model."
             )
         if against == BASE:
             return self.policy
@@ -106,7 +106,17 @@ class ComparedModel:
         tokenizer: Any = model.tokenizer
         batch = drawing.asked.batch
         if against != BASE:
-            batch = replace(batch, prompt_ids=_prompt_ids(tokenizer, batch, against, options))
+            # Its own tokenizer and template render the prompts, with the tools and arguments of the rows, too.
+            settings: dict[str, Any] = {"where": f"eval.win_rate_against={against}"}
+            settings["control"] = control_tokens(tokenizer)
+            shared_kwargs = dict(getattr(options, "chat_template_kwargs", None) or {})
+            prompt_ids = []
+            for row, prompt in enumerate(batch.prompts):
+                columns = {name: values[row] for name, values in batch.columns.items()}
+                kwargs = shared_kwargs | row_template_kwargs(columns, settings["where"])
+                kwargs |= tools_argument(columns.get("tools"))
+                prompt_ids.append(encode_prompt(tokenizer, prompt, chat_template_kwargs=kwargs, **settings))
+            batch = replace(batch, prompt_ids=prompt_ids)
         asked = replace(drawing.asked.by_another(weights), batch=batch, model=model)
         with drawing.source.aside(), drawing.context():
             completions = drawing.source.draw_other(asked)
@@ -152,9 +162,9 @@ def compare(
     _, their_messages, _ = as_reward_input(batch, theirs, group)
     second: list[float | None] = [None] * len(ours) if their_rewards is None else _or_none(their_rewards)
     # A judge may favour the first completion: every other time that is the other model's.
-    turned = [i % 2 == 1 for i in range(len(ours))]
-    firsts, seconds = _order_pairs(our_messages, their_messages, turned)
-    first_rewards, second_rewards = _order_pairs(_or_none(our_rewards), second, turned)
+    swapped = [i % 2 == 1 for i in range(len(ours))]
+    firsts, seconds = _order_pairs(our_messages, their_messages, swapped)
+    first_rewards, second_rewards = _order_pairs(_or_none(our_rewards), second, swapped)
     verdicts: Any = ask_judge(
         judge,
         prompts,
@@ -166,25 +176,13 @@ def compare(
         **columns,
     )
     verdicts = check_verdicts(type(judge).__name__, verdicts, len(ours))
-    wins = [math.nan if v is None else 1 - v if turn else v for v, turn in zip(verdicts, turned)]
+    wins = [math.nan if v is None else 1 - v if swap else v for v, swap in zip(verdicts, swapped)]
     return torch.tensor(wins, dtype=torch.float64)
 
 
-def _prompt_ids(tokenizer: Any, batch: PromptBatch, against: str, options: Any) -> list[list[int]]:
-    """Return the prompts as tokens of another model."""
-    settings: dict[str, Any] = {"where": f"eval.win_rate_against={against}", "control": control_tokens(tokenizer)}
-    given = dict(getattr(options, "chat_template_kwargs", None) or {})
-    found = []
-    for number, prompt in enumerate(batch.prompts):  # the policy reads the row's tools and arguments too
-        columns = {name: values[number] for name, values in batch.columns.items()}
-        kwargs = given | row_template_kwargs(columns, settings["where"]) | tools_argument(columns.get("tools"))
-        found.append(encode_prompt(tokenizer, prompt, chat_template_kwargs=kwargs, **settings))
-    return found
-
-
-def _order_pairs(ours: Sequence[Any], theirs: Sequence[Any], turned: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+def _order_pairs(ours: Sequence[Any], theirs: Sequence[Any], swapped: Sequence[bool]) -> tuple[list[Any], list[Any]]:
     """Return the first and second side of each comparison: ours and theirs, or swapped."""
-    pairs = [(b, a) if turn else (a, b) for a, b, turn in zip(ours, theirs, turned, strict=True)]
+    pairs = [(b, a) if swap else (a, b) for a, b, swap in zip(ours, theirs, swapped, strict=True)]
     return [a for a, _ in pairs], [b for _, b in pairs]
 
 

@@ -29,7 +29,7 @@ from lit_rl.algorithms.rollouts import checkpoints
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.signatures import copies_for, multiplies_weights, name_of, parameters, reads_column
 from lit_rl.algorithms.terms.credit import AdvantageClip, CreditAssignment, RunningNorm, TurnRewardWarning, Whitening
-from lit_rl.algorithms.terms.groups import GroupReplay, needs_spread
+from lit_rl.algorithms.terms.groups import GroupReplay, check_group_has_spread
 from lit_rl.algorithms.terms.regularizers import (
     AdaptiveEntropy,
     AdaptiveKL,
@@ -365,10 +365,10 @@ class PolicyGradient(OnPolicyModule, ABC):
         )
         policy_gradient_checks.check_group_size(name, self.group_size, compares_completions=self.compares_completions)
         if self.groups is not None:
-            self.groups.fits(self.group_size, compares_completions=self.compares_completions)
+            self.groups.check_fits(self.group_size, compares_completions=self.compares_completions)
             self.groups.check_rewards(self.reward_functions.names)
         if self.replay is not None:
-            needs_spread("algo/replay=buffer", self.group_size)
+            check_group_has_spread("algo/replay=buffer", self.group_size)
         policy_gradient_checks.check_controller(self.kl.control, self.beta, self.reward_beta)
         policy_gradient_checks.check_engine_weights(
             self.engine_correction, multiplied_by_loss=multiplies_weights(self.policy_loss)

@@ -464,7 +464,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             numbers,
             lengths,
             critic=critic,
-            beside=self.auxiliary_texts(),
+            auxiliary=self.auxiliary_texts(),
             buckets=self._buckets(networks, numbers),
             others={"reference": reference, **self.frozen_model_bytes()},
             engine=int(share * (device_memory(device, gigabytes=self.memory_gb) or 0)),
@@ -798,7 +798,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         if by_value:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
-        if self.broken_steps.look(float(self.grad_norm), scaled=scaled):
+        if self.broken_steps.should_skip(float(self.grad_norm), scaled=scaled):
             self.drop_gradients(optimizer)
             self._report_broken()
 
@@ -824,7 +824,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         if isinstance(strategy, ZeROStrategy):
             norm = strategy.gradient_norm
             self.grad_norm = torch.tensor(norm)
-            if self.broken_steps.look(norm, scaled=False):
+            if self.broken_steps.should_skip(norm, scaled=False):
                 self._report_broken()
 
     def _report_broken(self) -> None:

@@ -28,7 +28,7 @@ class BrokenSteps:
         self.last = False
         """True where the current step is skipped."""
 
-    def look(self, norm: float, *, scaled: bool) -> bool:
+    def should_skip(self, norm: float, *, scaled: bool) -> bool:
         """Count the step, and tell whether to skip it.
 
         Args:
@@ -39,24 +39,24 @@ class BrokenSteps:
         self.in_a_row = self.in_a_row + 1 if self.last else 0
         return self.last
 
-    def report(self, step: int, norm: float, kept: str) -> None:
+    def report(self, step: int, norm: float, saved_batch: str) -> None:
         """Warn of a skipped step; end the run after too many in a row.
 
         Args:
             step: Number of the step.
             norm: Norm of its gradient.
-            kept: A sentence with the place of its batch, or empty.
+            saved_batch: A sentence with the place of its batch, or empty.
 
         Raises:
             NumericError: `LIMIT` steps in a row were broken.
         """
-        said = f"Optimizer step {step} has a gradient of norm {norm} and is left out.{kept}"
+        message = f"Optimizer step {step} is skipped, as the norm of its gradient is {norm}.{saved_batch}"
         if self.in_a_row < LIMIT:
-            rank_zero_warn(said)
+            rank_zero_warn(message)
             return
         raise NumericError(
-            f"{said} It is the {LIMIT}th in a row; the weights are as they were before them, and so is the last "
-            "checkpoint. Lower optimizer.lr, or look for a loss or a reward that is infinite."
+            f"{message} It is the {LIMIT}th in a row, so the run ends. The weights and the last checkpoint are as "
+            "before these steps. Lower optimizer.lr, or look for a loss or a reward that is infinite."
         )
 
 

@@ -69,16 +69,16 @@ def check_masters(
         StorageError: no trained weight is bfloat16, and an optimizer has remainders; or one of the two is
             `SplitAdamW`, whose state no other optimizer can read, and the other is not.
     """
-    kept = {key for state in optimizer_states for one in state["state"].values() for key in one}
-    was_split, is_split = SplitAdamW.BOUND in kept, isinstance(make, AdamWSplit)
-    if kept and was_split != is_split:
+    state_keys = {key for state in optimizer_states for one in state["state"].values() for key in one}
+    was_split, is_split = SplitAdamW.BOUND in state_keys, isinstance(make, AdamWSplit)
+    if state_keys and was_split != is_split:
         names = {True: "optimizer=adamw_split", False: "another optimizer"}
         raise StorageError(
             f"The checkpoint was written with {names[was_split]}, and this run has {names[is_split]}: neither can read "
             "the other's state. Resume with the optimizer of the run's config.yaml, or start a new run from the "
             "exported model: model.name=<run_dir>/hf."
         )
-    if REMAINDER not in kept or any(is_narrow(weight) for weight in weights):
+    if REMAINDER not in state_keys or any(is_narrow(weight) for weight in weights):
         return
     raise StorageError(
         "The checkpoint's optimizer keeps float32 masters of bfloat16 weights, and this run trains float32 weights: "
@@ -203,28 +203,28 @@ class MasterWeights(Optimizer):
     def _move_in_slices(self, weight: Tensor, gradient: Tensor) -> None:
         """Move a large weight slice by slice, with the slice's master and optimizer state."""
         master = self._stands_for[weight]
-        before = self.inner.state.pop(master, {})  # nothing, if this is its first step
-        of_numbers = {name: value for name, value in before.items() if _is_per_number(value, weight)}
-        after: dict[str, Any] = {}
+        state_before = self.inner.state.pop(master, {})  # nothing, if this is its first step
+        whole_values = {name: value for name, value in state_before.items() if _is_per_number(value, weight)}
+        state_after: dict[str, Any] = {}
         parts = (each.reshape(-1).split(BUCKET) for each in (weight, self._remainder_of(weight), gradient))
-        for number, (of_weight, of_remainder, of_gradient) in enumerate(zip(*parts, strict=True)):
-            some = slice(number * BUCKET, (number + 1) * BUCKET)
+        for number, (weight_part, remainder_part, gradient_part) in enumerate(zip(*parts, strict=True)):
+            place = slice(number * BUCKET, (number + 1) * BUCKET)
             master.grad = None
-            master.data = join(of_weight, of_remainder)
-            master.grad = of_gradient
+            master.data = join(weight_part, remainder_part)
+            master.grad = gradient_part
             self.inner.state[master] = {  # a count of steps is copied: each slice takes the same step
-                name: value.view(-1)[some] if _is_per_number(value, weight) else copy.deepcopy(value)
-                for name, value in before.items()
+                name: value.view(-1)[place] if _is_per_number(value, weight) else copy.deepcopy(value)
+                for name, value in state_before.items()
             }
             self.inner.step()
-            split(master.data, of_weight, of_remainder)
-            after = self.inner.state.pop(master, {})
-            for name, value in after.items():
-                if _is_per_number(value, of_weight):
-                    if name not in of_numbers:
-                        of_numbers[name] = value.new_empty(weight.shape)
-                    of_numbers[name].view(-1)[some] = value
-        self.inner.state[master] = {name: of_numbers.get(name, value) for name, value in after.items()}
+            split(master.data, weight_part, remainder_part)
+            state_after = self.inner.state.pop(master, {})
+            for name, value in state_after.items():
+                if _is_per_number(value, weight_part):
+                    if name not in whole_values:
+                        whole_values[name] = value.new_empty(weight.shape)
+                    whole_values[name].view(-1)[place] = value
+        self.inner.state[master] = {name: whole_values.get(name, value) for name, value in state_after.items()}
         master.grad = None
         master.data = _no_memory_like(weight)
 
@@ -242,32 +242,34 @@ class MasterWeights(Optimizer):
         makes masters of the weights as they are.
         """
         states = state_dict["state"].items()
-        theirs = {number: {name: value for name, value in kept.items() if name != REMAINDER} for number, kept in states}
-        self.inner.load_state_dict({**state_dict, "state": theirs})
+        inner_states = {
+            number: {name: value for name, value in state.items() if name != REMAINDER} for number, state in states
+        }
+        self.inner.load_state_dict({**state_dict, "state": inner_states})
         self._copy_settings(self.inner.param_groups, self.param_groups)
         self._remainders.clear()
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, weight in zip(numbers, self._stands_for, strict=True):
-            kept = state_dict["state"].get(number, {})
-            if is_narrow(weight) and REMAINDER in kept:
-                self._remainder_of(weight).copy_(kept[REMAINDER])
+            state = state_dict["state"].get(number, {})
+            if is_narrow(weight) and REMAINDER in state:
+                self._remainder_of(weight).copy_(state[REMAINDER])
         self._show_state()
 
     def _show_state(self) -> None:
         """Expose the inner optimizer's state by weight, not copied."""
         self.state.clear()
         for weight, master in self._stands_for.items():
-            kept = dict(self.inner.state.get(master, {}))
+            state = dict(self.inner.state.get(master, {}))
             if weight in self._remainders:
-                kept[REMAINDER] = self._remainders[weight]
-            if kept:
-                self.state[weight] = kept
+                state[REMAINDER] = self._remainders[weight]
+            if state:
+                self.state[weight] = state
 
     @staticmethod
     def _copy_settings(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
         """Copy learning rates and all settings but the parameters from one optimizer's groups to another's."""
-        for theirs, ours in zip(source, target, strict=True):
-            ours.update({key: value for key, value in theirs.items() if key != "params"})
+        for source_group, target_group in zip(source, target, strict=True):
+            target_group.update({key: value for key, value in source_group.items() if key != "params"})
 
 
 def moves_each_alone(path: str) -> bool:

@@ -38,8 +38,8 @@ def initial_settings(optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, 
 def _plain(value: Any) -> Any:
     """Return numbers, strings, and containers of them; None for everything else."""
     if isinstance(value, Mapping):
-        kept = {str(key): _plain(each) for key, each in value.items() if key not in _COUNTED}
-        return {key: each for key, each in kept.items() if each is not None or value.get(key, 0) is None}
+        plain = {str(key): _plain(each) for key, each in value.items() if key not in _COUNTED}
+        return {key: each for key, each in plain.items() if each is not None or value.get(key, 0) is None}
     if isinstance(value, tuple | list):
         return [_plain(each) for each in value]
     return value if isinstance(value, bool | int | float | str) else None
@@ -123,10 +123,10 @@ def apply_settings(
     elif rate_changed or before["schedule"] != now["schedule"]:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["initial_lr"] = group["lr"] = rate
-        anew = make_schedule(optimizer)
+        new_schedule = make_schedule(optimizer)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it is stepped before the optimizer
             for _ in range(scheduler.last_epoch):
-                anew.step()
-        return anew
+                new_schedule.step()
+        return new_schedule
     return scheduler

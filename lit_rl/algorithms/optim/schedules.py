@@ -54,13 +54,13 @@ class FromTorch:
             ) from error
         if isinstance(made, ReduceLROnPlateau):
             raise ConfigError(
-                f"{self.key}=ReduceLROnPlateau waits for a metric of the validation, and schedules here step once an "
-                "optimizer step. Take another scheduler of torch, or Linear, Cosine or Constant of lit_rl."
+                f"{self.key}=ReduceLROnPlateau needs a metric of the validation, but schedules step once per optimizer "
+                "step here. Pass another scheduler of torch, or Linear, Cosine or Constant of lit_rl."
             )
         if not isinstance(made, LRScheduler):
             raise ConfigError(
-                f"{self.key}={name} gave a {type(made).__name__}. It takes the optimizer and returns a "
-                "scheduler of torch."
+                f"{self.key}={name} returned a {type(made).__name__}, expected a torch.optim.lr_scheduler.LRScheduler. "
+                "Pass a function from the optimizer to a scheduler."
             )
         return made
 
@@ -79,42 +79,42 @@ ScheduleLike = Schedule | Callable[[Optimizer], LRScheduler]
 """A schedule of ours, or a function from an optimizer to a scheduler of torch."""
 
 
-def as_schedule(given: ScheduleLike, key: str = "scheduler") -> Schedule | FromTorch:
+def as_schedule(value: ScheduleLike, key: str = "scheduler") -> Schedule | FromTorch:
     """Return a schedule, or a function that makes a scheduler of torch, as a schedule.
 
     Args:
-        given: The user's value.
+        value: The user's value.
         key: Name of the setting, for the error.
 
     Raises:
         ConfigError: it is something else, such as a scheduler that has an optimizer already.
     """
-    if hasattr(given, "factor") and not isinstance(given, type):
-        return given  # pyright: ignore[reportReturnType]
-    if callable(given) and not isinstance(given, LRScheduler):
-        return FromTorch(given, key)  # pyright: ignore[reportArgumentType]
-    then = ""
-    if isinstance(given, LRScheduler):
-        then = " This one has an optimizer already, which is not that of the run."
+    if hasattr(value, "factor") and not isinstance(value, type):
+        return value  # pyright: ignore[reportReturnType]
+    if callable(value) and not isinstance(value, LRScheduler):
+        return FromTorch(value, key)  # pyright: ignore[reportArgumentType]
+    hint = ""
+    if isinstance(value, LRScheduler):
+        hint = " This one has an optimizer already, which is not that of the run."
     raise ConfigError(
-        f"{key} is a {type(given).__name__}. Allowed is Linear, Cosine or Constant of lit_rl, each with warmup_steps; "
+        f"{key} is a {type(value).__name__}. Allowed is Linear, Cosine or Constant of lit_rl, each with warmup_steps; "
         "a function from an optimizer to a scheduler of torch, such as "
         "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10); or an object with factor(step, total_steps) "
-        f"-> float, by how much the learning rate is multiplied.{then}"
+        f"-> float, by how much the learning rate is multiplied.{hint}"
     )
 
 
-def check_schedule(given: Schedule | FromTorch, total_steps: float) -> None:
+def check_schedule(group_schedule: Schedule | FromTorch, total_steps: float) -> None:
     """Refuse a schedule without a first learning rate, before anything is loaded; report a warm-up that never ends.
 
     Args:
-        given: The schedule of one parameter group.
+        group_schedule: The schedule of one parameter group.
         total_steps: Optimizer steps of the run; infinite where they are unknown.
 
     Raises:
         ConfigError: see `factor` of the schedule.
     """
-    schedule: Any = given.schedule if isinstance(given, After) else given
+    schedule: Any = group_schedule.schedule if isinstance(group_schedule, After) else group_schedule
     if isinstance(schedule, FromTorch):
         return
     schedule.factor(0, total_steps)
@@ -144,12 +144,8 @@ def scheduler_by_group(
             "has several: a critic's own schedule, or its warm-up. Take Linear, Cosine or Constant of lit_rl, or an "
             "object with factor(step, total_steps) -> float."
         )
-    return LambdaLR(optimizer, [_with_total_steps(schedule, total_steps) for schedule in schedules])
-
-
-def _with_total_steps(schedule: Any, total_steps: float) -> Callable[[int], float]:
-    # A plain function: LambdaLR would save the attributes of any other callable in every checkpoint.
-    return lambda step: schedule.factor(step, total_steps)
+    # Plain functions: LambdaLR would save the attributes of any other callable in every checkpoint.
+    return LambdaLR(optimizer, [lambda step, factor=each.factor: factor(step, total_steps) for each in schedules])  # pyright: ignore
 
 
 @dataclass(frozen=True)
@@ -297,8 +293,8 @@ class ScheduleByPath:
         kind = self._class()
         if issubclass(kind, lr_scheduler.ReduceLROnPlateau):
             raise ConfigError(
-                f"scheduler.path={self.path!r} goes by a metric, and a schedule here goes by the number of the step "
-                "alone. Take scheduler=cosine or linear, or a scheduler such as torch.optim.lr_scheduler.StepLR."
+                f"scheduler.path={self.path!r} needs a metric, but schedules depend on the number of the step alone "
+                "here. Set scheduler=cosine or linear, or a scheduler such as torch.optim.lr_scheduler.StepLR."
             )
         self._walk(kind, 1000.0)  # wrong arguments are found before anything is loaded
 
@@ -352,7 +348,7 @@ class _RecordedRates:
             raise ConfigError(f"scheduler.kwargs={kwargs} do not fit {path}: {error}") from error
         if self._optimizer.param_groups[0]["momentum"]:
             raise ConfigError(
-                f"scheduler.path={path!r} would also change the momentum, and learning rates alone are scheduled here. "
+                f"scheduler.path={path!r} would also change the momentum, but only learning rates are scheduled here. "
                 "Set scheduler.kwargs.cycle_momentum=false."
             )
         self._rates = [self._rate()]
@@ -364,8 +360,8 @@ class _RecordedRates:
             try:
                 self._scheduler.step()
             except ValueError as error:
-                told = f"scheduler.path={self._path!r} with {self._kwargs} ends at step {len(self._rates)}"
-                raise ConfigError(f"{told}: {error} Give it as many steps as the run has.") from error
+                problem = f"scheduler.path={self._path!r} with {self._kwargs} ends at step {len(self._rates)}"
+                raise ConfigError(f"{problem}: {error} Set as many steps as the run has.") from error
             self._rates.append(self._rate())
         return self._rates[step]
 
@@ -373,7 +369,7 @@ class _RecordedRates:
         rate = float(self._optimizer.param_groups[0]["lr"])
         if not 0 <= rate < math.inf:
             raise ConfigError(
-                f"scheduler.path={self._path!r} with {self._kwargs} makes {rate:g} of a learning rate of 1. Allowed is "
-                "a finite number that is not below 0."
+                f"scheduler.path={self._path!r} with {self._kwargs} turns a learning rate of 1 into {rate:g}. Allowed "
+                "is a finite number of at least 0."
             )
         return rate

@@ -113,15 +113,23 @@ class SplitAdamW(Optimizer):
         state, grad = self.state[weight], weight.grad
         assert grad is not None
         if not state:
-            state |= _initial_state(weight)
+            bound = torch.zeros(-(-weight.numel() // BLOCK), dtype=torch.float32, device=weight.device)
+            codes = torch.zeros(weight.numel(), dtype=torch.uint8, device=weight.device)
+            state |= {"step": torch.zeros(()), "first": codes, "first_bound": bound}
+            state |= {"second": codes.clone(), "second_bound": bound.clone()}
+            if weight.dtype == torch.bfloat16:
+                state["remainder"] = torch.zeros_like(weight, dtype=torch.int16, memory_format=torch.contiguous_format)
         state["step"] += 1
         seed = (int(state["step"]) << 20) + number
-        numbers, of_numbers = weight.flatten(), grad.flatten()  # views, where they are contiguous
+        numbers, gradients = weight.flatten(), grad.flatten()  # views, where they are contiguous
         size = PART if weight.device.type == "cpu" else GPU_PART
         for start in range(0, len(numbers), size):
-            part = slice(start, start + size)
+            part = slice(start, start + size)  # begins and ends with whole blocks
+            blocks = slice(part.start // BLOCK, -(-part.stop // BLOCK))
+            views = {name: state[name].view(-1)[part] for name in ("first", "second", "remainder") if name in state}
+            views |= {"step": state["step"]} | {name: state[name][blocks] for name in ("first_bound", "second_bound")}
             draws = _draws(seed, start, len(numbers[part]), weight.device)
-            _move_part(group, numbers[part], of_numbers[part], _part_of(state, part), draws)
+            _move_part(group, numbers[part], gradients[part], views, draws)
         if numbers.data_ptr() != weight.data_ptr():
             weight.copy_(numbers.view_as(weight))
 
@@ -135,13 +143,6 @@ class SplitAdamW(Optimizer):
                 self.state[weight][name] = value.to("cpu" if name == "step" else weight.device, copy=True).contiguous()
 
 
-def _part_of(state: dict[str, Tensor], part: slice) -> dict[str, Tensor]:
-    """Return the state of some numbers, as views; they begin and end with whole blocks."""
-    blocks = slice(part.start // BLOCK, -(-part.stop // BLOCK))
-    parts = {name: state[name].view(-1)[part] for name in ("first", "second", "remainder") if name in state}
-    return {"step": state["step"], **parts, **{name: state[name][blocks] for name in ("first_bound", "second_bound")}}
-
-
 def _move_part(
     group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor], draws: tuple[Tensor, Tensor]
 ) -> None:
@@ -149,50 +150,23 @@ def _move_part(
     step, (beta1, beta2) = int(state["step"]), group["betas"]
     grad = grad.float()
     master = join(weight, state["remainder"]) if "remainder" in state else weight.clone()
-    first = _signed(state["first"], state["first_bound"]).lerp_(grad, 1 - beta1)
-    second = _positive(state["second"], state["second_bound"]).lerp_(grad.square(), 1 - beta2)
+    signed, positive = _table(weight.device, 127, signed=True), _table(weight.device, 255)
+    first = _numbers(state["first"], state["first_bound"], signed).lerp_(grad, 1 - beta1)
+    second = _numbers(state["second"], state["second_bound"], positive).lerp_(grad.square(), 1 - beta2)
     scale = second.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
     master.mul_(1 - group["lr"] * group["weight_decay"])
     master.addcdiv_(first, scale, value=-group["lr"] / (1 - beta1**step))
-    _keep_signed(first, state, draws[0])
-    _keep_positive(second, state, draws[1])
+    sign = first.view(torch.int32).bitwise_right_shift(24).bitwise_and_(128)
+    state["first"].copy_(_codes(first.abs(), state["first_bound"], draws[0], top=127).add_(sign))
+    codes = _codes(second, state["second_bound"], draws[1], top=255)
+    state["second"].copy_(torch.maximum(codes, second.sign().int()))  # none above 0 becomes 0
     if "remainder" in state:
         split(master, weight, state["remainder"])
     else:
         weight.copy_(master)
 
 
-def _initial_state(weight: Tensor) -> dict[str, Tensor]:
-    blocks = -(-weight.numel() // BLOCK)
-    zeros = torch.zeros(weight.numel(), dtype=torch.uint8, device=weight.device)
-    bound = torch.zeros(blocks, dtype=torch.float32, device=weight.device)
-    state = {"step": torch.zeros(()), "first": zeros, "first_bound": bound}
-    state |= {"second": zeros.clone(), "second_bound": bound.clone()}
-    if weight.dtype == torch.bfloat16:
-        state["remainder"] = torch.zeros_like(weight, dtype=torch.int16, memory_format=torch.contiguous_format)
-    return state
-
-
 # ---------------------------------------------------------------- 8-bit codes: 0 is 0, c is the largest times a power
-
-
-def _signed(codes: Tensor, bound: Tensor) -> Tensor:
-    return _numbers(codes, bound, _table(codes.device, 127, signed=True))
-
-
-def _positive(codes: Tensor, bound: Tensor) -> Tensor:
-    return _numbers(codes, bound, _table(codes.device, 255))
-
-
-def _keep_signed(numbers: Tensor, state: dict[str, Any], draws: Tensor) -> None:
-    codes = _codes(numbers.abs(), state["first_bound"], draws, top=127)
-    sign = numbers.view(torch.int32).bitwise_right_shift(24).bitwise_and_(128)
-    state["first"].copy_(codes.add_(sign))
-
-
-def _keep_positive(numbers: Tensor, state: dict[str, Any], draws: Tensor) -> None:
-    codes = _codes(numbers, state["second_bound"], draws, top=255)
-    state["second"].copy_(torch.maximum(codes, numbers.sign().int()))  # none above 0 becomes 0
 
 
 @cache
@@ -226,7 +200,8 @@ def _codes(numbers: Tensor, bound: Tensor, draws: Tensor, *, top: int) -> Tensor
 def _draws(seed: int, start: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return two independent numbers in (0, 1), in steps of 2^-16, for each place of a weight from `start` on."""
     places = torch.arange(count, dtype=torch.int32, device=device)
-    bits = places.mul_(_MIX[0]).add_(_as_int32(start * _MIX[0] + seed * _MIX[1]))
+    offset = start * _MIX[0] + seed * _MIX[1]
+    bits = places.mul_(_MIX[0]).add_((offset + 2**31) % 2**32 - 2**31)  # its last 32 bits as a signed integer
     for factor in _MIX[1:]:
         _fold(bits).mul_(factor)
     _fold(bits)
@@ -241,8 +216,3 @@ def _fold(bits: Tensor) -> Tensor:
 def _to_unit_interval(halves: Tensor) -> Tensor:
     """Map integers of 16 bits to numbers in (0, 1)."""
     return halves.float().mul_(2**-16).add_(0.5 + 2**-17)
-
-
-def _as_int32(number: int) -> int:
-    """Return the last 32 bits as a signed integer, as torch takes them."""
-    return (number + 2**31) % 2**32 - 2**31

@@ -62,36 +62,37 @@ def check_every_node_sees(folder: Path, strategy: Any, name: str) -> None:
         ConfigError: a node does not see what rank 0 writes there; on every rank.
         StorageError: rank 0 cannot write there; on every rank.
     """
-    folder, said = folder.absolute(), None
-    with contextlib.ExitStack() as kept:
-        mark = None
+    folder, problem = folder.absolute(), None
+    with contextlib.ExitStack() as stack:
+        marker = None
         if strategy.is_global_zero:
             try:
-                mark = kept.enter_context(_marker_file(folder))
+                marker = stack.enter_context(_marker_file(folder))
             except OSError as error:
-                said = f"The checkpoints of this run would be in {folder}, where nothing can be written: {error}."
-        mark, said = strategy.broadcast((mark, said))
-        if said is not None:
-            raise StorageError(said)
-        sees = strategy.local_rank != 0 or _appears(Path(mark))
-        hosts = gather_objects(None if sees else socket.gethostname())
-    if lacking := list(dict.fromkeys(filter(None, hosts))):
+                problem = f"The checkpoints of this run would be in {folder}, where nothing can be written: {error}."
+        marker, problem = strategy.broadcast((marker, problem))
+        if problem is not None:
+            raise StorageError(problem)
+        is_seen = strategy.local_rank != 0 or _wait_for_file(Path(marker))
+        hosts = gather_objects(None if is_seen else socket.gethostname())
+    if blind := list(dict.fromkeys(filter(None, hosts))):
         raise ConfigError(
-            f"With strategy={name} each process writes its part of a checkpoint, and {' and '.join(lacking)} cannot "
-            f"see what rank 0 writes into {Path(mark).parent}. Every node must see the same folder: give a run_dir on "
-            "a disk that all nodes share, or take strategy=fsdp, whose checkpoints rank 0 writes whole."
+            f"With strategy={name} each process writes its part of a checkpoint, and {' and '.join(blind)} cannot "
+            f"see what rank 0 writes into {Path(marker).parent}. Every node must see the same folder: set run_dir to a "
+            "folder on a disk that all nodes share, or take strategy=fsdp, whose checkpoints rank 0 writes whole."
         )
 
 
 @contextlib.contextmanager
 def _marker_file(folder: Path) -> Iterator[str]:
     """Keep a file in the folder, or its nearest existing parent, with a name that is new to every node."""
-    there = next(path for path in (folder, *folder.parents) if path.is_dir())
-    with tempfile.NamedTemporaryFile(prefix=".seen_by_every_node_", dir=there) as file:
+    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
+    with tempfile.NamedTemporaryFile(prefix=".seen_by_every_node_", dir=existing) as file:
         yield file.name
 
 
-def _appears(path: Path) -> bool:
+def _wait_for_file(path: Path) -> bool:
+    """Return False if the file does not appear within `SEEN_WITHIN` seconds."""
     deadline = time.monotonic() + SEEN_WITHIN
     while not path.exists():
         if time.monotonic() >= deadline:
@@ -141,12 +142,14 @@ class ZeROStrategy(DeepSpeedStrategy):
             raise ConfigError(f"trainer.strategy.stage={stage!r}: ZeRO has the stages 1, 2 and 3.")
         if "config" in kwargs or self.DEEPSPEED_ENV_VAR in os.environ:
             raise ConfigError(
-                f"A config of DeepSpeed's own (config=, or {self.DEEPSPEED_ENV_VAR} of the environment) would set what "
-                "the Trainer's keys set here. Give keys of trainer.strategy instead: stage, offload_optimizer, "
+                f"A DeepSpeed config (config=, or the environment variable {self.DEEPSPEED_ENV_VAR}) would override "
+                "keys of the Trainer. Set keys of trainer.strategy instead: stage, offload_optimizer, "
                 "reduce_bucket_size, and so on."
             )
         if "nvme" in (kwargs.get(name) for name in _DEVICES):
-            raise ConfigError("Offload to NVMe was never run here. Take offload_optimizer=true, which is to the CPU.")
+            raise ConfigError(
+                "Offloading to NVMe is not tested. Set offload_optimizer=true, which offloads to the CPU."
+            )
         super().__init__(stage=stage, exclude_frozen_parameters=True, **kwargs)
         assert isinstance(self.config, dict)
         self.config["zero_force_ds_cpu_optimizer"] = (
@@ -281,9 +284,9 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         target = self.broadcast(os.fspath(filepath))
-        self._check_room(target)
+        self._check_disk_space(target)
         partial = self.broadcast(f"{target}{PARTIAL}{os.getpid()}")
-        with self._frozen_left_out():
+        with self._without_frozen_weights():
             super().save_checkpoint(checkpoint, partial, storage_options)
         self.barrier()
         if self.is_global_zero:
@@ -307,7 +310,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         moments = max(len(group.get("betas", ())) for group in self.optimizers[0].param_groups)
         return size * (1 + moments + (self.stage < 3))
 
-    def _check_room(self, target: str) -> None:
+    def _check_disk_space(self, target: str) -> None:
         """Check the disk space before writing, on rank 0 for all ranks.
 
         Raises:
@@ -315,20 +318,20 @@ class ZeROStrategy(DeepSpeedStrategy):
         """
         size, folder = self.checkpoint_bytes(), os.path.dirname(target)
 
-        said = None
+        problem = None
         if self.is_global_zero:
             try:
                 retry_on_full_disk(lambda: check_free_space(folder, size), f"The checkpoint {target}")
             except OSError as error:
-                said = str(error)
-        if (said := self.broadcast(said)) is not None:
+                problem = str(error)
+        if (problem := self.broadcast(problem)) is not None:
             raise StorageError(
-                f"The checkpoint {target} could not be written: {said}. What was saved before is as it was: make "
-                "room, and go on from there with ckpt_path=last."
+                f"The checkpoint {target} could not be written: {problem}. Earlier checkpoints are unchanged. Free "
+                "disk space, and resume with ckpt_path=last."
             )
 
     @contextmanager
-    def _frozen_left_out(self) -> Iterator[None]:
+    def _without_frozen_weights(self) -> Iterator[None]:
         """Drop all frozen weights from the state: of a weight with two names DeepSpeed drops the first only."""
         module = self.deepspeed_engine.module
         frozen = [name for name, each in module.named_parameters(remove_duplicate=False) if not each.requires_grad]
@@ -377,15 +380,15 @@ def check_facts(path: Path, here: Mapping[str, Any]) -> None:
         kept = {name: there[name] for name in here}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StorageError(
-            f"{path.parent} is no whole checkpoint of a run with DeepSpeed ({type(error).__name__}: {path.name}). Take "
-            "another one with ckpt_path."
+            f"{path.parent} is no complete checkpoint of a run with DeepSpeed ({type(error).__name__}: {path.name}). "
+            "Set ckpt_path to another one."
         ) from error
     for name in ("stage", "processes"):
         if kept[name] != here[name]:
             raise StorageError(
-                f"{path.parent} was written with {name}={kept[name]}, and this run has {here[name]}: DeepSpeed cannot "
-                "deal its parts out anew. Resume with the strategy, trainer.devices and trainer.num_nodes of the run's "
-                "config.yaml, or start a new run from the exported model: model.name=<run_dir>/hf."
+                f"{path.parent} was written with {name}={kept[name]}, but this run has {here[name]}, and DeepSpeed "
+                "cannot redistribute its parts. Resume with the strategy, trainer.devices and trainer.num_nodes of the "
+                "run's config.yaml, or start a new run from the exported model: model.name=<run_dir>/hf."
             )
     other = sorted(
         name for name in {*kept["trained"], *here["trained"]} if kept["trained"].get(name) != here["trained"].get(name)
@@ -497,31 +500,26 @@ class FSDP2Strategy(ModelParallelStrategy):
         self._check_numbers(path, saved)
         if any(each["state"] for each in saved):
             return super().load_checkpoint(checkpoint_path, weights_only)
-        return self._load_settings_alone(checkpoint_path, weights_only, saved)
-
-    def _load_settings_alone(
-        self, checkpoint_path: _PATH, weights_only: bool | None, saved: Sequence[dict[str, Any]]
-    ) -> dict[str, Any]:
-        """Load only settings of optimizers without state, as SGD without momentum: torch asks state for a device."""
+        # Optimizers without state, as SGD without momentum: torch asks the state for a device, so only settings load.
         optimizers, self.optimizers = self.optimizers, []
         try:
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         finally:
             self.optimizers = optimizers
-        for optimizer, of_file in zip(optimizers, saved, strict=True):
-            for group, settings in zip(optimizer.param_groups, of_file["param_groups"], strict=True):
+        for optimizer, state in zip(optimizers, saved, strict=True):
+            for group, settings in zip(optimizer.param_groups, state["param_groups"], strict=True):
                 group.update({name: value for name, value in settings.items() if name != "params"})
         return checkpoint
 
     def _check_numbers(self, path: Path, saved: Sequence[dict[str, Any]]) -> None:
         """Check an optimizer's parameter numbers: Lightning counts all parameters, others only trained ones."""
-        ours = [numbers for each in self.optimizers for numbers in self._numbers_of(each)]
-        theirs = [group["params"] for each in saved for group in each["param_groups"]]
-        if list(map(sorted, ours)) != list(map(sorted, theirs)):
+        own_numbers = [numbers for each in self.optimizers for numbers in self._numbers_of(each)]
+        saved_numbers = [group["params"] for each in saved for group in each["param_groups"]]
+        if list(map(sorted, own_numbers)) != list(map(sorted, saved_numbers)):
             raise StorageError(
-                f"{path} was written without FSDP2 by a run that trains a part of its parameters, or trains other ones "
-                "than this run: which of them its optimizer means cannot be told. Go on with the strategy and the "
-                "model settings of the run's config.yaml, or start a new run from the exported model: "
+                f"{path} was written without FSDP2 by a run that trained a part of its parameters, or other ones than "
+                "this run, so the numbers of its optimizer's parameters are ambiguous. Resume with the strategy and "
+                "the model settings of the run's config.yaml, or start a new run from the exported model: "
                 "model.name=<run_dir>/hf."
             )
 
@@ -608,17 +606,17 @@ class FSDPTPStrategy(FSDP2Strategy):
         """The process group of ranks with the same rows; None before the processes are started."""
         return None if self._device_mesh is None else self._device_mesh["tensor_parallel"].get_group()
 
-    def first_of_group(self, mine: Any) -> Any:
+    def first_of_group(self, value: Any) -> Any:
         """Return the value of the first rank of this tensor-parallel group. A collective.
 
         Raises:
             RewardError: on every rank of the group, where it cannot be pickled.
         """
-        pickled = broadcast_object(try_pickle(mine), self.tensor_group)
+        pickled = broadcast_object(try_pickle(value), self.tensor_group)
         if pickled is None:
             raise RewardError(
-                "What a reward function gave log_extra cannot be sent to the other rank of its tensor-parallel group: "
-                "give it numbers and text."
+                "A value that a reward function passed to log_extra cannot be pickled, and so not be sent to the other "
+                "ranks of its tensor-parallel group. Pass numbers and text."
             )
         return pickle.loads(pickled)  # from a rank of this run
 
@@ -651,9 +649,9 @@ def check_mesh(strategy: Any) -> None:
     size = strategy.num_processes if isinstance(asked, str) else asked  # "auto"
     if size > 1:
         raise ConfigError(
-            f"{type(strategy).__name__}(tensor_parallel_size={size}) has ranks that share rows, and it is not told how "
-            f"layers are cut. Take strategy=fsdp_tp with trainer.strategy.tp_size={size}; or strategy=fsdp, which has "
-            "every device in the data-parallel part. In Python these are FSDPTPStrategy and FSDP2Strategy."
+            f"{type(strategy).__name__}(tensor_parallel_size={size}) has ranks that share rows, but no plan that "
+            f"splits the layers. Set strategy=fsdp_tp with trainer.strategy.tp_size={size}; or strategy=fsdp, which "
+            "has every device in the data-parallel part. In Python these are FSDPTPStrategy and FSDP2Strategy."
         )
 
 

@@ -39,16 +39,27 @@ def to_plain(item: Any) -> Any:
         return item.detach().cpu().clone()
     if isinstance(item, Vision):
         used = item.used()
-        given = [None if each is None or not each.from_environment else _source(each) for each in used.prompts]
-        world: dict[str, Any] = {"given": given} if any(given) else {}
+        sources = [None if each is None or not each.from_environment else _source(each) for each in used.prompts]
+        of_environments: dict[str, Any] = {"given": sources} if any(sources) else {}
         if used.later:
-            world["later"] = [[_plain_later(each) for each in of] for of in used.later]
+            of_environments["later"] = [
+                [
+                    {
+                        "column": image.column,
+                        "tokens": image.tokens,
+                        "per_token": dict(image.seen.per_token),
+                        "shown": _source(image.seen),
+                    }
+                    for image in images
+                ]
+                for images in used.later
+            ]
         # Values of tokens are kept, as an episode's prompt may have more of them than the data's row.
         return {
             "rows": [-1 if prompt is None else prompt.row for prompt in used.prompts],
             "index": used.index,
             "per_token": [{} if prompt is None else dict(prompt.per_token) for prompt in used.prompts],
-            **world,
+            **of_environments,
         }
     if isinstance(item, ImageRef | VideoRef):  # in the messages of an episode
         return {_VISUAL: _plain_visual(item)}
@@ -61,15 +72,6 @@ def to_plain(item: Any) -> Any:
     if isinstance(item, tuple) and any(map(dataclasses.is_dataclass, item)):
         return [to_plain(each) for each in item]
     return item
-
-
-def _plain_later(each: Later) -> dict[str, Any]:
-    return {
-        "column": each.column,
-        "tokens": each.tokens,
-        "per_token": dict(each.seen.per_token),
-        "shown": _source(each.seen),
-    }
 
 
 def _source(seen: PromptVision) -> dict[str, Any]:
@@ -87,17 +89,17 @@ def _plain_visual(visual: Visual) -> dict[str, Any]:
     return {"name": visual.name, "width": visual.width, "height": visual.height, "data": data}
 
 
-def _shown(plain: Mapping[str, Any]) -> PromptVisuals:
-    return PromptVisuals(plain["text"], tuple(map(_visual, plain["images"])), plain["where"])
+def _visuals_from_plain(plain: Mapping[str, Any]) -> PromptVisuals:
+    return PromptVisuals(plain["text"], tuple(map(_visual_from_plain, plain["images"])), plain["where"])
 
 
-def _visual(plain: Mapping[str, Any]) -> Visual:
+def _visual_from_plain(plain: Mapping[str, Any]) -> Visual:
     if "frames" in plain:
-        return VideoRef(tuple(map(_image, plain["frames"])), plain["fps"])
-    return _image(plain)
+        return VideoRef(tuple(map(_image_from_plain, plain["frames"])), plain["fps"])
+    return _image_from_plain(plain)
 
 
-def _image(plain: Mapping[str, Any]) -> ImageRef:
+def _image_from_plain(plain: Mapping[str, Any]) -> ImageRef:
     return ImageRef.held(plain["name"], plain["width"], plain["height"], bytes(plain["data"].cpu().numpy()))
 
 
@@ -105,7 +107,7 @@ def _with_visuals(plain: Any) -> Any:
     """Return messages with their images, from the plain values of `to_plain`."""
     if isinstance(plain, Mapping):
         if plain.keys() == {_VISUAL}:
-            return _visual(plain[_VISUAL])
+            return _visual_from_plain(plain[_VISUAL])
         return {key: _with_visuals(value) for key, value in plain.items()}
     return [_with_visuals(each) for each in plain] if isinstance(plain, list) else plain
 
@@ -142,18 +144,21 @@ def completions_from_plain(plain: dict[str, Any], device: torch.device) -> Compl
 def _vision_without_pixels(plain: Mapping[str, Any]) -> Vision:
     """Return the vision without pixels, with the rows of the data, from which `restore_pixels` makes them."""
     rows = plain["rows"]
-    per_token = [{name: values.cpu() for name, values in of.items()} for of in plain["per_token"]]
-    given = plain.get("given") or [None] * len(rows)
+    sources = plain.get("given") or [None] * len(rows)
     prompts = []
-    for row, of, source in zip(rows, per_token, given, strict=True):
+    for row, values, source in zip(rows, plain["per_token"], sources, strict=True):
+        per_token = {name: value.cpu() for name, value in values.items()}
+        origin = {} if source is None else {"source": _visuals_from_plain(source), "from_environment": True}
         known = row >= 0 or source is not None
-        shown = {} if source is None else {"source": _shown(source), "from_environment": True}
-        prompts.append(PromptVision({}, of, row=row, **shown) if known else None)
+        prompts.append(PromptVision({}, per_token, row=row, **origin) if known else None)
     later = []
-    for of in plain.get("later") or ():
-        values = [{name: value.cpu() for name, value in each["per_token"].items()} for each in of]
-        seen = [PromptVision({}, kept, source=_shown(each["shown"])) for kept, each in zip(values, of, strict=True)]
-        later.append(tuple(Later(each["column"], one, each["tokens"]) for one, each in zip(seen, of, strict=True)))
+    for images in plain.get("later") or ():
+        of_row = []
+        for image in images:
+            per_token = {name: value.cpu() for name, value in image["per_token"].items()}
+            seen = PromptVision({}, per_token, source=_visuals_from_plain(image["shown"]))
+            of_row.append(Later(image["column"], seen, image["tokens"]))
+        later.append(tuple(of_row))
     return Vision(prompts, plain["index"].cpu(), later)
 
 
@@ -172,24 +177,21 @@ def restore_pixels(
     if item.vision is None:
         return item
 
-    def again(kept: PromptVision) -> PromptVision | None:
-        source = kept.source
+    def with_pixels(prompt: PromptVision) -> PromptVision | None:
+        source = prompt.source
         if source is None:
-            found = see(kept.row)
-            return found and dataclasses.replace(found, per_token=kept.per_token)
+            found = see(prompt.row)
+            return found and dataclasses.replace(found, per_token=prompt.per_token)
         maker = processor()
         assert isinstance(source, PromptVisuals) and maker is not None
-        found = source.vision(maker, kept.row)
+        found = source.vision(maker, prompt.row)
         assert found is not None
-        return dataclasses.replace(found, per_token=kept.per_token, from_environment=kept.from_environment)
+        return dataclasses.replace(found, per_token=prompt.per_token, from_environment=prompt.from_environment)
 
-    def later_again(each: Later) -> Later:
-        found = again(each.seen)
-        assert found is not None
-        return dataclasses.replace(each, seen=found)
-
-    prompts = [None if prompt is None else again(prompt) for prompt in item.vision.prompts]
-    later = [tuple(map(later_again, of)) for of in item.vision.later]
+    prompts = [None if prompt is None else with_pixels(prompt) for prompt in item.vision.prompts]
+    later = [
+        tuple(dataclasses.replace(image, seen=with_pixels(image.seen)) for image in row) for row in item.vision.later
+    ]
     return dataclasses.replace(item, vision=Vision(prompts, item.vision.index, later))
 
 
@@ -247,11 +249,13 @@ def saved_by_term(terms: Mapping[str, Mapping[str, Any]], name: str, term: str) 
     Raises:
         StorageError: there is none.
     """
-    said = f"The checkpoint holds no state of algo.{name} as {term} needs it. Resume with the algo/{name} of the run's "
-    said += "config.yaml."
+    message = (
+        f"The checkpoint holds no state of algo.{name} for {term}. Resume with the algo/{name} of the run's "
+        "config.yaml."
+    )
     if name not in terms:
-        raise StorageError(said)
-    return SavedState(terms[name], lambda key: said)
+        raise StorageError(message)
+    return SavedState(terms[name], lambda key: message)
 
 
 def algorithm_kind(algorithm: type) -> str:
@@ -364,12 +368,12 @@ def advance_loops(loops: Mapping[str, Any], before: int, now: int, epoch: int) -
     """
     progress = loops["fit_loop"][_PROGRESS]
     total, current = progress["total"], progress["current"]
-    moved = whole_steps(current["ready"], before) * now
-    earlier = (total["ready"] - current["ready"]) // before * now
+    ready = whole_steps(current["ready"], before) * now
+    earlier_epochs = (total["ready"] - current["ready"]) // before * now
     # Lightning infers from their differences in which hook a checkpoint was written.
-    progress["current"] = _shifted(current, moved)
-    progress["total"] = _shifted(total, earlier + moved)
-    progress["is_last_batch"] = moved >= epoch
+    progress["current"] = _shifted(current, ready)
+    progress["total"] = _shifted(total, earlier_epochs + ready)
+    progress["is_last_batch"] = ready >= epoch
 
 
 def _shifted(counts: Mapping[str, int], ready: int) -> dict[str, int]:

@@ -40,30 +40,33 @@ class EpisodeFailures:
         Raises:
             GenerationError: names the most common error of this rank.
         """
-        if told := self.too_many(most, ranks):
+        if excess := self.describe_excess(most, ranks):
             error = GenerationError(
-                f"{told}. Mend the cause, or allow more with env.max_failed; where time ran out, with "
-                "env.step_timeout, env.episode_timeout, env.rollout_timeout, or a rollout function's agent_timeout."
+                f"{excess}. Fix the cause, or raise env.max_failed; where time ran out, raise env.step_timeout, "
+                "env.episode_timeout, env.rollout_timeout, or a rollout function's agent_timeout."
             )
             error.on_every_rank = True
             raise error
 
-    def too_many(self, most: float, ranks: Ranks) -> str | None:
+    def describe_excess(self, most: float, ranks: Ranks) -> str | None:
         """Describe the failures where their share exceeds `most`, else return None. A collective."""
         failed, drawn = sum(ranks.counts(self.errors.total())), sum(ranks.counts(self.episodes))
         if failed <= most * drawn:
             return None
-        told = "".join(f"; {times} times: {kind}" for kind, times in self.errors.most_common(1)) or "; see other ranks"
-        return f"{failed} of {drawn} episodes failed or took too long, more than env.max_failed={most:g} of them{told}"
+        error = "".join(f"; {times} times: {kind}" for kind, times in self.errors.most_common(1))
+        return (
+            f"{failed} of {drawn} episodes failed or took too long, more than env.max_failed={most:g} of them"
+            f"{error or '; see other ranks'}"
+        )
 
 
 def warn_of_failures(name: str, episodes: Sequence[Episode], most: float) -> None:
     """Warn of a validation with too many failures. It does not end the run: nothing is learned from it."""
     failures = EpisodeFailures()
     failures.count(episodes)
-    if told := failures.too_many(most, Ranks()):
-        where = f" of {name}" if name else ""
-        rank_zero_warn(f"Validation{where}: {told}. The rewards are means over the others.")
+    if excess := failures.describe_excess(most, Ranks()):
+        of_set = f" of {name}" if name else ""
+        rank_zero_warn(f"Validation{of_set}: {excess}. The rewards are means over the others.")
 
 
 def sound_rows(episodes: Sequence[Episode]) -> list[int]:
@@ -82,8 +85,8 @@ def check_spans(scores: Scores, episodes: Sequence[Episode]) -> None:
         if one_text or all(map(is_turn_reward, parts)):
             continue
         raise RewardError(
-            "A reward function returned spans of characters for an episode of several messages, and a span is of one "
-            "text. Return a number for the episode, or (turn, value) for its turns."
+            "A reward function returned spans of characters for an episode of several messages, but spans are of a "
+            "single text. Return a number for the episode, or (turn, value) for its turns."
         )
 
 

@@ -71,7 +71,9 @@ def model_record(description: LanguageModel, policy: nn.Module, reference: Any) 
     from peft import PeftModel
 
     frozen = {name_in_base(name): p for name, p in policy.named_parameters() if not p.requires_grad}
-    record: Record = {"model.name": description.name, "tokenizer": _tokenizer(description.tokenizer)}
+    tokenizer: Any = description.tokenizer
+    encoded = repr((sorted(tokenizer.get_vocab().items()), tokenizer.encode("naïve 日本語 🙂 2+2=4\n\t x  y")))
+    record: Record = {"model.name": description.name, "tokenizer": text_digest(encoded)}
     if frozen:
         record["frozen weights"] = weights_digest(frozen)
     if isinstance(policy, PeftModel):
@@ -100,62 +102,58 @@ def weights_digest(weights: Mapping[str, Tensor]) -> str:
     return made.hexdigest()
 
 
-def _tokenizer(tokenizer: Any) -> str:
-    return text_digest(
-        repr((sorted(tokenizer.get_vocab().items()), tokenizer.encode("naïve 日本語 🙂 2+2=4\n\t x  y")))
-    )
-
-
 def _adapter(config: Any) -> Record:
     """Return the settings of an adapter that differ from PEFT's defaults, by the names of `model.lora`."""
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    said = {
+    changed = {
         name: value
         for name, value in config.to_dict().items()
         if name not in _NO_SETTINGS_OF_ADAPTERS and (name in ("r", "lora_alpha") or value != defaults.get(name))
     }
-    plain: Record = {}
-    for name, value in said.items():
-        listed = sorted(value) if isinstance(value, set | frozenset) else value
-        if name == "target_modules" and isinstance(listed, list):  # the weights tell which layers of each name
-            listed = sorted({path.rpartition(".")[2] for path in listed})
-        text = str(getattr(listed, "value", listed)) if listed not in (None, {}, []) else None
+    record: Record = {}
+    for name, value in changed.items():
+        plain_value = sorted(value) if isinstance(value, set | frozenset) else value
+        if name == "target_modules" and isinstance(plain_value, list):  # the weights tell which layers of each name
+            plain_value = sorted({path.rpartition(".")[2] for path in plain_value})
+        text = str(getattr(plain_value, "value", plain_value)) if plain_value not in (None, {}, []) else None
         if text is not None:
-            short = listed if isinstance(listed, int | float) else text if len(text) <= 200 else text_digest(text)
-            plain[f"model.lora.{_OF_ADAPTERS.get(name, name)}"] = short
-    return plain
+            recorded = (
+                plain_value if isinstance(plain_value, int | float) else text if len(text) <= 200 else text_digest(text)
+            )
+            record[f"model.lora.{_OF_ADAPTERS.get(name, name)}"] = recorded
+    return record
 
 
 _PATHS = ("path", "functions", "read", "show")
 """Parameters of environments that are paths of code."""
 
 
-def _at_path(given: Any) -> Any:
+def _resolve_paths(value: Any) -> Any:
     """Replace paths of code by the functions and classes, which are loaded already."""
-    if isinstance(given, list | tuple):
-        return [_at_path(each) for each in given]
-    if not isinstance(given, str) or not re.fullmatch(r"[^\s:]+:[A-Za-z_]\w*", given):
-        return given
+    if isinstance(value, list | tuple):
+        return [_resolve_paths(each) for each in value]
+    if not isinstance(value, str) or not re.fullmatch(r"[^\s:]+:[A-Za-z_]\w*", value):
+        return value
     with contextlib.suppress(Exception):  # any other text
-        return load_by_path(given, "env").value
-    return given
+        return load_by_path(value, "env").value
+    return value
 
 
 class Word(str):
     """An option of a `Literal`, which is no secret, and so is recorded as it is."""
 
 
-def with_choices(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+def with_choices(kind: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return a constructor's arguments, with the strings that its annotations list as `Word`."""
-    listed = _listed(kind)
+    choices = _choices_of_arguments(kind)
     return {
-        name: Word(value) if isinstance(value, str) and value in listed.get(name, ()) else value
-        for name, value in given.items()
+        name: Word(value) if isinstance(value, str) and value in choices.get(name, ()) else value
+        for name, value in arguments.items()
     }
 
 
 @functools.cache
-def _listed(kind: type) -> dict[str, set[Any]]:
+def _choices_of_arguments(kind: type) -> dict[str, set[Any]]:
     found: dict[str, set[Any]] = {}
     for each in reversed(kind.__mro__):
         if "__init__" in vars(each):
@@ -177,15 +175,15 @@ def numbers_of(value: Any) -> dict[str, Any]:
     return {name: held for name, held in _settings_of(value).items() if isinstance(held, bool | int | float)}
 
 
-def settings_record(given: Mapping[str, Any]) -> Record:
+def settings_record(settings: Mapping[str, Any]) -> Record:
     """Return constructor arguments as a flat record.
 
     ``{"algo.beta": 0.1, "reward": "score #3f5a..", "sampling.temperature": 1.0}``
 
     Args:
-        given: Settings by name; objects are flattened by their constructor arguments.
+        settings: Settings by name; objects are flattened by their constructor arguments.
     """
-    return {key: value for key, value in _flat(given, "", 0) if value is not None}
+    return {key: value for key, value in _flat(settings, "", 0) if value is not None}
 
 
 def _flat(value: Any, key: str, depth: int) -> Iterator[tuple[str, Any]]:
@@ -273,7 +271,7 @@ def _settings_of(value: Any) -> dict[str, Any]:
     settings = vars(value).get("settings") if hasattr(value, "__dict__") else None
     fields = dataclasses.fields(settings) if dataclasses.is_dataclass(settings) else ()
     if isinstance(value, Interactive):
-        held |= {name: _at_path(each) if name in _PATHS else each for name, each in value.given.items()}
+        held |= {name: _resolve_paths(each) if name in _PATHS else each for name, each in value.given.items()}
     held = with_choices(type(value), held)
     return held | {field.name: getattr(settings, field.name) for field in fields}
 
@@ -294,16 +292,16 @@ def check_model(before: Record, now: Record, *, allowed: bool) -> list[str]:
     """
     compared = before.keys() | now.keys()
     compared -= {"model.name", *({"reference weights"} - (before.keys() & now.keys()))}
-    said = differences(*({key: record.get(key) for key in compared} for record in (before, now)))
-    if said and before.get("model.name") != now.get("model.name"):
-        said.insert(0, f"model.name {before.get('model.name')} -> {now.get('model.name')}")
-    if said and not allowed:
+    changes = differences(*({key: record.get(key) for key in compared} for record in (before, now)))
+    if changes and before.get("model.name") != now.get("model.name"):
+        changes.insert(0, f"model.name {before.get('model.name')} -> {now.get('model.name')}")
+    if changes and not allowed:
         raise StorageError(
-            f"The checkpoint's weights were trained on another model than this run's: {', '.join(said)}. Resume with "
-            "the model and adapter settings of the run's config.yaml; start a new run from its export, "
+            f"The checkpoint's weights were trained on another model than this run's: {', '.join(changes)}. Resume "
+            "with the model and adapter settings of the run's config.yaml; start a new run from its export, "
             "model.name=<run_dir>/hf; or accept the difference with model.allow_changed=true."
         )
-    return said
+    return changes
 
 
 def differences(before: Record, now: Record) -> list[str]:
@@ -311,10 +309,10 @@ def differences(before: Record, now: Record) -> list[str]:
 
     Each entry point adds some callbacks of its own.
     """
-    both = before.keys() & now.keys()
-    compared = {key for key in before.keys() | now.keys() if key in both or not key.startswith("callbacks.")}
+    in_both = before.keys() & now.keys()
+    compared = {key for key in before.keys() | now.keys() if key in in_both or not key.startswith("callbacks.")}
     keys = sorted(key for key in compared if _value(before, key) != _value(now, key))
-    return [_words(key, _value(before, key), _value(now, key)) for key in keys]
+    return [_describe_change(key, _value(before, key), _value(now, key)) for key in keys]
 
 
 def _value(record: Record, key: str) -> Any:
@@ -322,7 +320,7 @@ def _value(record: Record, key: str) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _words(key: str, before: Any, now: Any) -> str:
+def _describe_change(key: str, before: Any, now: Any) -> str:
     """Describe a change; with digests only that there is one."""
     if any(isinstance(each, str) and ("#" in each or key in _DIGESTS) for each in (before, now)):
         names = [str(each).partition(" #")[0] for each in (before, now) if isinstance(each, str) and " #" in each]

@@ -239,9 +239,9 @@ class SpeedMeter:
         """
         now, shares = time.perf_counter(), ranks.objects((self._done, {phase: held.get(phase, 0) for phase in PHASES}))
         total, most = UpdateWork(), dict.fromkeys(PHASES, 0)
-        for done, theirs in shares:
+        for done, bytes_by_phase in shares:
             total = total.plus(done)
-            most = {phase: max(size, theirs[phase]) for phase, size in most.items()}
+            most = {phase: max(size, bytes_by_phase[phase]) for phase, size in most.items()}
         spent = {phase: taken for phase, taken in seconds.items() if taken > 0}
         metrics = {f"memory/{phase}": size / 2**30 for phase, size in most.items() if size}
         tokens = {"generate": sampled, "update": total.learned}
@@ -261,5 +261,5 @@ class SpeedMeter:
 
 def is_speed(name: str) -> bool:
     """Tell whether a metric is of time, speed or memory, which differ in each run, also in a resumed one."""
-    told = ("tokens_per_second", "tflops_per_second", "mfu", "idle_share")
-    return name.startswith(("time/", "memory/", "tokens_per_second")) or "env/seconds" in name or name in told
+    speeds = ("tokens_per_second", "tflops_per_second", "mfu", "idle_share")
+    return name.startswith(("time/", "memory/", "tokens_per_second")) or "env/seconds" in name or name in speeds

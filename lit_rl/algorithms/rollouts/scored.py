@@ -7,7 +7,6 @@ opponent made of its reference (`generate_opponent_pairs`).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -47,51 +46,43 @@ class Scored:
 
     def prompts(self, which: list[int]) -> Scored:
         """Return the given prompts, in that order, with all their completions."""
+        batch = replace(
+            self.batch,
+            prompts=[self.batch.prompts[i] for i in which],
+            prompt_ids=[self.batch.prompt_ids[i] for i in which],
+            columns={name: [values[i] for i in which] for name, values in self.batch.columns.items()},
+            rows=[self.batch.rows[i] for i in which],
+            occurrences=[self.batch.occurrences[i] for i in which],
+        )
         rows = (torch.tensor(which)[:, None] * self.group_size + torch.arange(self.group_size)).flatten()
-        return Scored(_select_prompts(self.batch, which), select(self.completions, rows), scores_of(self.scores, rows))
+        return Scored(batch, select(self.completions, rows), scores_of(self.scores, rows))
 
     def followed_by(self, more: Scored) -> Scored:
         """Return the prompts of both, these first; their completions get one width."""
-        return Scored(
-            _join_batches(self.batch, more.batch),
-            join_completions(self.completions, more.completions),
-            _join_scores(self.scores, more.scores),
+        first, second = self.batch, more.batch
+        batch = replace(
+            first,
+            prompts=[*first.prompts, *second.prompts],
+            prompt_ids=[*first.prompt_ids, *second.prompt_ids],
+            columns={name: [*values, *second.columns[name]] for name, values in first.columns.items()},
+            rows=[*first.rows, *second.rows],
+            occurrences=[*first.occurrences, *second.occurrences],
         )
+        completions = join_completions(self.completions, more.completions)
+        return Scored(batch, completions, _join_scores(self.scores, more.scores))
 
 
 def scores_of(scores: Scores, rows: Tensor) -> Scores:
     """Return the scores of the given rows; logged metrics are those of all rows."""
     indices, rows = rows.tolist(), rows.to(scores.total.device)
     spans = scores.span_rewards
-    return dataclasses.replace(
+    return replace(
         scores,
         values=scores.values[rows],
         total=scores.total[rows],
         weights=scores.weights[rows],
         extras={name: [values[i] for i in indices] for name, values in scores.extras.items()},
         span_rewards=None if spans is None else [spans[i] for i in indices],
-    )
-
-
-def _select_prompts(batch: PromptBatch, which: list[int]) -> PromptBatch:
-    return dataclasses.replace(
-        batch,
-        prompts=[batch.prompts[i] for i in which],
-        prompt_ids=[batch.prompt_ids[i] for i in which],
-        columns={name: [values[i] for i in which] for name, values in batch.columns.items()},
-        rows=[batch.rows[i] for i in which],
-        occurrences=[batch.occurrences[i] for i in which],
-    )
-
-
-def _join_batches(one: PromptBatch, two: PromptBatch) -> PromptBatch:
-    return dataclasses.replace(
-        one,
-        prompts=[*one.prompts, *two.prompts],
-        prompt_ids=[*one.prompt_ids, *two.prompt_ids],
-        columns={name: [*values, *two.columns[name]] for name, values in one.columns.items()},
-        rows=[*one.rows, *two.rows],
-        occurrences=[*one.occurrences, *two.occurrences],
     )
 
 
@@ -106,7 +97,7 @@ def _join_scores(one: Scores, two: Scores) -> Scores:
     missing = [None] * len(one.total), [None] * len(two.total)
     names = {**one.extras, **two.extras}
     extras = {name: [*one.extras.get(name, missing[0]), *two.extras.get(name, missing[1])] for name in names}
-    return dataclasses.replace(
+    return replace(
         one,
         values=torch.cat([one.values, two.values]),
         total=torch.cat([one.total, two.total]),
@@ -156,14 +147,18 @@ class Spare:
 
 
 def generate_opponent_pairs(
-    source: RolloutSource, asked: RolloutRequest, own: Completions, opponent: Any, reference_policy: Any
+    source: RolloutSource,
+    request: RolloutRequest,
+    policy_completions: Completions,
+    opponent: Any,
+    reference_policy: Any,
 ) -> Completions:
     """Return the policy's completions with the opponent's: rows `2 i` and `2 i + 1` for each prompt `i`.
 
     Args:
         source: The source of the opponent's completions.
-        asked: The policy's request: one completion of each prompt.
-        own: The policy's completions.
+        request: The policy's request: one completion of each prompt.
+        policy_completions: The policy's completions.
         opponent: The model that answers as a policy does, with noise of its own.
         reference_policy: The reference's weights, which are gathered meanwhile where they are sharded.
 
@@ -171,15 +166,15 @@ def generate_opponent_pairs(
         ConfigError: the opponent is the policy without its adapters, and the engine copies weights.
     """
     generator = source.generator
-    if opponent is asked.policy and not isinstance(for_another_policy(generator), InProcessGenerator):
+    if opponent is request.policy and not isinstance(for_another_policy(generator), InProcessGenerator):
         raise ConfigError(
-            f"generator={type(generator).__name__} takes a copy of the weights, and this reference is the "
-            "policy with its adapters switched off. Take generator=native, or reference=initial_adapter."
+            f"generator={type(generator).__name__} decodes with a copy of the weights, but this reference is the "
+            "policy with its adapters switched off. Set generator=native, or reference=initial_adapter."
         )
     whole = unsharded(reference_policy) if isinstance(reference_policy, nn.Module) else nullcontext()
     with whole:
-        theirs = source.draw_other(asked.by_another(opponent))
-    joint = join_completions(own, replace(theirs, group_id=own.group_id))
+        opponent_completions = source.draw_other(request.by_another(opponent))
+    joint = join_completions(policy_completions, replace(opponent_completions, group_id=policy_completions.group_id))
     return select(joint, torch.arange(len(joint)).view(2, -1).T.flatten())
 
 
@@ -192,11 +187,11 @@ def without_opponent(scored: Scored, tokenizer: Any) -> Scored:
     """Return the policy's completions, with the opponent's text and reward as columns, for display."""
     rows = policy_rows(scored.completions)
     texts = texts_of(scored.completions, tokenizer)
-    own = scores_of(scored.scores, rows)
-    beside = {"opponent": texts[1::2], "opponent_reward": scored.scores.total[1::2].tolist()}
+    scores = scores_of(scored.scores, rows)
+    opponent_columns = {"opponent": texts[1::2], "opponent_reward": scored.scores.total[1::2].tolist()}
     return replace(
         scored,
         completions=select(scored.completions, rows),
-        scores=replace(own, extras=own.extras | beside),
+        scores=replace(scores, extras=scores.extras | opponent_columns),
         win_rates=select(scored.win_rates, rows),
     )

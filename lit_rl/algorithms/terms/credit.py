@@ -102,52 +102,42 @@ class CreditAssignment:
         """
         completions, scores = scored.completions, scored.scores
         mask = completions.response_mask
-        if scores.span_rewards is not None:
-            self._refuse_changed_spans()
+        changes = {"shaping": self.shaping, "reward_norm": self.norm, "reward_clip": self.clip}
+        changed = [f"algo.{name}" for name, setting in changes.items() if setting is not None]
+        if scores.span_rewards is not None and changed:
+            raise ConfigError(
+                f"{', '.join(changed)} changes the reward of a whole completion, but the reward functions returned "
+                "values for spans, which would stay as they are. Leave it out, or change the values of the spans in "
+                "the reward function."
+            )
         # Rewards come from the host: the copies are asynchronous.
         total, values, weights = (
             to_device(each, mask.device) for each in (scores.total, scores.values, scores.weights)
         )
         total = total if scored.kept is None else total.masked_fill(~scored.kept, torch.nan)
-        rewards = self._of_rows(completions, total, ranks)
+        rewards = self._process_rows(completions, total, ranks)
         per_token, step_ends = token_rewards(rewards, completions, scores.span_rewards, tokenizer)
         values = values.masked_fill(rewards.isnan()[:, None], torch.nan)
-        greedy = None if scored.greedy_rewards is None else self._greedy(scored.greedy_rewards)
+        greedy = scored.greedy_rewards
+        if greedy is not None:  # scaled like sampled ones, which alone update the norm: their variance is another
+            greedy = self._clip_rewards(greedy if self.norm is None else self.norm.scaled(greedy))
         end_id = getattr(tokenizer, "eos_token_id", None)
         return Credit(rewards, per_token, step_ends, values, weights, greedy, end_id)
 
-    def _of_rows(self, completions: Completions, rewards: Tensor, ranks: Ranks) -> Tensor:
+    def _process_rows(self, completions: Completions, rewards: Tensor, ranks: Ranks) -> Tensor:
         """Apply shaping, running normalisation and clipping to the rewards of rows, in this order."""
         if self.shaping is not None:
-            offered = {"lengths": completions.lengths, "ended": completions.ended}
+            columns = {"lengths": completions.lengths, "ended": completions.ended}
             rewards = self.shaping(
-                *copies_for(self.shaping, rewards, completions.group_id), **arguments_for(self.shaping, offered)
+                *copies_for(self.shaping, rewards, completions.group_id), **arguments_for(self.shaping, columns)
             )
         if self.norm is not None:
-            of_all = self.norm(ranks.gather(rewards))
-            rewards = of_all[ranks.rank * len(rewards) :][: len(rewards)]
-        return self._clipped(rewards)
+            all_ranks = self.norm(ranks.gather(rewards))
+            rewards = all_ranks[ranks.rank * len(rewards) :][: len(rewards)]
+        return self._clip_rewards(rewards)
 
-    def _greedy(self, rewards: Tensor) -> Tensor:
-        """Normalise and clip the greedy completions' rewards like those of the sampled completions.
-
-        `__call__` normalises the sampled ones first. The running norm is updated with the sampled ones alone: greedy
-        completions do not represent the variance of rewards.
-        """
-        return self._clipped(rewards if self.norm is None else self.norm.scaled(rewards))
-
-    def _clipped(self, rewards: Tensor) -> Tensor:
+    def _clip_rewards(self, rewards: Tensor) -> Tensor:
         return rewards if self.clip is None else rewards.clamp(*self.clip)
-
-    def _refuse_changed_spans(self) -> None:
-        """Refuse settings that change a row's reward if there are spans: the change would go to the last token."""
-        changes = {"shaping": self.shaping, "reward_norm": self.norm, "reward_clip": self.clip}
-        if changed := [f"algo.{name}" for name, value in changes.items() if value is not None]:
-            raise ConfigError(
-                f"{', '.join(changed)}: the reward functions returned spans, and this changes the reward of a whole "
-                "completion, of which no span would have its share. Leave it out, or change the values of the spans in "
-                "the reward function."
-            )
 
 
 def token_rewards(
@@ -163,8 +153,8 @@ def token_rewards(
         RewardError: there is a reward for a turn that the row does not have.
     """
     mask = completions.response_mask
-    out, ends = torch.zeros(mask.shape, device=rewards.device), torch.zeros_like(mask)
-    rest = rewards.nan_to_num(0.0).clone()
+    per_token, ends = torch.zeros(mask.shape, device=rewards.device), torch.zeros_like(mask)
+    remaining = rewards.nan_to_num(0.0).clone()
     if spans is not None:
         ids = response_ids(completions)
         for row, row_spans in enumerate(spans):
@@ -175,14 +165,14 @@ def token_rewards(
                         token = _last_of_turn(completions, row, int(place[0]))
                     else:
                         token = columns[_token_at(ids[row], int(place[1]), tokenizer)]
-                    out[row, token] += value
+                    per_token[row, token] += value
                     ends[row, token] = True
-                    rest[row] -= value
-    spoke = mask.any(1)
+                    remaining[row] -= value
+    has_tokens = mask.any(1)
     last = (torch.arange(mask.shape[1], device=mask.device) * mask).amax(1, keepdim=True)
-    out.scatter_(1, last, out.gather(1, last) + (rest * spoke)[:, None].to(out.dtype))
-    without_spans = (spoke & ~ends.any(1))[:, None]
-    return out, ends.scatter(1, last, ends.gather(1, last) | without_spans)
+    per_token.scatter_(1, last, per_token.gather(1, last) + (remaining * has_tokens)[:, None].to(per_token.dtype))
+    without_spans = (has_tokens & ~ends.any(1))[:, None]
+    return per_token, ends.scatter(1, last, ends.gather(1, last) | without_spans)
 
 
 def turns_of(completions: Completions) -> Tensor:
@@ -201,20 +191,20 @@ def states_of(completions: Completions, end_id: int | None) -> Tensor:
     if attended is None:
         return torch.zeros_like(turn)
     read = attended & ~completions.response_mask
-    most = int(turn.max()) + 1
-    place = read.cumsum(1)
-    begins = place.new_full((len(turn), most), turn.shape[1]).scatter_reduce(
-        1, turn, place.masked_fill(~read, turn.shape[1]), "amin"
+    turn_count = int(turn.max()) + 1
+    position = read.cumsum(1)
+    first_position = position.new_full((len(turn), turn_count), turn.shape[1]).scatter_reduce(
+        1, turn, position.masked_fill(~read, turn.shape[1]), "amin"
     )
-    place = place - begins.gather(1, turn)
+    position = position - first_position.gather(1, turn)
     if end_id is not None:  # the answer to a truncated turn begins with the end token
-        ended = read & (place == 0) & (completions.response_ids == end_id)
+        ended = read & (position == 0) & (completions.response_ids == end_id)
         read = read & ~ended
-        place = place - torch.zeros_like(begins).scatter_add(1, turn, ended.long()).gather(1, turn)
+        position = position - torch.zeros_like(first_position).scatter_add(1, turn, ended.long()).gather(1, turn)
     # Each token is hashed with its place in the answer, so that the sum identifies the text.
     nothing = torch.zeros_like(turn)
-    words = noise.prompt_key(nothing, nothing, completions.response_ids, place)
-    answers = words.new_zeros(len(turn), most).scatter_add(1, turn, words.masked_fill(~read, 0))
+    keys = noise.prompt_key(nothing, nothing, completions.response_ids, position)
+    answers = keys.new_zeros(len(turn), turn_count).scatter_add(1, turn, keys.masked_fill(~read, 0))
     return F.pad(answers + 1, (1, 0)).gather(1, turn)
 
 
@@ -224,8 +214,8 @@ def _last_of_turn(completions: Completions, row: int, turn: int) -> int:
     columns = (mask & (turns == turn)).nonzero().flatten()
     if not len(columns):
         raise RewardError(
-            f"A reward function gave a reward for turn {turn} of a completion that has {int(turns[mask].max()) + 1}; "
-            "they are counted from 0."
+            f"A reward function returned a reward for turn {turn} of a completion with {int(turns[mask].max()) + 1} "
+            "turns. Turns are counted from 0."
         )
     return int(columns[-1])
 
@@ -266,13 +256,13 @@ class RunningNorm:
 
     def __call__(self, rewards: Tensor) -> Tensor:
         """Update with the rewards `(n,)` of all ranks, NaN for unscored ones, and return them normalised."""
-        scored = rewards[~rewards.isnan()].double()
-        if len(scored):
-            count = self._count + len(scored)
-            mean, squares = float(scored.mean()), float((scored - scored.mean()).square().sum())
+        known = rewards[~rewards.isnan()].double()
+        if len(known):
+            count = self._count + len(known)
+            mean, squares = float(known.mean()), float((known - known.mean()).square().sum())
             delta = mean - self._mean
-            self._squares += squares + delta * delta * self._count * len(scored) / count
-            self._mean += delta * len(scored) / count
+            self._squares += squares + delta * delta * self._count * len(known) / count
+            self._mean += delta * len(known) / count
             self._count = count
         return self.scaled(rewards)
 
@@ -316,7 +306,7 @@ class Whitening:
         whiten = self.function
         if whiten is None:
             return advantages
-        self.fits(of_tokens=advantages.ndim == 2)
+        self.check_fits(of_tokens=advantages.ndim == 2)
         scored = ~rewards.isnan()
         mask = completions.response_mask & scored[:, None]
         if advantages.ndim == 1 and "mask" in parameters(whiten):
@@ -328,7 +318,7 @@ class Whitening:
 
         return ranks.apply(over_all, columns)
 
-    def fits(self, *, of_tokens: bool) -> None:
+    def check_fits(self, *, of_tokens: bool) -> None:
         """Refuse to whiten advantages of tokens by rows; advantages of rows may be whitened by tokens.
 
         Raises:
@@ -339,8 +329,8 @@ class Whitening:
         names = parameters(self.function)
         if "mask" not in names and "scored" in names:
             raise ConfigError(
-                f"algo/whitening: {name_of(self.function)} takes one advantage a completion, and {self.of} gives "
-                "one a token. Take algo/whitening=tokens."
+                f"algo/whitening: {name_of(self.function)} takes one advantage per completion, but {self.of} returns "
+                "one per token. Set algo/whitening=tokens."
             )
 
 

@@ -24,7 +24,7 @@ from lit_rl.algorithms.rollouts.rollout_source import abort_on_all_ranks
 from lit_rl.algorithms.rollouts.scored import Scored, Spare
 from lit_rl.core.errors import ConfigError, RewardError, describe_error, did_you_mean, in_range
 from lit_rl.core.process_state import is_raised_by_user_code, mix_seed, preserve_process_state, seed_generators
-from lit_rl.core.rollout import Completions, Rollout, join_rollouts, select, trim_rollout
+from lit_rl.core.rollout import Rollout, join_rollouts, select, trim_rollout
 from lit_rl.core.vision_inputs import PromptVision
 from lit_rl.data.visual_prompts import Processor
 from lit_rl.generation.collect import as_reward_input, texts_of
@@ -42,7 +42,7 @@ class GroupSelection(ABC):
     def __call__(self, scored: Scored, *, spare: Spare, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
         """Return the rollout, with `kept` if some of its rows are not learned from, and metrics."""
 
-    def fits(self, group_size: int, *, compares_completions: Callable[[], bool]) -> None:  # noqa: B027 (any run may fit)
+    def check_fits(self, group_size: int, *, compares_completions: Callable[[], bool]) -> None:  # noqa: B027
         """Refuse a run in which there is nothing to select.
 
         Args:
@@ -104,28 +104,37 @@ class DynamicSampling(GroupSelection):
 
     def __call__(self, scored: Scored, *, spare: Spare, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
         places, rollout = self._without_spread(scored), scored.batch.rollout
-        wanted = ranks.counts(len(places))
-        dropped, completed, position = sum(wanted), 0, self._position
-        while sum(wanted) and completed < self.max_draws:
-            shares = _deal_draws(wanted, self.max_draws - completed)
-            before, mine = sum(shares[: ranks.rank]), shares[ranks.rank]
+        missing = ranks.counts(len(places))
+        dropped, completed, position = sum(missing), 0, self._position
+        while sum(missing) and completed < self.max_draws:
+            shares, left = [], self.max_draws - completed
+            for count in missing:  # each rank draws what it lacks, in the order of ranks, up to the limit
+                shares.append(min(count, left))
+                left -= shares[-1]
+            earlier_shares, own_share = sum(shares[: ranks.rank]), shares[ranks.rank]
             with abort_on_all_ranks(ranks):
-                if mine:
-                    start = position + before
-                    extra = spare.draw(range(start, start + mine), rollout=rollout, first=completed + before)
-                    scored, places = _fill(scored, places, extra, set(self._without_spread(extra)))
+                if own_share:
+                    start = position + earlier_shares
+                    drawn = spare.draw(
+                        range(start, start + own_share), rollout=rollout, first=completed + earlier_shares
+                    )
+                    scored, places = _fill(scored, places, drawn, set(self._without_spread(drawn)))
                 else:
                     spare.dummy_generate(position, rollout=rollout, first=completed)
             completed += sum(shares)
             position += sum(shares)
-            wanted = ranks.counts(len(places))
+            missing = ranks.counts(len(places))
         self._position = position  # only now: if the generator fails, the rollout is drawn again from its beginning
-        counts = {"groups/dropped": dropped, "groups/drawn": completed, "groups/empty": sum(wanted)}
-        scored = dataclasses.replace(scored, kept=_rows_outside(places, scored.completions, len(scored.batch)))
+        counts = {"groups/dropped": dropped, "groups/drawn": completed, "groups/empty": sum(missing)}
+        if places:
+            in_group = torch.ones(len(scored.batch), dtype=torch.bool)
+            in_group[places] = False
+            kept = in_group.repeat_interleave(scored.group_size).to(scored.completions.group_id.device)
+            scored = dataclasses.replace(scored, kept=kept)
         return scored, {name: _global_count(count, ranks) for name, count in counts.items()}
 
-    def fits(self, group_size: int, *, compares_completions: Callable[[], bool]) -> None:
-        needs_spread("algo/groups=dynamic", group_size)
+    def check_fits(self, group_size: int, *, compares_completions: Callable[[], bool]) -> None:
+        check_group_has_spread("algo/groups=dynamic", group_size)
 
     def check_rewards(self, names: Sequence[str]) -> None:
         for name in self.metric or ():
@@ -170,14 +179,14 @@ class TopOfGroup(GroupSelection):
     def __post_init__(self) -> None:
         in_range("algo.groups.keep", self.keep, low=2)
 
-    def fits(self, group_size: int, *, compares_completions: Callable[[], bool]) -> None:
+    def check_fits(self, group_size: int, *, compares_completions: Callable[[], bool]) -> None:
         if self.keep > group_size:
             raise ConfigError(
                 f"algo.groups.keep={self.keep} is more than algo.group_size={group_size}: nothing to leave out."
             )
 
     def __call__(self, scored: Scored, *, spare: Spare, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
-        values = self._scores(scored, tokenizer).reshape(len(scored.batch), -1)
+        values = self._user_scores(scored, tokenizer).reshape(len(scored.batch), -1)
         values = values.masked_fill(scored.scores.total.reshape(values.shape).isnan(), -torch.inf)
         # A stable sort: the first of equal scores is kept, the same one on every machine.
         best = values.sort(dim=1, descending=True, stable=True).indices[:, : self.keep]
@@ -186,20 +195,20 @@ class TopOfGroup(GroupSelection):
         scored = dataclasses.replace(scored, kept=kept.to(scored.completions.group_id.device))
         return scored, {"groups/kept_length": lengths}
 
-    def _scores(self, scored: Scored, tokenizer: Any) -> Tensor:
+    def _user_scores(self, scored: Scored, tokenizer: Any) -> Tensor:
         completions, rewards = scored.completions, scored.scores.total
         texts = texts_of(completions, tokenizer)
-        prompts, answers, columns = as_reward_input(scored.batch, texts, scored.group_size, completions.episodes)
+        prompts, replies, columns = as_reward_input(scored.batch, texts, scored.group_size, completions.episodes)
         columns = {**columns, "rewards": rewards.tolist(), "lengths": completions.lengths.tolist()}
-        offered = {"prompts": prompts, "completions": answers, **columns}
+        columns_by_name = {"prompts": prompts, "completions": replies, **columns}
         wanted = keywords("algo.groups.score", self.score, columns)
-        named = (name for name in wanted if name in offered)
-        given = {name: [copy.deepcopy(each) for each in offered[name]] for name in named}
+        named = (name for name in wanted if name in columns_by_name)
+        arguments = {name: [copy.deepcopy(each) for each in columns_by_name[name]] for name in named}
         batch = scored.batch
         try:
             with preserve_process_state("algo.groups.score"):
                 seed_generators(mix_seed("algo.groups.score", batch.rollout, batch.rows[0], batch.occurrences[0]))
-                returned = self.score(**given)
+                returned = self.score(**arguments)
         except BaseException as error:  # the user's function may raise anything
             if not is_raised_by_user_code(error):
                 raise
@@ -210,7 +219,7 @@ class TopOfGroup(GroupSelection):
             values = torch.tensor(torch.nan)
         if values.shape != rewards.shape or bool(values.isnan().any()):
             raise RewardError(
-                f"algo.groups.score returned {reprlib.repr(returned)} for {len(texts)} completions; it takes one "
+                f"algo.groups.score returned {reprlib.repr(returned)} for {len(texts)} completions, expected one "
                 "number, and no NaN, for each."
             )
         return values
@@ -231,11 +240,11 @@ class BestOfGroup(GroupSelection):
 
     def __call__(self, scored: Scored, *, spare: Spare, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
         rewards = scored.scores.total.double().reshape(len(scored.batch), -1)
-        lowest = rewards.masked_fill(rewards.isnan(), -torch.inf)
-        highest, best = lowest.max(1, keepdim=True)  # of equal ones the first
+        with_unscored_last = rewards.masked_fill(rewards.isnan(), -torch.inf)
+        highest, best = with_unscored_last.max(1, keepdim=True)  # of equal ones the first
         has_score = ~rewards.isnan().all(1, keepdim=True)
         kept = torch.zeros(rewards.shape, dtype=torch.bool).scatter_(1, best, has_score)
-        tied = ((lowest == highest) & has_score).sum(1) > 1
+        tied = ((with_unscored_last == highest) & has_score).sum(1) > 1
         count = has_score.sum().double()
         unscored = sum(ranks.counts(int((~has_score).sum())))
         metrics: Metrics = {
@@ -245,20 +254,20 @@ class BestOfGroup(GroupSelection):
         }
         return dataclasses.replace(scored, kept=kept.flatten().to(scored.completions.group_id.device)), metrics
 
-    def fits(self, group_size: int, *, compares_completions: Callable[[], bool]) -> None:
+    def check_fits(self, group_size: int, *, compares_completions: Callable[[], bool]) -> None:
         if group_size < 2:
             raise ConfigError(
-                f"algo.group_size={group_size} with algo/groups=best: the best of one completion is that one, so "
-                "nothing would be learned of the rewards. Take 2 or more."
+                f"algo.group_size={group_size} with algo/groups=best: the best of one completion is that one, so the "
+                "rewards would teach nothing. Set it to 2 or more."
             )
         if compares_completions():
             raise ConfigError(
-                "algo/groups=best leaves one completion a group, and this advantage compares several: it would be 0 "
-                "everywhere. Take algo/advantage=constant (algo=raft), or algo/groups=top."
+                "algo/groups=best keeps one completion per group, but this advantage compares several and would be 0 "
+                "everywhere. Set algo/advantage=constant (algo=raft), or algo/groups=top."
             )
 
 
-def needs_spread(key: str, group_size: int) -> None:
+def check_group_has_spread(key: str, group_size: int) -> None:
     """Refuse a selection of groups by their spread if groups have one completion: the run would learn nothing.
 
     Raises:
@@ -281,34 +290,16 @@ def reward_per_token(rewards: list[float], lengths: list[int]) -> list[float]:
     return [0.0 if reward != reward else reward / max(1, length) for reward, length in zip(rewards, lengths)]
 
 
-def _deal_draws(wanted: list[int], left: int) -> list[int]:
-    """Return the number of prompts that each rank draws next: what it wants, in the order of ranks, up to `left`."""
-    shares = []
-    for count in wanted:
-        shares.append(min(count, left))
-        left -= shares[-1]
-    return shares
-
-
-def _fill(scored: Scored, places: list[int], extra: Scored, flat: set[int]) -> tuple[Scored, list[int]]:
-    """Put fresh groups, without those of `flat`, into the empty places; return the rollout and the remaining places."""
-    good = [i for i in range(len(extra.batch)) if i not in flat][: len(places)]
+def _fill(scored: Scored, places: list[int], fresh: Scored, without_spread: set[int]) -> tuple[Scored, list[int]]:
+    """Put fresh groups that have a spread into the empty places; return the rollout and the places still empty."""
+    usable = [i for i in range(len(fresh.batch)) if i not in without_spread][: len(places)]
     count = len(scored.batch)
     source = list(range(count))
-    for place, new in zip(places, good):
+    for place, new in zip(places, usable):
         source[place] = count + new
-    filled = scored.followed_by(extra).prompts(source)
+    filled = scored.followed_by(fresh).prompts(source)
     completions = dataclasses.replace(filled.completions, group_id=scored.completions.group_id)
-    return dataclasses.replace(filled, completions=completions), places[len(good) :]
-
-
-def _rows_outside(places: list[int], completions: Completions, prompts: int) -> Tensor | None:
-    if not places:
-        return None
-    inside = torch.zeros(prompts, dtype=torch.bool)
-    inside[places] = True
-    kept = ~inside.repeat_interleave(len(completions) // prompts)
-    return kept.to(completions.group_id.device)
+    return dataclasses.replace(filled, completions=completions), places[len(usable) :]
 
 
 def _global_count(count: int, ranks: Ranks) -> tuple[Tensor, Tensor]:
@@ -344,13 +335,15 @@ class GroupReplay:
         """Replace the groups without spread; afterwards add the rollout's own good groups to the buffer."""
         ids = rollout.completions.group_id
         rows = {int(group): (ids == group).nonzero().flatten() for group in ids.unique()}
-        scores = {group: _replay_score(rollout, at) for group, at in rows.items()}
-        flat = [group for group, score in scores.items() if score == 0]
-        replacements = self._draw(len(flat), seed=mix(seed, self._rollouts, ranks.rank))
-        fresh = [(score, _group_without_padding(rollout, rows[group])) for group, score in scores.items() if score > 0]
-        for group, stored in zip(flat, replacements):
+        priorities = {group: _replay_priority(rollout, places) for group, places in rows.items()}
+        without_spread = [group for group, score in priorities.items() if score == 0]
+        replacements = self._draw(len(without_spread), seed=mix(seed, self._rollouts, ranks.rank))
+        good_groups = [
+            (score, _group_without_padding(rollout, rows[group])) for group, score in priorities.items() if score > 0
+        ]
+        for group, stored in zip(without_spread, replacements):
             rollout = _with_group_replaced(rollout, rows[group], stored)
-        self._groups = sorted([*self._groups, *fresh], key=lambda item: -item[0])[: self.size]
+        self._groups = sorted([*self._groups, *good_groups], key=lambda item: -item[0])[: self.size]
         self._rollouts += 1
         count = torch.tensor(float(len(replacements)), device=ranks.device)
         age = sum(rollout.completions.version - stored.completions.version for stored in replacements)
@@ -382,7 +375,7 @@ class GroupReplay:
         Args:
             saved: The `state` of each rank that wrote the checkpoint.
         """
-        groups = sorted((group for kept in saved for group in kept["groups"]), key=lambda group: -group["score"])
+        groups = sorted((group for state in saved for group in state["groups"]), key=lambda group: -group["score"])
         return {"groups": groups[rank::world_size][: self.size], "rollouts": saved[0]["rollouts"]}
 
     def restore_pixels(
@@ -412,19 +405,19 @@ def _group_without_padding(rollout: Rollout, rows: Tensor) -> Rollout:
     )
 
 
-def _replay_score(rollout: Rollout, rows: Tensor) -> float:
+def _replay_priority(rollout: Rollout, rows: Tensor) -> float:
     assert rollout.advantages is not None
     advantages, rewards = rollout.advantages[rows], rollout.rewards[rows]
-    scored = rewards[~rewards.isnan()]
-    return float(advantages.abs().sum() * scored.std()) if len(scored) > 1 else 0.0
+    known = rewards[~rewards.isnan()]
+    return float(advantages.abs().sum() * known.std()) if len(known) > 1 else 0.0
 
 
 def _with_group_replaced(rollout: Rollout, rows: Tensor, stored: Rollout) -> Rollout:
     """Return the rollout with `stored` in the place of `rows`, under their group id."""
     device, count = rollout.rewards.device, len(rollout)
-    both = join_rollouts(rollout, checkpoints.to_device_dataclass(stored, device))
+    joined = join_rollouts(rollout, checkpoints.to_device_dataclass(stored, device))
     source = torch.arange(count, device=device)
     source[rows] = count + torch.arange(len(rows), device=device)
-    found = select(both, source)
-    completions = dataclasses.replace(found.completions, group_id=rollout.completions.group_id)
-    return dataclasses.replace(found, completions=completions)
+    selected = select(joined, source)
+    completions = dataclasses.replace(selected.completions, group_id=rollout.completions.group_id)
+    return dataclasses.replace(selected, completions=completions)

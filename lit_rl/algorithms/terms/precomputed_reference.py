@@ -69,7 +69,7 @@ class ReferenceFiles:
                 problem = error.strerror or str(error)
         if problem := self.ranks.broadcast(problem):
             raise StorageError(
-                f"{self.folder} cannot be written ({problem}): set algo.reference_cache to a folder that can."
+                f"{self.folder} cannot be written ({problem}). Set algo.reference_cache to a folder that can be."
             )
 
     def path(self, data: ExampleSet) -> Path:
@@ -93,7 +93,7 @@ class ReferenceFiles:
                 problem = str(error)
         found, problem = self.ranks.broadcast((found, problem))
         if problem:
-            raise StorageError(f"{path} cannot be used ({problem}): remove it, and it is computed anew.")
+            raise StorageError(f"{path} cannot be used ({problem}). Remove it: it is then computed again.")
         return found
 
     def write(self, data: ExampleSet, flat: Tensor) -> None:
@@ -107,7 +107,7 @@ class ReferenceFiles:
                 save_file({"logprobs": flat}, partial)
         except OSError as error:
             raise StorageError(
-                f"{path} cannot be written ({error}): is there room? algo.reference_cache names another folder."
+                f"{path} cannot be written ({error}). Free disk space, or set algo.reference_cache to another folder."
             ) from error
 
 
@@ -124,13 +124,13 @@ def hash_of_weights(reference: Scorer | None, policy: nn.Module, ranks: Ranks) -
     for name, tensor in sorted(scorer.state_dict(keep_vars=True).items()):
         if isinstance(tensor, Tensor) and (reference is not None or not tensor.requires_grad):
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            plain = local.detach().cpu().contiguous()
-            digest.update(f"{name} {plain.dtype} {tuple(plain.shape)}".encode())
-            digest.update(plain.flatten().view(torch.uint8).numpy().tobytes())
-    mine = torch.tensor(list(digest.digest()), dtype=torch.int64)
-    of_ranks = ranks.gather(mine.unsqueeze(0)).tolist()
+            on_host = local.detach().cpu().contiguous()
+            digest.update(f"{name} {on_host.dtype} {tuple(on_host.shape)}".encode())
+            digest.update(on_host.flatten().view(torch.uint8).numpy().tobytes())
+    own_digest = torch.tensor(list(digest.digest()), dtype=torch.int64)
+    digests = ranks.gather(own_digest.unsqueeze(0)).tolist()
     # Unsharded copies have equal hashes, and then the name does not depend on the number of ranks.
-    return bytes(of_ranks[0]).hex() if all(rank == of_ranks[0] for rank in of_ranks) else json.dumps(of_ranks)
+    return bytes(digests[0]).hex() if all(rank == digests[0] for rank in digests) else json.dumps(digests)
 
 
 # ------------------------------------------------------------------ log-probs of sets
@@ -179,18 +179,18 @@ class ReferenceSource:
     @torch.no_grad()
     def compute(self, data: ExampleSet, title: str) -> Tensor:
         """Compute the log-probs `(n,)` of all learned tokens, in the order of rows, which the ranks share."""
-        mine: list[Tensor] = []
+        logprobs: list[Tensor] = []
         parts = list(self._parts(data))
         with self.context():
-            for of_ranks in tqdm(parts, desc=title, unit="batch", disable=self.ranks.rank != 0):
+            for rows_by_rank in tqdm(parts, desc=title, unit="batch", disable=self.ranks.rank != 0):
                 # Ranks call the model equally often, even without rows left: a sharded model needs all of them.
-                ours = of_ranks[self.ranks.rank]
-                rows = ours or of_ranks[0]
+                own_rows = rows_by_rank[self.ranks.rank]
+                rows = own_rows or rows_by_rank[0]
                 batch = data.batch(rows, rows, data.totals(rows), step=0, slot=0).to(self.ranks.device)
                 values = self.logprobs(batch)[batch.tokens.learned]
-                mine.append(values[: len(values) if ours else 0].float())
-        flat = self.ranks.gather_tokens(torch.cat(mine))
-        return flat[self._in_order_of_rows(data, parts)]
+                logprobs.append(values[: len(values) if own_rows else 0].float())
+        flat = self.ranks.gather_tokens(torch.cat(logprobs))
+        return flat[self._order_of_rows(data, parts)]
 
     def _parts(self, data: ExampleSet) -> Iterator[list[list[int]]]:
         """Yield the rows of each batch, by rank, sorted by length: the longest first, which fail at once if they do."""
@@ -200,19 +200,19 @@ class ReferenceSource:
             rows = order[start : start + size * world]
             yield [rows[rank::world] for rank in range(world)]
 
-    def _in_order_of_rows(self, data: ExampleSet, parts: Sequence[list[list[int]]]) -> Tensor:
+    def _order_of_rows(self, data: ExampleSet, parts: Sequence[list[list[int]]]) -> Tensor:
         """Return the permutation `(n,)` from the order in which the ranks scored tokens to the order of rows."""
         places: dict[tuple[int, int], Tensor] = {}
-        seen = 0
+        offset = 0
         for rank in range(self.ranks.world_size):
-            for of_ranks in parts:
-                rows = of_ranks[rank]
+            for rows_by_rank in parts:
+                rows = rows_by_rank[rank]
                 sides = len(data.examples[rows[0]].texts) if rows else 0
                 for side in range(sides):
                     for row in rows:
                         count = sum(data.examples[row].texts[side].learned)
-                        places[row, side] = torch.arange(seen, seen + count)
-                        seen += count
+                        places[row, side] = torch.arange(offset, offset + count)
+                        offset += count
         return torch.cat([places[key] for key in sorted(places)]).to(self.ranks.device)
 
 
@@ -247,9 +247,9 @@ class PrecomputedReference:
         if reference.moves or isinstance(reference, ReferenceFree):
             why = "it follows the policy" if reference.moves else "it has none"
             raise ConfigError(
-                f"algo.precompute_reference=true computes the log-probs of the reference once, and those of "
-                f"reference={type(reference).__name__} are not there to keep: {why}. Set algo.precompute_reference="
-                "false, or take a reference that stays, such as auto."
+                "algo.precompute_reference=true computes the log-probs of the reference once, but "
+                f"reference={type(reference).__name__} has no fixed ones: {why}. Set algo.precompute_reference=false, "
+                "or a reference that does not change, such as auto."
             )
         self.folder = folder
         self.released = False
@@ -353,6 +353,6 @@ def text_key(ids: Sequence[int], learned: Sequence[bool]) -> bytes:
 
 def _reference_is_released(what: str) -> ConfigError:
     return ConfigError(
-        f"algo.precompute_reference=true let the reference go before the training, and {what} came afterwards: give "
-        "all validation sets to the data module that trains, or set it to false."
+        f"algo.precompute_reference=true released the reference before the training, and the log-probs of {what} were "
+        "not computed before. Give all validation sets to the data module that trains, or set it to false."
     )

@@ -62,7 +62,7 @@ class FixedKL:
         return {}
 
     def load_state(self, saved: Mapping[str, float]) -> None:
-        _checked_state(self, saved, self.state())
+        _check_state(self, saved, self.state())
 
 
 class AdaptiveKL:
@@ -100,7 +100,7 @@ class AdaptiveKL:
         return {"kl_factor": self._factor}
 
     def load_state(self, saved: Mapping[str, float]) -> None:
-        self._factor = _checked_state(self, saved, self.state())["kl_factor"]
+        self._factor = _check_state(self, saved, self.state())["kl_factor"]
 
 
 class KLPenalty:
@@ -129,8 +129,8 @@ class KLPenalty:
             factor: Factor of the weight.
         """
         # Filled before the estimator and not after it: 0 times its slope at a NaN would be NaN.
-        there = (part.masked_fill(~mask, 0.0) for part in (logprobs, ref_logprobs, old_logprobs))
-        kl = self.estimator(*there, **arguments_for(self.estimator, {"mask": mask}))
+        inside_mask = (part.masked_fill(~mask, 0.0) for part in (logprobs, ref_logprobs, old_logprobs))
+        kl = self.estimator(*inside_mask, **arguments_for(self.estimator, {"mask": mask}))
         return self.weight * factor * kl, {"kl": (masked_sum(kl.detach(), mask), mask.sum())}
 
 
@@ -185,9 +185,12 @@ class ReferenceKL:
             mask: Bool `(b, t)`: the sampled tokens.
             ranks: The ranks that share the rollout.
         """
-        if self.control.adapts:
-            assert old is not None and ref is not None  # see `needs_old_logprobs` and `needs_reference`
-            self.control.update(*mean_kl(old, ref, mask, ranks))
+        if not self.control.adapts:
+            return
+        assert old is not None and ref is not None  # see `needs_old_logprobs` and `needs_reference`
+        per_row = masked_mean(k1(old, ref, old), mask, dim=1)  # in nats a token; the mean over rows is steered
+        total, rows = ranks.total(torch.stack([per_row.sum(), mask.any(1).sum().float()])).tolist()
+        self.control.update(total / max(1.0, rows), int(rows))
 
     def add_to_loss(self, per_token: Tensor, rollout: Rollout, logprobs: Tensor, old: Tensor) -> tuple[Tensor, Metrics]:
         """Add the penalty to the losses `(b, t)`, and return them with the mean KL.
@@ -209,16 +212,6 @@ class ReferenceKL:
             return {}
         weights = {"kl_coef": self.in_loss.weight, "reward_kl_coef": self.in_reward.weight}
         return {name: weight * self.control.factor for name, weight in weights.items() if weight}
-
-
-def mean_kl(old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, ranks: Ranks) -> tuple[float, int]:
-    """Return the mean KL of a rollout's policy to the reference, and the number of rows of all ranks.
-
-    The mean over rows of the mean k1 of their tokens, in nats: the quantity that a KL controller steers.
-    """
-    per_row = masked_mean(k1(old_logprobs, ref_logprobs, old_logprobs), mask, dim=1)
-    total, rows = ranks.total(torch.stack([per_row.sum(), mask.any(1).sum().float()])).tolist()
-    return total / max(1.0, rows), int(rows)
 
 
 # ------------------------------------------------------------------ entropy bonus
@@ -263,7 +256,7 @@ class FixedEntropy:
         return {}
 
     def load_state(self, saved: Mapping[str, float]) -> None:
-        _checked_state(self, saved, self.state())
+        _check_state(self, saved, self.state())
 
 
 class AdaptiveEntropy:
@@ -308,7 +301,7 @@ class AdaptiveEntropy:
         return {"entropy_coef": self._coef, "entropy": self._entropy}
 
     def load_state(self, saved: Mapping[str, float]) -> None:
-        values = _checked_state(self, saved, self.state())
+        values = _check_state(self, saved, self.state())
         self._coef, self._entropy = values["entropy_coef"], values["entropy"]
 
 
@@ -362,7 +355,7 @@ def _check_number(what: str, value: float) -> None:
         raise NumericError(f"The {what} of the last step is {value}: the policy's weights or logits are broken.")
 
 
-def _checked_state(controller: object, saved: Mapping[str, float], own: Mapping[str, float]) -> Mapping[str, float]:
+def _check_state(controller: object, saved: Mapping[str, float], own: Mapping[str, float]) -> Mapping[str, float]:
     if saved.keys() != own.keys():
         raise StorageError(
             f"The checkpoint holds {sorted(saved) or 'nothing'} of a controller, and {type(controller).__name__} needs "

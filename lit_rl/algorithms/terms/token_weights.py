@@ -197,20 +197,24 @@ def step_tokens(
         ranks: The ranks that share the step.
     """
     with evaluation_mode(policy):
-        scores = [score(policy, micro.completions, sampling, entropy=True, options=options) for micro in micro_batches]
+        token_scores = [
+            score(policy, micro.completions, sampling, entropy=True, options=options) for micro in micro_batches
+        ]
     parts = [
         StepTokens.of(
             micro.loss_mask,
-            logprobs=seen.logprobs,
+            logprobs=scores.logprobs,
             old_logprobs=micro.old_logprobs,
             advantages=micro.advantages,
-            entropy=seen.entropy,
+            entropy=scores.entropy,
         )
-        for micro, seen in zip(micro_batches, scores)
+        for micro, scores in zip(micro_batches, token_scores)
     ]
     names = ("logprobs", "old_logprobs", "advantages", "entropy")
     joint = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
     step = StepTokens(**{name: ranks.gather_tokens(flat) for name, flat in joint.items()})
-    selected = [selection(seen.entropy, micro.loss_mask, step).sum() for micro, seen in zip(micro_batches, scores)]
+    selected = [
+        selection(scores.entropy, micro.loss_mask, step).sum() for micro, scores in zip(micro_batches, token_scores)
+    ]
     total = ranks.gather(torch.stack(selected).sum()[None].float()).sum()
     return dataclasses.replace(step, selected=total)

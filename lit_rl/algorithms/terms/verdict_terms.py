@@ -109,8 +109,8 @@ class DensityRatio:
             raise NumericError("algo/prompt_weights=density_ratio: the embedding of a prompt is not finite.")
         mean, scale = x.mean(0), x.std(0, correction=0)
         scale = torch.where(scale > 0, scale, 1.0)
-        each = torch.where(desirable.cpu(), len(y) / (2 * good), len(y) / (2 * (len(y) - good)))
-        coefficients = _fit_logistic_regression((x - mean) / scale, y, each, self.penalty)
+        row_weights = torch.where(desirable.cpu(), len(y) / (2 * good), len(y) / (2 * (len(y) - good)))
+        coefficients = _fit_logistic_regression((x - mean) / scale, y, row_weights, self.penalty)
         with torch.inference_mode(False):  # the first call may be in validation, and training uses these later
             self._fitted = {"mean": mean.clone(), "scale": scale.clone(), "coefficients": coefficients}
 
@@ -230,10 +230,10 @@ def prompt_embeddings(scorer: nn.Module | Callable[..., Any], ids: Tensor, atten
     return hidden.sum(1) / attended.sum(1, keepdim=True).clamp(min=1)
 
 
-def _fit_logistic_regression(x: Tensor, y: Tensor, each: Tensor, penalty: float) -> Tensor:
+def _fit_logistic_regression(x: Tensor, y: Tensor, row_weights: Tensor, penalty: float) -> Tensor:
     """Minimise the weighted cross-entropy plus penalty, which is convex; return `(h + 1,)`, the intercept last."""
     with torch.enable_grad(), torch.inference_mode(False):
-        x, y, each = x.clone(), y.clone(), each.clone()
+        x, y, row_weights = x.clone(), y.clone(), row_weights.clone()
         coefficients = torch.zeros(x.shape[1] + 1, dtype=x.dtype, requires_grad=True)
         solver = torch.optim.LBFGS(
             [coefficients], max_iter=500, tolerance_grad=1e-9, tolerance_change=1e-14, line_search_fn="strong_wolfe"
@@ -242,7 +242,7 @@ def _fit_logistic_regression(x: Tensor, y: Tensor, each: Tensor, penalty: float)
         def closure() -> Tensor:
             solver.zero_grad()
             logits = x @ coefficients[:-1] + coefficients[-1]
-            loss = binary_cross_entropy_with_logits(logits, y, weight=each, reduction="sum")
+            loss = binary_cross_entropy_with_logits(logits, y, weight=row_weights, reduction="sum")
             loss = loss + 0.5 * penalty * coefficients[:-1].square().sum()
             loss.backward()
             return loss
@@ -278,8 +278,8 @@ class RunLength:
         """
         if self.max_steps < 0 and (self.max_epochs or -1) < 0:
             raise ConfigError(
-                "algo.precompute_reference=true asks the reference about the mismatched completions of every step of "
-                "the run, and nothing says how many there are: set trainer.max_steps or trainer.max_epochs, or take "
+                "algo.precompute_reference=true computes log-probs of the mismatched completions of every step, but "
+                "the number of steps is unknown. Set trainer.max_steps or trainer.max_epochs, or "
                 "algo/verdict=apo_zero_unpaired, which has no baseline."
             )
 

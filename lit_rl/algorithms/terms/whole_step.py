@@ -50,9 +50,9 @@ class WholeStep:
             parts.append(columns_of(micro.to(device)))
             unchanged = all(torch.equal(state, before[kind]) for kind, state in rng_state(device).items())
             noise.append(None if unchanged else before)
-        mine = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        rows = len(next(iter(mine.values())))
-        columns = {name: ranks.gather(column) for name, column in mine.items()}
+        own_columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        rows = len(next(iter(own_columns.values())))
+        columns = {name: ranks.gather(column) for name, column in own_columns.items()}
         return cls(columns, ranks.rank * rows, device, tuple(noise))
 
     def draw_again(self, batch: ExampleBatch) -> None:
@@ -96,6 +96,6 @@ def micro_batch_share(
     if whole is None:
         return function(**live)
     every_row = function(**whole.with_gradient(batch, **live))
-    mine = every_row[whole.place(batch)]
-    others = every_row.sum() - mine.sum()
-    return mine + (others - others.detach()) / len(mine)
+    own_rows = every_row[whole.place(batch)]
+    others = every_row.sum() - own_rows.sum()
+    return own_rows + (others - others.detach()) / len(own_rows)
