@@ -230,18 +230,16 @@ def read_example_corpus(
         DataError: a row or a whole set cannot be used; a set has no rows left.
     """
     report: Report = {}
-
-    def read(rows: Rows, key: str) -> tuple[list[Example], str]:
-        return _read_and_count(rows, encoder, kind, options, report, key)
-
-    found = [read(rows, "train") for rows in train]
+    found = [_read_and_count(rows, encoder, kind, options, report, "train") for rows in train]
     sources, formats = [examples for examples, _ in found], [name for _, name in found]
-    held_out = {name: read(rows, set_key(name))[0] for name, rows in val.items()}
+    held_out = {
+        name: _read_and_count(rows, encoder, kind, options, report, set_key(name))[0] for name, rows in val.items()
+    }
     report["train"]["held_out"] = 0
     if not any(sources):
         raise DataError(f"No row is left to train on: {list_counts(report['train'])}.")
     if val_fraction > 0:
-        sources, held = hold_out(sources, val_fraction, seed, _example_key)
+        sources, held = hold_out(sources, val_fraction, seed, example_key)
         report["train"]["held_out"] = len(held)
         report["train"]["kept"] = sum(map(len, sources))
         if held:  # a single row is trained on
@@ -305,12 +303,12 @@ def _example_corpus(
 ) -> ExampleCorpus:
     how = train_set.kind, train_set.pad_id, options, train_set.processor
     sets = {name: _example_set(rows, *how) for name, rows in held_out.items()}
-    seen = {_example_key(example) for example in train_set.examples}
+    seen = {example_key(example) for example in train_set.examples}
     for name, examples in sets.items():
         counts = report[set_key(name)]
         if not len(examples):
             raise DataError(f"The validation set {set_key(name)} has no rows left: {list_counts(counts)}.")
-        counts["overlap"] = sum(_example_key(example) in seen for example in examples.examples)
+        counts["overlap"] = sum(example_key(example) in seen for example in examples.examples)
     if options.packing != "none":
         for key, examples in {"train": train_set, **{set_key(name): s for name, s in sets.items()}}.items():
             report[key]["packed_rows"] = len(examples)
@@ -344,6 +342,6 @@ def _read_and_count(
     return examples, found
 
 
-def _example_key(example: Example) -> str:
+def example_key(example: Example) -> str:
     """Return a key that is equal for rows of equal prompts; a text without a prompt is its own."""
     return json.dumps(example.texts[0].ids) if example.prompt is None else prompt_key(example.prompt, example.shown)

@@ -184,7 +184,13 @@ class Encoder:
         common = min(text.prompt_tokens for text in texts)
         for text in texts:
             common = min(common, common_prefix_length(texts[0].ids[:common], text.ids))
-        return tuple(_move_start(text, common) for text in texts)
+        moved = []  # the same tokens, with completions that begin earlier
+        for text in texts:
+            if text.prompt_tokens != common:
+                learned = [common <= i < text.prompt_tokens or flag for i, flag in enumerate(text.learned)]
+                text = Encoded(text.ids, _learned_from(0, learned), common, text.shown)
+            moved.append(text)
+        return tuple(moved)
 
     def steps(
         self, prompt: Prompt, steps: Sequence[str], separator: str, where: str, *, tools: Sequence[Any] | None = None
@@ -371,22 +377,19 @@ class Encoder:
                 learned[end:stop] = [False] * (stop - end)
             elif stop < len(ids) and ids[stop] in self.ends:  # the template writes the end as part of the next turn
                 learned[stop] = True
-            elif True in text.learned[stop:]:
-                self._note_open(ids, start, stop)
+            elif True in text.learned[stop:]:  # a turn in the middle
+                known = end_marks(self.tokenizer, "")
+                mark = next((token for token in (ids[stop - 1], ids[stop]) if token in known), None)
+                if mark is None and self.learn != "completion":  # a marked part, which may continue within the turn
+                    continue
+                shown = self.tokenizer.decode(list(ids[max(start, stop - 3) : stop + 1]))
+                fix = "" if mark is None else f" Should it end there, {unknown_end_fix(self.tokenizer, mark)}"
+                self.left_out.note(
+                    "ends",
+                    f"The chat template writes {shown!r} where a reply ends and the conversation goes on, and no token "
+                    f"at which generation ends: the policy does not learn to stop there.{fix}",
+                )
         return learned
-
-    def _note_open(self, ids: Sequence[int], start: int, stop: int) -> None:
-        """Note a turn in the middle that ends with no token at which generation ends."""
-        known = end_marks(self.tokenizer, "")
-        mark = next((token for token in (ids[stop - 1], ids[stop]) if token in known), None)
-        if mark is not None or self.learn == "completion":  # otherwise a marked part may continue within the turn
-            shown = self.tokenizer.decode(list(ids[max(start, stop - 3) : stop + 1]))
-            self.left_out.note(
-                "ends",
-                f"The chat template writes {shown!r} where a reply ends and the conversation goes on, and no token at "
-                "which generation ends: the policy does not learn to stop there."
-                + ("" if mark is None else f" Should it end there, {unknown_end_fix(self.tokenizer, mark)}"),
-            )
 
     def _end(self, ids: Sequence[int], start: int, stop: int) -> int | None:
         """Return the place after the first ending token at the end of a turn, white space aside; None where there is
@@ -432,14 +435,6 @@ class Encoder:
     def _plain(self, text: str) -> list[int]:
         ids: Any = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return list(ids)
-
-
-def _move_start(text: Encoded, start: int) -> Encoded:
-    """Return the same tokens with a completion that begins earlier."""
-    if start == text.prompt_tokens:
-        return text
-    learned = [start <= i < text.prompt_tokens or flag for i, flag in enumerate(text.learned)]
-    return Encoded(text.ids, _learned_from(0, learned), start, text.shown)
 
 
 def _learned_from(start: int, learned: Sequence[bool]) -> list[bool]:

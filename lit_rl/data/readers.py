@@ -272,16 +272,16 @@ def row_of_table(row: dict[str, Any]) -> dict[str, Any]:
     All structs of a column have the same keys, so a table fills the arguments that a call does not have with None: keys
     of None are left out of arguments, at every depth. Arguments that are JSON text keep their nulls.
     """
-    return {name: _of_messages(value) if isinstance(value, list) else value for name, value in row.items()}
-
-
-def _of_messages(value: list[Any]) -> list[Any]:
-    return [
-        {key: _in_arguments(item) if key in _CALLS else item for key, item in each.items()}
-        if isinstance(each, dict) and ("role" in each or "from" in each)
-        else each
-        for each in value
-    ]
+    restored = dict(row)
+    for name, value in row.items():
+        if isinstance(value, list):
+            restored[name] = [
+                {key: _in_arguments(item) if key in _CALLS else item for key, item in each.items()}
+                if isinstance(each, dict) and ("role" in each or "from" in each)
+                else each
+                for each in value
+            ]
+    return restored
 
 
 _CALLS = ("tool_calls", "function_call", "content")

@@ -457,7 +457,14 @@ class TemplateOmissions:
             learned = number >= first and message["role"] == "assistant"
             for what, words in self._missing(message, reply if learned else text):
                 if learned and what in ("tool_calls", "words"):
-                    raise DataError(_omission_error(f"{where}: message {number} (assistant)", what, words))
+                    spoken = f"{where}: message {number} (assistant): the chat template leaves out"
+                    fix = "Give a template that writes it with model.chat_template=FILE"
+                    if what == "words":
+                        raise DataError(f"{spoken} what it says: {excerpt(words)}. {fix}.")
+                    raise DataError(
+                        f"{spoken} its tool call: {excerpt(words)}. The reply would be learned without it. {fix}, or "
+                        "write the call into content."
+                    )
                 self._words.setdefault(f"{what} of the {message['role']}", words)
         for tool in kwargs.get("tools") or ():
             name = str((tool.get("function") or tool).get("name") or "") if isinstance(tool, Mapping) else ""
@@ -516,18 +523,14 @@ class TemplateOmissions:
                     yield key, str(value)
             elif key == "tool_calls":
                 yield from (("tool_calls", words) for words in _missing_calls(value, text))
-                self._note_texts(value)
+                for call in value if isinstance(value, list | tuple) else [value]:
+                    arguments = call_arguments((call.get("function") or call).get("arguments"))
+                    if isinstance(arguments, str):
+                        line = "Arguments of tool calls that are no JSON object are rendered as text"
+                        self.note("arguments", f"{line}: {excerpt(arguments)}")
                 self._note_key("tool_calls.id", [call.get("id") for call in value if isinstance(call, Mapping)], text)
             elif key != "role":
                 self._note_key(key, [value], text)
-
-    def _note_texts(self, calls: Any) -> None:
-        """Note arguments that no function takes by name: a template writes them between quotes, or as they are."""
-        for call in calls if isinstance(calls, list | tuple) else [calls]:
-            arguments = call_arguments((call.get("function") or call).get("arguments"))
-            if isinstance(arguments, str):
-                line = f"Arguments of tool calls that are no JSON object are rendered as text: {excerpt(arguments)}"
-                self.note("arguments", line)
 
     def _note_key(self, key: str, values: Sequence[Any], text: str) -> None:
         """Note a key whose text is missing; for a number, a key whose name the template does not read."""
@@ -634,13 +637,3 @@ def _is_in(value: Any, text: str) -> bool:
         return True
     bare = re.sub(r"\s+", "", value)
     return bare.casefold() in re.sub(r"\s+", "", text).casefold()
-
-
-def _omission_error(where: str, what: str, words: str) -> str:
-    fix = "Give a template that writes it with model.chat_template=FILE"
-    if what == "words":
-        return f"{where}: the chat template leaves out what it says: {excerpt(words)}. {fix}."
-    return (
-        f"{where}: the chat template leaves out its tool call: {excerpt(words)}. The reply would be learned without "
-        f"it. {fix}, or write the call into content."
-    )

@@ -65,19 +65,15 @@ def image_of(value: Any, where: str, *, folder: Path | None = None, max_pixels: 
     if isinstance(value, bytes | bytearray | memoryview):
         return _of_bytes(bytes(value), "bytes", where, max_pixels)
     if isinstance(value, Mapping) and value.keys() <= {"bytes", "path"}:
-        return _of_mapping(value, where, folder, max_pixels)
+        data, path = value.get("bytes"), value.get("path")
+        if data is not None:
+            return _of_bytes(bytes(data), str(path or "bytes"), where, max_pixels)
+        if isinstance(path, str):
+            return _of_text(path, where, folder, max_pixels)
+        raise DataError(f"{where}: the image has neither bytes nor a path.")
     if is_pillow(value):
         return _of_pillow(value, where, max_pixels)
     raise DataError(f"{where}: the image is {excerpt(repr(value))} ({type(value).__name__}); allowed are {ALLOWED}.")
-
-
-def _of_mapping(value: Mapping[str, Any], where: str, folder: Path | None, max_pixels: int) -> ImageRef:
-    data, path = value.get("bytes"), value.get("path")
-    if data is not None:
-        return _of_bytes(bytes(data), str(path or "bytes"), where, max_pixels)
-    if isinstance(path, str):
-        return _of_text(path, where, folder, max_pixels)
-    raise DataError(f"{where}: the image has neither bytes nor a path.")
 
 
 def _of_text(text: str, where: str, folder: Path | None, max_pixels: int) -> ImageRef:
@@ -217,7 +213,14 @@ def video_of(value: Any, where: str, *, folder: Path | None = None, max_pixels: 
         image_of(frame, f"{where}: frame {number} of the video", folder=folder, max_pixels=max_pixels)
         for number, frame in enumerate(value)
     ]
-    _check_sizes(frames, where)
+    first = frames[0]
+    for number, frame in enumerate(frames):
+        if (frame.width, frame.height) != (first.width, first.height):
+            raise DataError(
+                f"{where}: frame {number} of the video ({frame.name}) has {frame.width} x {frame.height} pixels, and "
+                f"frame 0 has {first.width} x {first.height}. Processors resize a video as a whole: make its frames "
+                "one size."
+            )
     return VideoRef(tuple(frames), fps)
 
 
@@ -251,17 +254,6 @@ def _rate(value: Any, where: str) -> float | None:
     if not number or not math.isfinite(value) or value <= 0:
         raise DataError(f"{where}: the video has fps={excerpt(repr(value))}: frames a second, a number above 0.")
     return float(value)
-
-
-def _check_sizes(frames: Sequence[ImageRef], where: str) -> None:
-    first = frames[0]
-    for number, frame in enumerate(frames):
-        if (frame.width, frame.height) != (first.width, first.height):
-            raise DataError(
-                f"{where}: frame {number} of the video ({frame.name}) has {frame.width} x {frame.height} pixels, and "
-                f"frame 0 has {first.width} x {first.height}. Processors resize a video as a whole: make its frames "
-                "one size."
-            )
 
 
 PART = {"type": "image"}

@@ -13,7 +13,6 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -130,7 +129,16 @@ def _opened(source: Any) -> tuple[str, ReadFromRow, bool]:
     local = local_path(path)
     if local is not None and local.is_file():
         suffix = suffix_of(local, split, name)
-        return str(local), _file_reader(local, suffix), suffix != ".parquet"
+        if suffix == ".parquet":
+            return str(local), partial(rows_of_parquet, local), False
+        if suffix in (".csv", ".tsv"):
+            return str(local), partial(rows_of_cells, local, "," if suffix == ".csv" else "\t"), True
+        if suffix == ".json" and is_one_value(local):
+            raise ConfigError(
+                f"data.stream_buffer with data.path={local}: a .json file of one value is read whole. Write one object "
+                "a line (.jsonl), or leave data.stream_buffer out."
+            )
+        return str(local), partial(rows_of_lines, local), True
     if split is not None and "[" in split:
         raise ConfigError(
             f"data.split={split!r} with data.stream_buffer: a slice needs all rows. Name a whole split, or leave "
@@ -141,19 +149,6 @@ def _opened(source: Any) -> tuple[str, ReadFromRow, bool]:
         return str(local), partial(_rows_of_data, data, str(local)), False
     data, title = open_hub(path, split=split, name=name, streaming=True), hub_name(path, split)
     return title, partial(_rows_of_data, data, title), False
-
-
-def _file_reader(path: Path, suffix: str) -> ReadFromRow:
-    if suffix == ".parquet":
-        return partial(rows_of_parquet, path)
-    if suffix in (".csv", ".tsv"):
-        return partial(rows_of_cells, path, "," if suffix == ".csv" else "\t")
-    if suffix == ".json" and is_one_value(path):
-        raise ConfigError(
-            f"data.stream_buffer with data.path={path}: a .json file of one value is read whole. Write one object a "
-            "line (.jsonl), or leave data.stream_buffer out."
-        )
-    return partial(rows_of_lines, path)
 
 
 def _rows_of_data(data: Any, name: str, skip: int) -> Iterator[RawRow]:

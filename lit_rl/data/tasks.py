@@ -381,8 +381,10 @@ class Digits(HoldsOut):
     @staticmethod
     def _row(numbers: list[int]) -> dict[str, Any]:
         *greys, digit = numbers
-        prompt = [{"role": "user", "content": QUESTION}]
-        return {"prompt": prompt, "image": _png(greys), "answer": str(digit)}
+        module, side = pillow(), _SIDE * _SCALE
+        image = module.frombytes("L", (_SIDE, _SIDE), bytes(grey * 255 // _GREYS for grey in greys))  # 0 is black
+        png = as_png(image.resize((side, side), module.Resampling.NEAREST).convert("RGB"))
+        return {"prompt": [{"role": "user", "content": QUESTION}], "image": png, "answer": str(digit)}
 
 
 class DigitTexts(Digits):
@@ -390,14 +392,6 @@ class DigitTexts(Digits):
 
     def _rows(self) -> list[dict[str, Any]]:
         return [{**row, "completion": _reply(row["answer"])} for row in super()._rows()]
-
-
-def _png(greys: list[int]) -> bytes:
-    """Return a PNG of grey values from 0, which is black, to 16."""
-    module = pillow()
-    image = module.frombytes("L", (_SIDE, _SIDE), bytes(grey * 255 // _GREYS for grey in greys))
-    side = _SIDE * _SCALE
-    return as_png(image.resize((side, side), module.Resampling.NEAREST).convert("RGB"))
 
 
 class VerifiersTasks(HoldsOut):

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from lit_rl.core.errors import ConfigError, GenerationError
 from lit_rl.core.examples import TokenBatch
+from lit_rl.models import hub_files
 from lit_rl.models.forward import text_logits
 from lit_rl.models.head import factors, has_separable_head, linear_head, without_head
 from lit_rl.models.language_model import LanguageModel
-from lit_rl.models.references import Held, OnCPU, Scorer, rename_keys
+from lit_rl.models.references import Held, OnCPU, Scorer
 from lit_rl.models.tokenizer import different_tokens
 from lit_rl.ops.fused_head import measure_rows
 from lit_rl.ops.logprobs import logprobs_and_entropy
@@ -44,7 +45,7 @@ class Teacher(Held):
     """
 
     def __init__(self, model: LanguageModel | str, student: LanguageModel, device: Literal["cpu"] | None) -> None:
-        with rename_keys(*_AS_TEACHER):
+        with hub_files.rename_keys(*_AS_TEACHER):
             super().__init__(device)
             like_student = {"dtype": student.dtype, "attn_implementation": student.attn_implementation}
             model = LanguageModel.of(model, "algo.teacher", **like_student)
@@ -64,7 +65,7 @@ class Teacher(Held):
             ConfigError: it has another vocabulary than the student, or its settings are wrong.
         """
         self.check_vocabulary()
-        with rename_keys(*_AS_TEACHER):
+        with hub_files.rename_keys(*_AS_TEACHER):
             model = self.model.load()
         held = self.hold(model)
         if isinstance(held, OnCPU):
@@ -78,7 +79,7 @@ class Teacher(Held):
         Raises:
             ConfigError: the two do not have the same tokens under the same ids.
         """
-        with rename_keys(*_AS_TEACHER):
+        with hub_files.rename_keys(*_AS_TEACHER):
             theirs, rows = self.model.tokenizer.get_vocab(), self.model.config.get_text_config().vocab_size
         ours, needed = self.student.tokenizer.get_vocab(), self.student.config.get_text_config().vocab_size
         different = different_tokens(theirs, ours)
@@ -184,33 +185,32 @@ def distillation_scores(
     at = tokens.learned[:, columns].flatten().nonzero().flatten()
     ids = tokens.input_ids[:, 1:][:, columns].flatten()[at]
     in_blocks = fused and has_separable_head(student) and has_separable_head(teacher)
-    with torch.no_grad():
-        theirs, _ = _last(teacher, tokens, columns, router_aux=False, headless=in_blocks)
-    ours, aux_loss = _last(student, tokens, columns, router_aux=router_aux, headless=in_blocks)
-    mine, others = (each.flatten(0, 1).index_select(0, at) for each in (ours, theirs))
-    head_of_teacher = linear_head(teacher) if in_blocks else nn.Identity()
+    # Of each model its logits `(b, c, v)`, or where blocks are taken the inputs `(b, c, d)` of its head.
+    with torch.no_grad(), without_head(teacher) if in_blocks else nullcontext():
+        teacher_outputs, _ = text_logits(teacher, tokens, columns, False)
+    with without_head(student) if in_blocks else nullcontext():
+        student_outputs, aux_loss = text_logits(student, tokens, columns, router_aux)
+    student_rows, teacher_rows = (
+        outputs.flatten(0, 1).index_select(0, at) for outputs in (student_outputs, teacher_outputs)
+    )
+    heads = (linear_head(student), linear_head(teacher)) if in_blocks else (None, None)
 
-    def compared(rows: slice, logits: Tensor) -> tuple[Tensor, ...]:
+    def compare(rows: slice, logits: Tensor) -> tuple[Tensor, ...]:
         logits = logits[None, :, :shared_tokens]
         with torch.no_grad():
-            of_teacher, plain = head_of_teacher(others[rows])[None, :, :shared_tokens], logits.detach()
-            spread = (plain, of_teacher) if entropies else ()
-            spreads = [logprobs_and_entropy(each, ids[rows][None])[1][0] for each in spread]
+            teacher_logits = teacher_rows[rows] if heads[1] is None else heads[1](teacher_rows[rows])
+            teacher_logits, plain = teacher_logits[None, :, :shared_tokens], logits.detach()
+            both = (plain, teacher_logits) if entropies else ()
+            found = [logprobs_and_entropy(each, ids[rows][None])[1][0] for each in both]
             correct = token_stats(plain, ids[rows][None]).correct[0].float()
-        return divergence(logits, of_teacher)[0], correct, *spreads
+        return divergence(logits, teacher_logits)[0], correct, *found
 
-    if not in_blocks:
-        return DistillationScores(*compared(slice(None), mine), aux_loss=aux_loss)
-    head = linear_head(student)
-    size = max(1, LOGITS_PER_BLOCK // max(each.weight.shape[0] for each in (head, head_of_teacher)))  # pyright: ignore
+    if heads[0] is None or heads[1] is None:
+        return DistillationScores(*compare(slice(None), student_rows), aux_loss=aux_loss)
+    size = max(1, LOGITS_PER_BLOCK // max(head.weight.shape[0] for head in heads))
     if len(at) <= size:
-        return DistillationScores(*compared(slice(None), head(mine)), aux_loss=aux_loss)
-    return DistillationScores(*measure_rows(*factors(mine, head), compared, size=size), aux_loss=aux_loss)  # pyright: ignore
-
-
-def _last(
-    model: nn.Module, tokens: TokenBatch, columns: Tensor, *, router_aux: bool, headless: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return `(b, c, ...)` of the given columns: logits, or the inputs of the head; and the router's loss."""
-    with without_head(model) if headless else nullcontext():
-        return text_logits(model, tokens, columns, router_aux)
+        return DistillationScores(*compare(slice(None), heads[0](student_rows)), aux_loss=aux_loss)
+    return DistillationScores(
+        *measure_rows(*factors(student_rows, heads[0]), compare, size=size),
+        aux_loss=aux_loss,  # pyright: ignore
+    )

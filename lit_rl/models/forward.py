@@ -26,7 +26,6 @@ from lit_rl.models.forward_inputs import (
     bucket_by_length,
     forward_parameters,
     known_masks,
-    split_buckets,
     text_inputs,
     trunk_inputs,
 )
@@ -85,18 +84,38 @@ def score(
     Raises:
         ConfigError: the model has no router whose load could be balanced.
     """
-    distribution = _distribution(sampling, entropy=entropy or entropy_gradient, entropy_gradient=entropy_gradient)
-    if router_aux:
-        if "output_router_logits" not in forward_parameters(model):
-            raise no_router(model)
-        with fused_accumulation(model, options):
-            scores, output = _one_call(
-                model, completions.with_host(), sampling, distribution, options, output_router_logits=True
-            )
-        if not isinstance(output.aux_loss, Tensor):
-            raise no_router(model)
-        return TokenScores(scores.logprobs, scores.entropy, output.aux_loss)
-    scores = _run(model, completions, sampling, distribution, options)
+    experts = {"output_router_logits": True} if router_aux else {}
+    if router_aux and "output_router_logits" not in forward_parameters(model):
+        raise no_router(model)
+    completions, entropy = completions.with_host(), entropy or entropy_gradient
+    distribution = Distribution(
+        float(sampling.temperature), sampling.truncation, entropy=entropy, entropy_gradient=entropy_gradient
+    )
+
+    def score_rows(rows: Completions) -> tuple[TargetScores, Any]:
+        """Return the scores of rows that run in one call of the model, and its output."""
+        ids, host = rows.response_ids, rows.on_host
+        columns = ids.shape[1] + 1  # positions that predict a response token, and the last one
+        targets = Targets(ids, host.response_mask, first=-columns, history=_history(rows, sampling))
+        inputs = {**trunk_inputs(model, rows), "logits_to_keep": columns, "use_cache": False}
+        with known_masks(host.attention_mask):
+            return score_targets(model, targets, distribution, fused=options.fused_head, **inputs, **experts)
+
+    with fused_accumulation(model, options):
+        if router_aux:
+            scores, output = score_rows(completions)
+            return TokenScores(scores.logprobs, scores.entropy, _aux_loss(model, output, True))
+        prompts = shared_prompts(model, completions) if options.shared_prompts else None
+        buckets: list[Bucket] = []
+        if prompts is None and options.rows_by_length and not isinstance(model, FSDPModule):
+            buckets = bucket_by_length(completions.on_host.attention_mask.sum(1), completions.response_ids.device)
+        if prompts is not None:
+            scores = run_shared(model, completions, prompts, distribution, options, _history(completions, sampling))
+        elif len(buckets) < 2:
+            scores, _ = score_rows(completions)
+        else:
+            parts = [score_rows(trim(select(completions, bucket.rows)))[0] for bucket in buckets]
+            scores = TargetScores.of_buckets(parts, buckets, completions.response_ids.shape[1])
     return TokenScores(scores.logprobs, scores.entropy)
 
 
@@ -104,53 +123,7 @@ def response_logprobs(
     model: nn.Module, completions: Completions, sampling: Sampling, options: ForwardOptions = DEFAULT
 ) -> Tensor:
     """Return the float32 ``(b, t)`` log-probs of `score` alone."""
-    return _run(model, completions, sampling, _distribution(sampling), options).logprobs
-
-
-def _run(
-    model: nn.Module, completions: Completions, sampling: Sampling, distribution: Distribution, options: ForwardOptions
-) -> TargetScores:
-    completions = completions.with_host()
-    with fused_accumulation(model, options):
-        prompts = shared_prompts(model, completions) if options.shared_prompts else None
-        if prompts is not None:
-            return run_shared(model, completions, prompts, distribution, options, _history(completions, sampling))
-        return _run_by_length(model, completions, sampling, distribution, options)
-
-
-def _run_by_length(
-    model: nn.Module, completions: Completions, sampling: Sampling, distribution: Distribution, options: ForwardOptions
-) -> TargetScores:
-    def called(part: Completions) -> TargetScores:
-        return _one_call(model, part, sampling, distribution, options)[0]
-
-    if not options.rows_by_length or isinstance(model, FSDPModule):
-        return called(completions)
-    buckets = bucket_by_length(completions.on_host.attention_mask.sum(1), completions.response_ids.device)
-    if len(buckets) == 1:
-        return called(completions)
-    parts = [called(trim(select(completions, bucket.rows))) for bucket in buckets]
-    return TargetScores.of_buckets(parts, buckets, completions.response_ids.shape[1])
-
-
-def _one_call(
-    model: nn.Module,
-    completions: Completions,
-    sampling: Sampling,
-    distribution: Distribution,
-    options: ForwardOptions,
-    **extra: Any,
-) -> tuple[TargetScores, Any]:
-    ids, host, history = completions.response_ids, completions.on_host, _history(completions, sampling)
-    kept = ids.shape[1] + 1  # positions that predict a response token, and the last one
-    targets = Targets(ids, host.response_mask, first=-kept, history=history)
-    inputs = {**trunk_inputs(model, completions), "logits_to_keep": kept, "use_cache": False}
-    with known_masks(host.attention_mask):
-        return score_targets(model, targets, distribution, fused=options.fused_head, **inputs, **extra)
-
-
-def _distribution(sampling: Sampling, **wanted: bool) -> Distribution:
-    return Distribution(float(sampling.temperature), sampling.truncation, **wanted)
+    return score(model, completions, sampling, options=options).logprobs
 
 
 def _history(completions: Completions, sampling: Sampling) -> History | None:
@@ -225,7 +198,13 @@ def score_texts(
     """
     tokens = tokens.with_host()
     width, distribution = tokens.input_ids.shape[1] - 1, Distribution(entropy=entropy, stats=stats)
-    buckets = [] if router_aux or isinstance(model, FSDPModule) else _text_buckets(tokens, options)
+    buckets: list[Bucket] = []  # the rows of each call of the model
+    if not router_aux and not isinstance(model, FSDPModule):
+        buckets = [Bucket(torch.arange(len(tokens)), width + 1)]
+        if options.rows_by_length and tokens.segment is None:
+            buckets = bucket_by_length(tokens.on_host.attention_mask.sum(1), tokens.input_ids.device)
+        if (most := options.most_rows) is not None and not torch.is_grad_enabled():
+            buckets = [Bucket(rows, each.width) for each in buckets for rows in each.rows.split(most)]
     with fused_accumulation(model, options):
         if len(buckets) < 2:
             found, aux_loss = _one_text_call(model, tokens, distribution, router_aux, options)
@@ -236,16 +215,6 @@ def score_texts(
             ]
             found, aux_loss = TargetScores.of_buckets(parts, buckets, width), None
     return TextScores(found.logprobs, found.entropy, found.stats, aux_loss)
-
-
-def _text_buckets(tokens: TokenBatch, options: ForwardOptions) -> list[Bucket]:
-    """Return the rows of each call of the model, all of them together."""
-    buckets = [Bucket(torch.arange(len(tokens)), tokens.input_ids.shape[1])]
-    if options.rows_by_length and tokens.segment is None:
-        buckets = bucket_by_length(tokens.on_host.attention_mask.sum(1), tokens.input_ids.device)
-    return (
-        buckets if options.most_rows is None or torch.is_grad_enabled() else split_buckets(buckets, options.most_rows)
-    )
 
 
 def _one_text_call(

@@ -147,28 +147,26 @@ def prompt_positions(model: nn.Module, ids: Tensor, mask: Tensor, prompts: Seque
     return found
 
 
-def text_positions(model: nn.Module, tokens: TokenBatch) -> Tensor:
-    """Return long ``(b, s)`` or ``(3, b, s)``, for texts that begin with their prompts and are padded on the right."""
-    counted, finds = tokens.position_ids, axes_of(model)
-    if tokens.vision is None or finds is None:
-        return counted
-    found = counted.expand(3, -1, -1).clone()
+def text_inputs(model: nn.Module, tokens: TokenBatch) -> dict[str, Tensor]:
+    """Return positions of the tokens of texts, and images beside them, as keyword arguments of a model.
+
+    Texts begin with their prompts and are padded on the right. Positions are long ``(b, s)``, or ``(3, b, s)`` where a
+    model has three axes and a text has images.
+    """
+    counted, ids, finds = tokens.position_ids, tokens.input_ids, axes_of(model)
+    if tokens.vision is None:
+        return {"position_ids": counted}
+    images = tokens.vision.inputs(ids.device) | tokens.vision.per_text_token(ids.shape[1], ids.device)
+    if finds is None:
+        return {"position_ids": counted, **images}
+    positions = counted.expand(3, -1, -1).clone()
     for row, vision in enumerate(tokens.vision.rows):
         if vision is not None:
             n = len(next(iter(vision.per_token.values())))
-            axes = finds(tokens.input_ids[row, :n], vision)
-            found[:, row, :n] = axes
-            found[:, row, n:] = counted[row, n:] - (n - 1) + axes[:, -1].max()
-    return found
-
-
-def text_inputs(model: nn.Module, tokens: TokenBatch) -> dict[str, Tensor]:
-    """Return positions of the tokens of texts, and images beside them, as keyword arguments of a model."""
-    found = {"position_ids": text_positions(model, tokens)}
-    if tokens.vision is not None:
-        ids = tokens.input_ids
-        found |= tokens.vision.inputs(ids.device) | tokens.vision.per_text_token(ids.shape[1], ids.device)
-    return found
+            axes = finds(ids[row, :n], vision)
+            positions[:, row, :n] = axes
+            positions[:, row, n:] = counted[row, n:] - (n - 1) + axes[:, -1].max()
+    return {"position_ids": positions, **images}
 
 
 def counted_positions(mask: Tensor) -> Tensor:
@@ -323,11 +321,6 @@ def bucket_by_length(lengths: Tensor, device: torch.device) -> list[Bucket]:
 
     count = min(range(1, min(MAX_BUCKETS, len(falling)) + 1), key=lambda number: (cost(number), number))
     return [Bucket(rows, int(falling[start])) for rows, start in zip(order.tensor_split(count), starts(count))]
-
-
-def split_buckets(buckets: Sequence[Bucket], most: int) -> list[Bucket]:
-    """Split buckets into ones of at most ``most`` rows."""
-    return [Bucket(rows, bucket.width) for bucket in buckets for rows in bucket.rows.split(most)]
 
 
 def join_buckets(parts: Sequence[Tensor], buckets: Sequence[Bucket], width: int) -> Tensor:

@@ -30,7 +30,7 @@ from lit_rl.models.verified_folder import (
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def export_policy(
@@ -85,10 +85,32 @@ def verify_policy(staged: Path, state: Mapping[str, Tensor], description: Langua
 def _rebuild(
     description: LanguageModel, policy: nn.Module, state: Mapping[str, Tensor], prompts: PromptForm | None
 ) -> PreTrainedModel | PeftModel:
-    """Return a model on the CPU like ``policy``, whose parameters are the tensors of ``state``."""
-    config, generation_config = _configs(base_of(policy), description)
+    """Return a model on the CPU like ``policy``, whose parameters are the tensors of ``state``.
+
+    Its configs agree with the tokenizer about the ids of EOS and padding.
+    """
+    from lightning.pytorch.utilities import rank_zero_warn
+    from transformers import GenerationConfig
+
+    base = base_of(policy)
+    first, *others = description.eos_ids
+    ids = {
+        "eos_token_id": [first, *others] if others else first,
+        "pad_token_id": description.pad_id,
+        "bos_token_id": description.tokenizer.bos_token_id,
+    }
     extra = {"lit_rl_prompts": prompts} if prompts is not None else {}
-    config.update(extra)
+    config, generation_config = copy.deepcopy(base.config), copy.deepcopy(base.generation_config)
+    config.get_text_config().update(ids)
+    config.update({**ids, **extra})
+    generation_config.update(**ids)
+    try:
+        generation_config.validate(strict=True)
+    except ValueError as error:
+        rank_zero_warn(
+            f"The model's generation_config.json contradicts itself, so only its token ids are kept: {error}"
+        )
+        generation_config = GenerationConfig(**ids)
     if description.quantization is not None:
         # Merging into 4-bit weights would round the adapter away, so the adapter joins the base as it was published.
         rebuilt: Any = unquantized(description).load_base()
@@ -177,28 +199,6 @@ def _tie(rebuilt: nn.Module, plain: Any, model: nn.Module) -> None:
         for name in others:
             path, _, last = name.rpartition(".")
             setattr(rebuilt.get_submodule(path), last, rebuilt.get_parameter(first))
-
-
-def _configs(base: Any, description: LanguageModel) -> tuple[PreTrainedConfig, GenerationConfig]:
-    """Return config and generation config that agree with the tokenizer about the ids of EOS and padding."""
-    from lightning.pytorch.utilities import rank_zero_warn
-    from transformers import GenerationConfig
-
-    first, *others = description.eos_ids
-    eos = [first, *others] if others else first
-    ids = {"eos_token_id": eos, "pad_token_id": description.pad_id, "bos_token_id": description.tokenizer.bos_token_id}
-    config, generation_config = copy.deepcopy(base.config), copy.deepcopy(base.generation_config)
-    config.get_text_config().update(ids)
-    config.update(ids)
-    generation_config.update(**ids)
-    try:
-        generation_config.validate(strict=True)
-    except ValueError as error:
-        rank_zero_warn(
-            f"The model's generation_config.json contradicts itself, so only its token ids are kept: {error}"
-        )
-        generation_config = GenerationConfig(**ids)
-    return config, generation_config
 
 
 def export_scoring(

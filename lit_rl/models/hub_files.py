@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -49,7 +50,15 @@ def refuse_pickle(key: str, path: str, stem: str) -> None:
         ConfigError: an adapter's weights are looked for in the folder of a whole model.
     """
     folder = Path(path)
-    _check_index(key, folder)
+    # The hub's client refuses such names of a repository itself.
+    for index in folder.glob("*.safetensors.index.json") if folder.is_dir() else ():
+        with suppress(ValueError, OSError, AttributeError, TypeError):  # one that is damaged is named where it is read
+            for name in set(json.loads(index.read_bytes())["weight_map"].values()):
+                if Path(name).is_absolute() or ".." in Path(name).parts:
+                    raise StorageError(
+                        f"{key}: {index} names {name!r}, which is outside of the model's folder, and is not read. "
+                        "Allowed are files of the folder: look at who made this model, and fetch it again."
+                    )
     if not folder.is_dir() or any(folder.glob(f"{stem}*.safetensors")):
         return
     pickled = sorted(item.name for item in folder.iterdir() if item.suffix in {".bin", ".pt", ".pth", ".ckpt"})
@@ -64,18 +73,6 @@ def refuse_pickle(key: str, path: str, stem: str) -> None:
     raise StorageError(f"{key}: {folder} holds no {stem}*.safetensors. Is the download complete?")
 
 
-def _check_index(key: str, folder: Path) -> None:
-    """Check the index of a folder; the hub's client refuses such names of a repository itself."""
-    for index in folder.glob("*.safetensors.index.json") if folder.is_dir() else ():
-        with suppress(ValueError, OSError, AttributeError, TypeError):  # one that is damaged is named where it is read
-            for name in set(json.loads(index.read_bytes())["weight_map"].values()):
-                if Path(name).is_absolute() or ".." in Path(name).parts:
-                    raise StorageError(
-                        f"{key}: {index} names {name!r}, which is outside of the model's folder, and is not read. "
-                        "Allowed are files of the folder: look at who made this model, and fetch it again."
-                    )
-
-
 @contextmanager
 def reading(key: str, name: str, path: str) -> Iterator[None]:
     """Turn the errors of Hugging Face's libraries while they read ``path`` into ours."""
@@ -88,6 +85,18 @@ def reading(key: str, name: str, path: str) -> Iterator[None]:
         if translated is None:
             raise
         raise translated from error
+
+
+@contextmanager
+def rename_keys(*patterns: tuple[str, str]) -> Iterator[None]:
+    """Rename keys in the errors of a loader, by regular expressions and their replacements."""
+    try:
+        yield
+    except LitRLError as error:
+        message = str(error)
+        for pattern, replacement in patterns:
+            message = re.sub(pattern, replacement, message)
+        raise type(error)(message) from error
 
 
 @contextmanager

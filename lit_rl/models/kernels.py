@@ -191,9 +191,9 @@ def compile_pieces(base: nn.Module) -> None:
     """
     found = False
     for part in base.modules():
-        own = _compiled_forward(part)
-        if own is not None:
-            part.forward, found = MethodType(_with_gradient(own, type(part).forward), part), True
+        forward = _compiled_forward(part)
+        if forward is not None:
+            part.forward, found = MethodType(forward, part), True
     if not found:
         raise ConfigError(
             f"model.compile=true: {type(base).__name__} has no RMSNorm, no gated MLP and no rotary embedding as Llama "
@@ -209,33 +209,31 @@ def compiler_of(head: nn.Module) -> Callable[[Callable[..., Any]], Callable[...,
     return compiled if head in _HEADS else None
 
 
-def _with_gradient(own: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled_forward(part: nn.Module) -> Callable[..., Any] | None:
+    """Return the forward of a module that computes by compiled code where there is a gradient; None where nothing of
+    it is compiled."""
+    plain: Any = type(part).forward
+    if "forward" in vars(part) or not hasattr(plain, "__code__"):
+        return None
+    code, mlp = plain.__code__, _mlp.__code__
+    own: Callable[..., Any]
+    if type(part).__name__.endswith("RMSNorm") and [name for name, _ in part.named_parameters()] == ["weight"]:
+
+        def own(self: Any, x: Tensor) -> Tensor:
+            return compiled(plain)(self, x.flatten(0, -2)).view(x.shape)
+
+    # The same code on arguments in the same places, whatever their names, is the same function.
+    elif (code.co_code, code.co_names, code.co_argcount) == (mlp.co_code, mlp.co_names, mlp.co_argcount):
+        own = _compiled_mlp
+    elif ROTATION in code.co_names:
+        own = with_rotation(compiled(plain.__globals__[ROTATION]), plain)
+    else:
+        return None
+
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return (own if torch.is_grad_enabled() else plain)(self, *args, **kwargs)
 
     return forward
-
-
-def _compiled_forward(part: nn.Module) -> Callable[..., Any] | None:
-    """Return the forward that a module computes by in training; None where nothing of it is compiled."""
-    plain = type(part).forward
-    if "forward" in vars(part) or not hasattr(plain, "__code__"):
-        return None
-    if type(part).__name__.endswith("RMSNorm") and [name for name, _ in part.named_parameters()] == ["weight"]:
-        return lambda self, x: compiled(plain)(self, x.flatten(0, -2)).view(x.shape)
-    if _same_code(plain, _mlp):
-        return _compiled_mlp
-    if ROTATION in plain.__code__.co_names:
-        rotation: Any = compiled(plain.__globals__[ROTATION])
-        return with_rotation(rotation, plain)
-    return None
-
-
-def _same_code(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
-    """Tell whether two functions compute the same from arguments in the same places, whatever their names."""
-    first: Any = one.__code__
-    second: Any = other.__code__
-    return (first.co_code, first.co_names, first.co_argcount) == (second.co_code, second.co_names, second.co_argcount)
 
 
 def _mlp(self: Any, x: Tensor) -> Tensor:

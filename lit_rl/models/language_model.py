@@ -379,7 +379,7 @@ class LanguageModel:
         """Load the tokenizer as it comes with the model, padding on the left."""
         return tokenizers.load_tokenizer(self.name, self.path, **self._hub)
 
-    @property
+    @cached_property
     def sees(self) -> bool:
         """True for a model over images too."""
         return sees(self.config)
@@ -430,8 +430,7 @@ class LanguageModel:
             BackendError: the model cannot be reached, or a package is missing.
         """
         from lit_rl.models import kernels, loading
-        from lit_rl.models.kernels import compile_pieces
-        from lit_rl.models.modes import set_checkpointing
+        from lit_rl.models.modes import disable_dropout, set_checkpointing
 
         loading.check_causal(self.name, self.config)
         if self.freeze is not None and not self.sees:
@@ -444,13 +443,13 @@ class LanguageModel:
         assert self.tokenizer.eos_token is not None  # it checks itself, and fails before any weight is read
         base = self.load_base()
         if self.disable_dropout:
-            loading.disable_dropout(base)
+            disable_dropout(base)
         if self.lm_head_fp32:
             loading.use_float32_head(base)
         if self.use_liger_kernel:
             kernels.use_liger_kernels(base)
         if self.compile:
-            compile_pieces(base)
+            kernels.compile_pieces(base)
         if self.sees:
             loading.ban_placeholders(base)
         policy: PreTrainedModel | PeftModel = base
@@ -491,7 +490,7 @@ class LanguageModel:
         other.dtype = dtype
         return other
 
-    @property
+    @cached_property
     def eos_ids(self) -> tuple[int, ...]:
         """Every id that ends a response: the sorted union over tokenizer, config and generation config."""
         return tuple(sorted(self._eos_ids(self.tokenizer)))

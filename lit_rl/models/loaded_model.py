@@ -13,7 +13,7 @@ from lit_rl.models import loading
 from lit_rl.models.adapters import PeftAdapter
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.merging import check_kind, check_merge, refuse_hidden_adapters
-from lit_rl.models.modes import recomputes, set_checkpointing
+from lit_rl.models.modes import disable_dropout, recomputes, set_checkpointing
 from lit_rl.models.trunk import base_of, trained_of_base
 from lit_rl.models.vision_parts import sees
 
@@ -142,7 +142,7 @@ class LoadedModel(LanguageModel):
             base.to(getattr(torch, self.dtype))
         loading.say_what_is_tied(base)
         if self.disable_dropout:
-            loading.disable_dropout(base)
+            disable_dropout(base)
         if self.lora is not None and not isinstance(given, PeftModel):
             given = self.lora.apply(base, task_type, head=head)
         set_checkpointing(base, self.checkpointing)

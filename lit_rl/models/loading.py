@@ -198,26 +198,6 @@ def check_causal(name: str, config: PreTrainedConfig) -> None:
         raise ConfigError(f"{wanted}: one saved as {' or '.join(sorted(causal))}.")
 
 
-def drops_out(module: nn.Module) -> bool:
-    """Tell whether training mode changes the output of a module, as far as its probabilities of dropout tell."""
-    return any(
-        isinstance(value, float) and value > 0
-        for part in module.modules()
-        for key, value in vars(part).items()
-        if "dropout" in key or (isinstance(part, nn.Dropout) and key == "p")
-    )
-
-
-def disable_dropout(module: nn.Module) -> None:
-    """Set every dropout probability to 0: modules of dropout, and the numbers that attention layers keep."""
-    for part in module.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0
-        for key, value in list(vars(part).items()):
-            if "dropout" in key and isinstance(value, float):
-                setattr(part, key, 0.0)
-
-
 def ban_placeholders(base: PreTrainedModel) -> None:
     """Let a model over images give its placeholders no probability, whatever it does to logits after its head.
 

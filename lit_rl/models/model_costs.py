@@ -147,7 +147,8 @@ def _counted(kind: type, text: str) -> _Counted:
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    from lit_rl.models.loading import auto_class, drops_out
+    from lit_rl.models.loading import auto_class
+    from lit_rl.models.modes import drops_out
     from lit_rl.models.shared_prefix import can_share
 
     config: Any = kind.from_dict(json.loads(text))  # type: ignore[attr-defined]

@@ -13,7 +13,6 @@ moves its own shards.
 from __future__ import annotations
 
 import copy
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -24,7 +23,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lit_rl.core.errors import ConfigError, LitRLError, StorageError, in_range
+from lit_rl.core.errors import ConfigError, StorageError, in_range
 from lit_rl.models import hub_files
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.loading import (
@@ -490,18 +489,6 @@ def _check(state: dict[str, Tensor], ours: dict[str, Tensor], kinds: Iterable[st
 _AS_REFERENCE = (r"\bmodel\.(name|adapter|revision|trust_remote_code)\b", r"reference.\1")
 
 
-@contextmanager
-def rename_keys(*patterns: tuple[str, str]) -> Iterator[None]:
-    """Rename the policy's keys in the errors of its loader, by regular expressions and their replacements."""
-    try:
-        yield
-    except LitRLError as error:
-        message = str(error)
-        for pattern, replacement in patterns:
-            message = re.sub(pattern, replacement, message)
-        raise type(error)(message) from error
-
-
 class OtherModel(Held, Fixed):
     """Other weights than the policy's, frozen, in the policy's type: a model, an adapter on it, or an adapter alone.
 
@@ -542,7 +529,7 @@ class OtherModel(Held, Fixed):
         if adapter is not None:
             hub_files.resolve("reference.adapter", adapter)
         self._settings: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-        with rename_keys(_AS_REFERENCE):
+        with hub_files.rename_keys(_AS_REFERENCE):
             self.model = None if name is None else LanguageModel(name, **self._settings)
 
     def module(self, policy: nn.Module) -> Scorer:
@@ -550,7 +537,7 @@ class OtherModel(Held, Fixed):
         from peft import PeftModel
 
         found: Any = policy
-        with rename_keys(_AS_REFERENCE):
+        with hub_files.rename_keys(_AS_REFERENCE):
             if self.model is not None:
                 base = self._load(self.model, found)
             else:  # the policy without its adapters: as it was loaded, where it has none

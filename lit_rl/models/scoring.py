@@ -36,12 +36,11 @@ from lit_rl.models.loaded_model import LoadedModel
 from lit_rl.models.loading import (
     check_causal,
     continue_adapter,
-    disable_dropout,
     let_gradients_through,
     quantization_config,
 )
 from lit_rl.models.merging import refuse_hidden_adapters
-from lit_rl.models.modes import evaluation_mode, set_checkpointing
+from lit_rl.models.modes import disable_dropout, evaluation_mode, set_checkpointing
 from lit_rl.models.trunk import base_of, frozen_trunk, recorded_outputs
 from lit_rl.models.vision_parts import freeze, sees
 

@@ -116,19 +116,13 @@ def shard(
         fully_shard(layer, reshard_after_forward=True, **how)
     fully_shard(module, reshard_after_forward=False, **how)
     if trained_by_images(module):
-        _let_gradients_reach_the_embedding(module)
+        # FSDP2 reduces the gradients of a layer when those of its inputs are there, and without them after all others.
+        # So beside a frozen embedding, under adapters, a rank whose rows show no image would send in another order
+        # than the rest, unless what enters the first layer has a gradient on every rank.
+        embedding: Any = find_vision_model(module).get_input_embeddings()
+        if not any(parameter.requires_grad for parameter in embedding.parameters()):
+            embedding.register_forward_hook(lambda _, __, out: out + out.new_zeros((), requires_grad=True))
     return module
-
-
-def _let_gradients_reach_the_embedding(module: nn.Module) -> None:
-    """Let what enters the first layer have a gradient on every rank, as it has where images enter it too.
-
-    FSDP2 reduces the gradients of a layer when those of its inputs are there, and without them after all others. So
-    beside a frozen embedding, under adapters, a rank whose rows show nothing would send in another order than the rest.
-    """
-    embedding: Any = find_vision_model(module).get_input_embeddings()
-    if not any(parameter.requires_grad for parameter in embedding.parameters()):
-        embedding.register_forward_hook(lambda _, __, out: out + out.new_zeros((), requires_grad=True))
 
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
@@ -253,9 +247,7 @@ def refuse_flat_parameters(module: nn.Module) -> None:
 
 def stored_parameters(module: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
     """Return the parameters of these names, as the shards that they are stored in."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()  # after a forward pass the gathered ones stand there, and writing to them is lost
+    reshard(module)  # after a forward pass the gathered ones stand there, and writing to them is lost
     found = dict(module.named_parameters())
     if any(is_partitioned(found[name]) for name in names):
         raise ConfigError(
@@ -362,24 +354,10 @@ def is_tensor_parallel(model: nn.Module) -> bool:
     return any(getattr(part, _CUT_HERE, False) for part in model.modules())
 
 
-def sum_partial_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Sum, over a tensor-parallel group, the gradients of weights that every rank applies to heads of its own.
-
-    Once a step, when all micro-batches were added. A collective.
-
-    Args:
-        model: What `parallelize_layers` was given.
-        mesh: As there.
-    """
-    for part in model.modules():
-        for weight in part.parameters(recurse=False) if getattr(part, _PARTIAL, False) else ():
-            if weight.grad is not None:
-                mine = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
-                torch.distributed.all_reduce(mine, group=mesh.get_group())
-
-
 def clip_over_meshes(model: nn.Module, mesh: DeviceMesh, weights: Sequence[Tensor], limit: float) -> Tensor:
-    """Apply `torch.nn.utils.clip_grad_norm_` to weights that lie on several meshes. A collective, once a step.
+    """Apply `torch.nn.utils.clip_grad_norm_` to weights that lie on several meshes, when all micro-batches were added.
+
+    A collective, once a step.
 
     Args:
         model: What `parallelize_layers` was given.
@@ -390,7 +368,12 @@ def clip_over_meshes(model: nn.Module, mesh: DeviceMesh, weights: Sequence[Tenso
     Returns:
         0-dim: the norm before.
     """
-    sum_partial_gradients(model, mesh)
+    # Weights that every rank applies to heads of its own have a part of their gradient on each.
+    for part in model.modules():
+        for weight in part.parameters(recurse=False) if getattr(part, _PARTIAL, False) else ():
+            if weight.grad is not None:
+                local = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
+                torch.distributed.all_reduce(local, group=mesh.get_group())
     norm = norm_over_meshes([weight.grad for weight in weights if weight.grad is not None])
     for weight in weights:  # one by one: torch takes those of one mesh together
         nn.utils.clip_grads_with_norm_([weight], limit, norm)

@@ -76,23 +76,20 @@ def has_constant_rotation(model: nn.Module, length: int) -> bool:
 
     Dynamic NTK and LongRoPE look at the longest text of a call once it reaches a limit of the model.
     """
-    rotaries = [part for part in model.modules() if hasattr(part, "rope_type")]
-    changing = [
-        part
-        for part in rotaries  # a rotary embedding may have one type for each kind of layer
-        if _CHANGING & set(part.rope_type.values() if isinstance(part.rope_type, dict) else [part.rope_type])
-    ]
-    return all(length < _unchanged_below(part.config) for part in changing)
-
-
-def _unchanged_below(config: Any) -> int:
-    """Return the tokens of the shortest text that may change the angles."""
-    settings = config.rope_parameters or {}
-    every = [settings, *(part for part in settings.values() if isinstance(part, dict))]
-    limits = [
-        part["original_max_position_embeddings"] for part in every if part.get("original_max_position_embeddings")
-    ]
-    return min([config.max_position_embeddings, *limits])
+    for part in model.modules():
+        if not hasattr(part, "rope_type"):
+            continue
+        kinds = part.rope_type.values() if isinstance(part.rope_type, dict) else [part.rope_type]  # one a kind of layer
+        if not _CHANGING & set(kinds):
+            continue
+        settings = part.config.rope_parameters or {}
+        every = [settings, *(each for each in settings.values() if isinstance(each, dict))]
+        limits = [
+            each["original_max_position_embeddings"] for each in every if each.get("original_max_position_embeddings")
+        ]
+        if length >= min([part.config.max_position_embeddings, *limits]):
+            return False
+    return True
 
 
 def is_causal(mask: Tensor) -> bool:

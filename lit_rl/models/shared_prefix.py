@@ -22,8 +22,7 @@ values; with rotary embeddings whose angles change once a text is as long as thi
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,8 +44,7 @@ from lit_rl.models.forward_inputs import (
 )
 from lit_rl.models.head import Targets, TargetScores, score_targets
 from lit_rl.models.language_model import ForwardOptions
-from lit_rl.models.loading import drops_out
-from lit_rl.models.modes import evaluation_mode, recomputes
+from lit_rl.models.modes import drops_out, evaluation_mode, recomputes
 from lit_rl.models.sharding import device_of
 from lit_rl.models.shared_attention import (
     FoldedCache,
@@ -110,7 +108,7 @@ def worth_sharing(model: nn.Module, *, rows: int, prompts: int, widths: tuple[in
     p, t = widths
     if t < 2 or (rows - prompts) * p < WORTH * rows * (p + t):
         return False
-    return can_share(model) and has_constant_rotation(base_of(model), p + t)
+    return can_share(model) and has_constant_rotation(model, p + t)
 
 
 def can_share(model: nn.Module) -> bool:
@@ -194,11 +192,17 @@ def _run_behind(
         """Score the response tokens of some rows, but for the first."""
         rows, t = to_device(bucket.rows, device), bucket.width
         earlier = history and history.mapped(lambda field: field[rows, 1:t])
-        known = known_masks(there[bucket.rows, : p + t - 1])
+        attended = mask[rows, : p + t - 1]
+        if cache is None:
+            prompts_cache = nullcontext(
+                {"attention_mask": attended, **cache_input(model, _repeated(past, of_row[rows]))}
+            )
+        else:
+            prompts_cache = attending_to(model, cache(past, of_row[rows], attended.bool()))
         per_token = {}  # images were seen with the prompts
         if completions.vision is not None:
             per_token = completions.vision.select(bucket.rows).per_token(0, t - 1, device)
-        with known, _past(model, past, of_row[rows], mask[rows, : p + t - 1], cache) as inputs:
+        with known_masks(there[bucket.rows, : p + t - 1]), prompts_cache as inputs:
             found, _ = score_targets(
                 model,
                 Targets(ids[rows, 1:t], wanted[bucket.rows, 1:t], history=earlier),
@@ -223,19 +227,7 @@ def _run_behind(
     return first.beside(TargetScores.of_buckets([behind(bucket) for bucket in buckets], buckets, ids.shape[1] - 1))
 
 
-@contextmanager
-def _past(
-    model: nn.Module, past: DynamicCache, prompt_of_row: Tensor, mask: Tensor, cache: type[FoldedCache] | None
-) -> Iterator[dict[str, Any]]:
-    """Yield the inputs for the prompts of a model's rows, and for the mask `(b, s)` of their tokens."""
-    if cache is None:
-        yield {"attention_mask": mask, **cache_input(model, _of_rows(past, prompt_of_row))}
-        return
-    with attending_to(model, cache(past, prompt_of_row, mask.bool())) as inputs:
-        yield inputs
-
-
-def _of_rows(past: DynamicCache, prompt_of_row: Tensor) -> DynamicCache:
+def _repeated(past: DynamicCache, prompt_of_row: Tensor) -> DynamicCache:
     """Return keys and values of each row's prompt; the given cache stays as it is."""
     repeated = copy.copy(past)
     layers: list[Any] = [copy.copy(layer) for layer in past.layers]

@@ -54,14 +54,12 @@ class EquivalenceTrial:
             model: Whose numbers they are.
             both: Returns the numbers of the quicker way and the model's own, of one shape.
         """
-        verdicts, key = _VERDICTS.setdefault(model, {}), (self.key, device_of(model).type)
-        if key not in verdicts:
-            verdicts[key] = self._tried(model, both)
-        return verdicts[key]
-
-    def _tried(self, model: nn.Module, both: Callable[[], tuple[Tensor, Tensor]]) -> bool:
         from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+        verdicts, key = _VERDICTS.setdefault(model, {}), (self.key, device_of(model).type)
+        if key in verdicts:
+            return verdicts[key]
+        verdicts[key] = False
         name = type(base_of(model)).__name__
         try:
             quick, own = both()
@@ -76,7 +74,8 @@ class EquivalenceTrial:
                 f"Please report it; {self.key}=false goes without."
             )
             return False
-        if apart <= self.most * spread:
+        verdicts[key] = apart <= self.most * spread
+        if verdicts[key]:
             return True
         rank_zero_info(
             f"{self.key}=true does not fit {name} on {own.device.type}: its numbers differ from the model's own by "

@@ -99,7 +99,11 @@ def write_checked(
         StorageError: as `export_policy`.
     """
     target = Path(folder).expanduser().resolve()
-    _check_target(target, description)
+    if description.is_local and target == Path(description.path).resolve():
+        raise StorageError(f"The export would overwrite the model that training started from, {target}.")
+    occupied = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    if occupied and not (target / "config.json").is_file():
+        raise StorageError(f"{target} exists and is not an earlier export. Choose a new folder.")
     try:
         return retry_on_full_disk(
             lambda: _write_once(target, description, rebuild, check, card, probe), f"The export to {target}"
@@ -213,15 +217,6 @@ def unpublished_folders(target: Path) -> list[Path]:
         if not target.exists():
             os.rename(earlier, target)
     return [path for kind in (_STAGED, _REPLACED) for path in target.parent.glob(f".{target.name}{kind}[0-9]*")]
-
-
-def _check_target(target: Path, description: LanguageModel) -> None:
-    if description.is_local and target == Path(description.path).resolve():
-        raise StorageError(f"The export would overwrite the model that training started from, {target}.")
-    if not target.exists():
-        return
-    if not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").is_file()):
-        raise StorageError(f"{target} exists and is not an earlier export. Choose a new folder.")
 
 
 def _write_files(staged: Path, rebuilt: Any, description: LanguageModel) -> PreTrainedModel:
@@ -388,17 +383,16 @@ def verify_processor(folder: str | Path, processor: VisionProcessor, *, trust_re
         raise StorageError(f"{folder}: the processor or its chat template was not written as it is.")
     image = _test_image()
     wanted, read = (dict(each.image_processor([image], return_tensors="pt")) for each in (original, found))
-    if wanted.keys() != read.keys() or any(not _values_equal(wanted[name], read[name]) for name in wanted):
+    if wanted.keys() != read.keys() or any(
+        not (torch.equal(value, read[name]) if isinstance(value, Tensor) else value == read[name])
+        for name, value in wanted.items()
+    ):
         raise StorageError(f"{folder}: the processor that was written makes other pixels than the original.")
     text = _text_with_image(processor, "?")
     if processor.places(text) == 1:
         ids, again = (each(text=[text], images=[[image]])["input_ids"] for each in (original, found))
         if list(map(list, ids)) != list(map(list, again)):
             raise StorageError(f"{folder}: the processor that was written makes other tokens of an image.")
-
-
-def _values_equal(value: Any, other: Any) -> bool:
-    return torch.equal(value, other) if isinstance(value, Tensor) else value == other
 
 
 def _compare_names(folder: str | Path, what: str, wanted: set[str], found: set[str]) -> None:
@@ -587,8 +581,11 @@ def probe_inputs(description: LanguageModel, policy: nn.Module) -> dict[str, Ten
     With an image where the model sees any and its chat template shows one.
     """
     config = base_of(policy).config
-    if description.processor is not None and (shown := _image_inputs(description.processor)) is not None:
-        return shown
+    if description.processor is not None:
+        processor, text = description.processor.processor, _text_with_image(description.processor, "What is 17 + 25?")
+        if description.processor.places(text) == 1:
+            made = processor(text=[text], images=[[_test_image()]], add_special_tokens=False, return_tensors="pt")
+            return {name: torch.as_tensor(value) for name, value in made.items()}
     rows = config.get_text_config().vocab_size
     never = {description.pad_id, *(placeholder_ids(config) if description.sees else ())}
     first = [*description.new_tokens, *_trained_rows(policy), *range(0, rows, max(1, rows // TOKENS))]
@@ -618,14 +615,6 @@ def _text_with_image(processor: VisionProcessor, question: str) -> str:
     """Return a rendered prompt that shows one image, where the chat template shows any."""
     message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}
     return str(apply_chat_template(processor.tokenizer, [message], tokenize=False, add_generation_prompt=True))
-
-
-def _image_inputs(processor: Any) -> dict[str, Tensor] | None:
-    text = _text_with_image(processor, "What is 17 + 25?")
-    if processor.places(text) != 1:
-        return None
-    made = processor.processor(text=[text], images=[[_test_image()]], add_special_tokens=False, return_tensors="pt")
-    return {name: torch.as_tensor(value) for name, value in made.items()}
 
 
 def _is_spread(policy: nn.Module) -> bool:

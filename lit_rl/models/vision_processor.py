@@ -309,21 +309,16 @@ def load_processor(
             f"{key}={name!r} is a model over images and comes without its processor (preprocessor_config.json or "
             "processor_config.json). Copy these files of its base model into the folder."
         )
-    _check_counts(processor, config, f"{key}={name!r}")
+    if config.model_type in _UNCOUNTED:  # these do not compare placeholders with features
+        encoder: Any = config.vision_config  # type: ignore[attr-defined]
+        features = (encoder.image_size // encoder.patch_size) ** 2 // config.scale_factor**2  # type: ignore[attr-defined]
+        if processor.image_seq_len != features:
+            raise BackendError(
+                f"{key}={name!r}: the processor writes {processor.image_seq_len} placeholders for a tile "
+                f"(image_seq_len), and the model has {features} features of one: they are of two models. Copy the "
+                "processor's files of this one."
+            )
     return VisionProcessor(processor, tokenizer, config)
-
-
-def _check_counts(processor: Any, config: PreTrainedConfig, named: str) -> None:
-    """Refuse a processor of another model for Idefics3 and SmolVLM, which do not compare placeholders with features."""
-    if config.model_type not in _UNCOUNTED:
-        return
-    seen: Any = config.vision_config  # type: ignore[attr-defined]
-    features = (seen.image_size // seen.patch_size) ** 2 // config.scale_factor**2  # type: ignore[attr-defined]
-    if processor.image_seq_len != features:
-        raise BackendError(
-            f"{named}: the processor writes {processor.image_seq_len} placeholders for a tile (image_seq_len), and the "
-            f"model has {features} features of one: they are of two models. Copy the processor's files of this one."
-        )
 
 
 def _missing(error: ImportError) -> str:
