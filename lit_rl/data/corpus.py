@@ -301,8 +301,8 @@ def _example_corpus(
     formats: tuple[str, ...],
     options: ExampleOptions,
 ) -> ExampleCorpus:
-    how = train_set.kind, train_set.pad_id, options, train_set.processor
-    sets = {name: _example_set(rows, *how) for name, rows in held_out.items()}
+    settings = train_set.kind, train_set.pad_id, options, train_set.processor
+    sets = {name: _example_set(rows, *settings) for name, rows in held_out.items()}
     seen = {example_key(example) for example in train_set.examples}
     for name, examples in sets.items():
         counts = report[set_key(name)]

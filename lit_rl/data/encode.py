@@ -314,13 +314,13 @@ class Encoder:
         if self.learn == "completion" and any(message["role"] != "assistant" for message in completion):
             ends = [str(token) for token in self.tokenizer.convert_ids_to_tokens(sorted(self.ends))]
 
-            def again(part: list[Message], **how: Any) -> str:
+            def render_part(part: list[Message], **how: Any) -> str:
                 return render(self.tokenizer, part, where, kwargs, **how)
 
-            others = borders_of_turns(again, messages, len(prompt), whole, self.control, ends)
-            if others is None:
+            later_borders = borders_of_turns(render_part, messages, len(prompt), whole, self.control, ends)
+            if later_borders is None:
                 raise DataError(f"{where}: {_UNSPLIT}")
-            borders += others
+            borders += later_borders
         return _Rendered(whole, borders, closes)
 
     @cached_property

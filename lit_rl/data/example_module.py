@@ -294,7 +294,7 @@ class ExampleDataModule(SourcedDataModule):
                 **place,
             )
         made_by = self.made_by(self.options, self.module_attribute("tokenizer"))
-        loader.given = made_by | {"data.stream_buffer": self.stream_buffer}
+        loader.row_settings = made_by | {"data.stream_buffer": self.stream_buffer}
         return loader
 
     def val_dataloader(self) -> list[EvalLoader | ExampleEvalLoader]:

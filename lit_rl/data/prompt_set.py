@@ -302,14 +302,15 @@ class _PromptReader:
         return tools
 
     def check_whole(self) -> None:
-        self.left_out.say()
+        """Raise DataError for prompts of two kinds; log what was noted."""
+        self.left_out.warn()
         if len(self.kinds) > 1:
             raise DataError(
                 f"Prompts of two kinds: {self.kinds[str]} is a string, {self.kinds[list]} a list of messages. "
                 "Make all of them one kind, for example with data.map_row."
             )
         self.rows.check_renamed()
-        self.rows.say()
+        self.rows.log_notes()
 
 
 def _column(name: str, examples: Sequence[PromptExample]) -> list[Any]:

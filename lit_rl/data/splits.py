@@ -103,10 +103,10 @@ class _MappedRows(Rows):
     def __init__(self, rows: Rows, columns: SourceColumns) -> None:
         super().__init__(rows.name, rows, skipped=rows.skipped)
         self.folder = rows.folder
-        self._given, self._columns = rows, columns
+        self._rows, self._columns = rows, columns
 
     def where(self, index: int) -> str:
-        return self._given.where(index)
+        return self._rows.where(index)
 
     @overload
     def __getitem__(self, index: int) -> dict[str, Any]: ...
@@ -115,7 +115,7 @@ class _MappedRows(Rows):
     def __getitem__(self, index: int | slice) -> dict[str, Any] | Sequence[dict[str, Any]]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        return self._columns(self._given[index], self._given.where(index))
+        return self._columns(self._rows[index], self._rows.where(index))
 
 
 Row = TypeVar("Row")
@@ -150,10 +150,10 @@ def require_exactly_one(**given: Any) -> None:
     Raises:
         ConfigError: none or several of the settings are set.
     """
-    came = [name for name, value in given.items() if value is not None]
-    if len(came) != 1:
+    chosen = [name for name, value in given.items() if value is not None]
+    if len(chosen) != 1:
         keys = ", ".join(f"data.{name}" for name in given)
-        raise ConfigError(f"Exactly one of {keys} must be set; came: {', '.join(came) or 'none'}.")
+        raise ConfigError(f"Exactly one of {keys} must be set; came: {', '.join(chosen) or 'none'}.")
 
 
 def parse_sources(sources: Sequence[Mapping[str, Any]]) -> list[RowSource]:

@@ -80,7 +80,7 @@ class RowStream:
     def __init__(self, source: RowSource | GivenRows, on_bad_row: OnBadRow = "error") -> None:
         one_of("data.on_bad_row", on_bad_row, ON_BAD_ROW)
         self.on_bad_row = on_bad_row
-        self.name, self._read, self._has_lines = _opened(source)
+        self.name, self._read, self._has_lines = _open_source(source)
         self._own = source.own if isinstance(source, RowSource) else SourceColumns(self.name)
         self._mark = SourcePosition()
         self._rows: Iterator[RawRow] | None = None
@@ -121,7 +121,7 @@ class RowStream:
         return self.__dict__ | {"_rows": None}  # an open file cannot go to another process
 
 
-def _opened(source: Any) -> tuple[str, ReadFromRow, bool]:
+def _open_source(source: Any) -> tuple[str, ReadFromRow, bool]:
     """Return the name of a source for messages, its reader, and whether its rows have line numbers."""
     if not isinstance(source, RowSource):
         return "data.rows", partial(_rows_of_data, source, "data.rows"), False
@@ -377,8 +377,8 @@ class StreamLoader:
         self._position = 0  # batches of the window that were taken
         self._taken = 0  # batches of the epoch
         self._continues = False
-        self.given: Mapping[str, Any] = {}
-        """See `SlottedLoader.given`."""
+        self.row_settings: Mapping[str, Any] = {}
+        """See `SlottedLoader.row_settings`."""
 
     def __len__(self) -> int:
         """Return the number of batches of the run on this rank."""
@@ -418,7 +418,7 @@ class StreamLoader:
         window = self._windows.at(self._place)
         order = window.order(self._windows.batch_size, self._seed, self._shuffle)
         loader = ExampleLoader(window.data, order, accumulate=self._slots, **self._part)
-        loader.given = self.given
+        loader.row_settings = self.row_settings
         return loader
 
     def state_dict(self) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class SupervisedText:
                 refuse_reserved(processor, text, rows.where(index))
             if isinstance(prompt, list) and index < _CHECKED_ROWS:
                 self._encode(encoder, index)
-        encoder.left_out.say()
+        encoder.left_out.warn()
 
     def batch(self, encoder: Encoder, index: int, seed: int) -> TokenBatch:
         """Return the texts of one optimizer step, the same on every rank: a rank's micro-batch takes its rows of them.

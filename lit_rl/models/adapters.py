@@ -277,12 +277,12 @@ class PeftAdapter:
             )
         unasked = [*head, *excluded_layers(model, self.targets, frozen)]
         if unasked and hasattr(config, "exclude_modules"):
-            theirs = config.exclude_modules
+            excluded = config.exclude_modules
             config.exclude_modules = (
                 # Theirs comes first and as it is: flags, "(?i)", are allowed at the start of an expression alone.
-                "|".join([theirs, *(rf"(?:.*\.)?{re.escape(name)}" for name in unasked)])
-                if isinstance(theirs, str)
-                else [*(theirs or ()), *unasked]
+                "|".join([excluded, *(rf"(?:.*\.)?{re.escape(name)}" for name in unasked)])
+                if isinstance(excluded, str)
+                else [*(excluded or ()), *unasked]
             )
         try:
             with torch.device("cpu"):  # as `Lora` does; VeRA, RandLoRA and FourierFT draw by a CPU's generator alone

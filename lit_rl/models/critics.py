@@ -170,13 +170,13 @@ class SeparateCritic(_OwnTrunk):
                 f"algo.critic.model={self.model.name!r} and model.name={model.name!r}: one of them is a model over "
                 "images and the other is not. Take two of a kind."
             )
-        ours, theirs = self.model.tokenizer.get_vocab(), model.tokenizer.get_vocab()
-        if ours != theirs:
-            other = different_tokens(ours, theirs)
+        own_tokens, policy_tokens = self.model.tokenizer.get_vocab(), model.tokenizer.get_vocab()
+        if own_tokens != policy_tokens:
+            other = different_tokens(own_tokens, policy_tokens)
             raise ConfigError(
                 f"algo.critic.model={self.model.name!r} has another vocabulary than model.name={model.name!r} "
-                f"({len(ours)} and {len(theirs)} tokens, {len(other)} with other ids, such as {other[:3]}), so it "
-                "would read the policy's token ids as other text. Take a model of the same family."
+                f"({len(own_tokens)} and {len(policy_tokens)} tokens, {len(other)} with other ids, such as "
+                f"{other[:3]}), so it would read the policy's token ids as other text. Take a model of the same family."
             )
 
     def module(self, policy: nn.Module) -> nn.Module:
@@ -282,24 +282,24 @@ class SharedTrunk:
         return list(module.parameters())
 
     def values(self, policy: nn.Module, module: nn.Module, completions: Completions) -> Tensor:
-        with recorded_outputs(trunk_of(policy)) as seen, known_masks(completions.on_host.attention_mask):
+        with recorded_outputs(trunk_of(policy)) as outputs, known_masks(completions.on_host.attention_mask):
             # Through the policy's own forward, whose hooks bring sharded weights together. Its head gets one position.
             policy(**trunk_inputs(policy, completions), logits_to_keep=1, use_cache=False)
-        return module(_of_response(seen, completions))
+        return module(_response_states(outputs, completions))
 
     def scores_and_values(
         self, policy: nn.Module, module: nn.Module, completions: Completions, sampling: Sampling, **terms: Any
     ) -> tuple[forward.TokenScores, Tensor]:
         # One pass over whole rows, whose hidden states are those that the value head reads.
         terms["options"] = terms.get("options", DEFAULT).in_one_call
-        with recorded_outputs(trunk_of(policy)) as seen:
+        with recorded_outputs(trunk_of(policy)) as outputs:
             scores = forward.score(policy, completions, sampling, **terms)
-        return scores, module(_of_response(seen, completions))
+        return scores, module(_response_states(outputs, completions))
 
 
-def _of_response(seen: list[Any], completions: Completions) -> Tensor:
+def _response_states(outputs: list[Any], completions: Completions) -> Tensor:
     # Of the pass that was scored: the first one of a model may come after a trial of its head.
-    hidden = seen[-1].last_hidden_state
+    hidden = outputs[-1].last_hidden_state
     return hidden[:, -(completions.response_ids.shape[1] + 1) : -1]
 
 

@@ -193,24 +193,25 @@ def distillation_scores(
     student_rows, teacher_rows = (
         outputs.flatten(0, 1).index_select(0, at) for outputs in (student_outputs, teacher_outputs)
     )
-    heads = (linear_head(student), linear_head(teacher)) if in_blocks else (None, None)
+    student_head = linear_head(student) if in_blocks else None
+    teacher_head = linear_head(teacher) if in_blocks else None
 
     def compare(rows: slice, logits: Tensor) -> tuple[Tensor, ...]:
         logits = logits[None, :, :shared_tokens]
         with torch.no_grad():
-            teacher_logits = teacher_rows[rows] if heads[1] is None else heads[1](teacher_rows[rows])
+            teacher_logits = teacher_rows[rows] if teacher_head is None else teacher_head(teacher_rows[rows])
             teacher_logits, plain = teacher_logits[None, :, :shared_tokens], logits.detach()
             both = (plain, teacher_logits) if entropies else ()
             found = [logprobs_and_entropy(each, ids[rows][None])[1][0] for each in both]
             correct = token_stats(plain, ids[rows][None]).correct[0].float()
         return divergence(logits, teacher_logits)[0], correct, *found
 
-    if heads[0] is None or heads[1] is None:
+    if student_head is None or teacher_head is None:
         return DistillationScores(*compare(slice(None), student_rows), aux_loss=aux_loss)
-    size = max(1, LOGITS_PER_BLOCK // max(head.weight.shape[0] for head in heads))
+    size = max(1, LOGITS_PER_BLOCK // max(head.weight.shape[0] for head in (student_head, teacher_head)))
     if len(at) <= size:
-        return DistillationScores(*compare(slice(None), heads[0](student_rows)), aux_loss=aux_loss)
+        return DistillationScores(*compare(slice(None), student_head(student_rows)), aux_loss=aux_loss)
     return DistillationScores(
-        *measure_rows(*factors(student_rows, heads[0]), compare, size=size),
-        aux_loss=aux_loss,  # pyright: ignore
+        *measure_rows(*factors(student_rows, student_head), compare, size=size),  # pyright: ignore
+        aux_loss=aux_loss,
     )

@@ -86,7 +86,7 @@ def score(
     """
     experts = {"output_router_logits": True} if router_aux else {}
     if router_aux and "output_router_logits" not in forward_parameters(model):
-        raise no_router(model)
+        raise no_router_error(model)
     completions, entropy = completions.with_host(), entropy or entropy_gradient
     distribution = Distribution(
         float(sampling.temperature), sampling.truncation, entropy=entropy, entropy_gradient=entropy_gradient
@@ -144,7 +144,7 @@ def _history(completions: Completions, sampling: Sampling) -> History | None:
     )
 
 
-def no_router(model: nn.Module) -> ConfigError:
+def no_router_error(model: nn.Module) -> ConfigError:
     """Return the error for a model whose experts report no load."""
     return ConfigError(
         f"algo.router_aux_loss_coef balances the load of the experts of a mixture, and {type(base_of(model)).__name__} "
@@ -207,14 +207,14 @@ def score_texts(
             buckets = [Bucket(rows, each.width) for each in buckets for rows in each.rows.split(most)]
     with fused_accumulation(model, options):
         if len(buckets) < 2:
-            found, aux_loss = _one_text_call(model, tokens, distribution, router_aux, options)
+            scores, aux_loss = _one_text_call(model, tokens, distribution, router_aux, options)
         else:
             parts = [
                 _one_text_call(model, tokens.take(bucket.rows, bucket.width), distribution, False, options)[0]
                 for bucket in buckets
             ]
-            found, aux_loss = TargetScores.of_buckets(parts, buckets, width), None
-    return TextScores(found.logprobs, found.entropy, found.stats, aux_loss)
+            scores, aux_loss = TargetScores.of_buckets(parts, buckets, width), None
+    return TextScores(scores.logprobs, scores.entropy, scores.stats, aux_loss)
 
 
 def _one_text_call(
@@ -222,13 +222,13 @@ def _one_text_call(
 ) -> tuple[TargetScores, Tensor | None]:
     """Return `(b, s - 1)` of every row in one call of the model, and the router's loss if requested."""
     host = tokens.on_host
-    known = host.learned.any(0).nonzero().flatten()
-    known = known if len(known) else torch.zeros(1, dtype=torch.long)
-    columns = to_device(known, tokens.input_ids.device)
+    learned_columns = host.learned.any(0).nonzero().flatten()
+    learned_columns = learned_columns if len(learned_columns) else torch.zeros(1, dtype=torch.long)
+    columns = to_device(learned_columns, tokens.input_ids.device)
     inputs, shape = _inputs(model, tokens, columns, router_aux)
-    ids, learned = tokens.input_ids[:, 1:][:, columns], host.learned[:, known]
+    ids, learned = tokens.input_ids[:, 1:][:, columns], host.learned[:, learned_columns]
     with known_masks(host.attention_mask) if tokens.segment is None else known_masks(positions=host.position_ids):
-        found, output = score_targets(
+        scores, output = score_targets(
             model,
             Targets(ids.reshape(shape), learned.reshape(shape)),
             distribution,
@@ -240,7 +240,7 @@ def _one_text_call(
         wide = part.new_zeros(len(tokens), tokens.input_ids.shape[1] - 1)
         return wide.index_copy(1, columns, part.reshape(ids.shape))
 
-    return found.mapped(spread), _aux_loss(model, output, router_aux)
+    return scores.mapped(spread), _aux_loss(model, output, router_aux)
 
 
 @torch.no_grad()
@@ -262,20 +262,20 @@ def refuse_leaks(model: nn.Module) -> None:
     segment = (torch.arange(2 * half, device=device) >= half).long().expand(ids.shape)
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[:, : half + 1] = False
-    felt = []
+    differences = []
     try:
         with evaluation_mode(model):
             for texts in (segment, None):
                 logprobs = score_texts(model, TokenBatch(ids, torch.ones_like(mask), mask, texts)).logprobs
-                felt.append((logprobs[0] - logprobs[1]).abs().max().item())
+                differences.append((logprobs[0] - logprobs[1]).abs().max().item())
     except TypeError as error:
-        raise _leaks(model, f"takes no position_ids ({error})") from error
+        raise _packing_error(model, f"takes no position_ids ({error})") from error
     # What is left of rounding in half precision is far below what a text feels of its own beginning.
-    if not felt[0] <= felt[1] / 20:
-        raise _leaks(model, "lets a text see the one before it in its row")
+    if not differences[0] <= differences[1] / 20:
+        raise _packing_error(model, "lets a text see the one before it in its row")
 
 
-def _leaks(model: nn.Module, why: str) -> ConfigError:
+def _packing_error(model: nn.Module, why: str) -> ConfigError:
     return ConfigError(
         f"data.packing puts several texts into one row, and {type(base_of(model)).__name__} {why}. Set "
         "data.packing=none."
@@ -301,7 +301,7 @@ def _inputs(
     """Return the inputs of the model, and the rows and columns that its head then works on."""
     extra: dict[str, Any] = {"output_router_logits": True} if router_aux else {}
     if router_aux and "output_router_logits" not in forward_parameters(model):
-        raise no_router(model)
+        raise no_router_error(model)
     ids, kept, shape = tokens.input_ids, columns, (len(tokens), len(columns))
     extra |= text_inputs(model, tokens)
     if tokens.segment is None:
@@ -317,7 +317,7 @@ def _inputs(
 
 def _aux_loss(model: nn.Module, output: Any, router_aux: bool) -> Tensor | None:
     if router_aux and not isinstance(output.aux_loss, Tensor):
-        raise no_router(model)
+        raise no_router_error(model)
     return output.aux_loss if router_aux else None
 
 
@@ -327,8 +327,8 @@ def _needs_one_row(model: nn.Module) -> bool:
     return "flash" in str(base_of(model).config._attn_implementation)
 
 
-_TOKENS = 4
-_MOST = 0.02
+_LOOKAHEAD_TOKENS = 4
+_LOOKAHEAD_LIMIT = 0.02
 """The limit in nats: far above the rounding of half precision, far below what a model that looks ahead loses (0.3 to
 0.5)."""
 
@@ -349,24 +349,27 @@ def refuse_lookahead(model: nn.Module, prompt_ids: Sequence[int], vision: Prompt
         ConfigError: the log-prob of a token changes with a later one.
     """
     device, config = device_of(model), base_of(model).config
-    barred = placeholder_ids(config)
-    tokens = islice((token for token in range(config.get_text_config().vocab_size) if token not in barred), _TOKENS + 1)
+    placeholders = placeholder_ids(config)
+    tokens = islice(
+        (token for token in range(config.get_text_config().vocab_size) if token not in placeholders),
+        _LOOKAHEAD_TOKENS + 1,
+    )
     *shared, last, another = tokens
     rows = torch.tensor([[*shared, last], [*shared, another]], device=device)
     prompts = torch.tensor([list(prompt_ids)] * 2, device=device)
-    every = torch.ones_like(rows, dtype=torch.bool)
+    all_true = torch.ones_like(rows, dtype=torch.bool)
     completions = Completions(
         prompt_ids=prompts,
         prompt_mask=torch.ones_like(prompts, dtype=torch.bool),
         response_ids=rows,
-        response_mask=every,
+        response_mask=all_true,
         sampler_logprobs=torch.zeros(rows.shape, device=device),
-        ended=every[:, 0],
+        ended=all_true[:, 0],
         group_id=torch.zeros(2, dtype=torch.long, device=device),
         vision=Vision.of([vision], 2),
     )
     with evaluation_mode(model):
-        sampling = Sampling(max_new_tokens=_TOKENS)
+        sampling = Sampling(max_new_tokens=_LOOKAHEAD_TOKENS)
         try:
             first, second = score(model, completions, sampling, options=DEFAULT.in_one_call).logprobs[:, :-1]
         except ValueError as error:  # transformers counts placeholders and features, where it does
@@ -375,7 +378,7 @@ def refuse_lookahead(model: nn.Module, prompt_ids: Sequence[int], vision: Prompt
                 "files may be another model's."
             ) from error
     moved = (first - second).abs().max().item()
-    if not moved <= _MOST:
+    if not moved <= _LOOKAHEAD_LIMIT:
         raise ConfigError(
             f"{type(base_of(model)).__name__} scores a token of a response by tokens that follow it: log-probs move by "
             f"{moved:.2g} nats when only the last token is another. It cannot be trained by its log-probs here; take a "

@@ -127,12 +127,12 @@ def use_liger_kernels(base: PreTrainedModel) -> None:
     with _undone(vars(code)):
         plain = getattr(code, ROTATION)
         _apply_liger_kernel_to_instance(base, cross_entropy=False, fused_linear_cross_entropy=False)
-        theirs = getattr(code, ROTATION)
+        liger = getattr(code, ROTATION)
     for part in base.modules():
         if "forward" in vars(part):
             part.forward = MethodType(_by_device(vars(part)["forward"].__func__, type(part).forward), part)
         elif hasattr(part, "o_proj"):
-            part.forward = MethodType(with_rotation(_by_device(theirs, plain), type(part).forward), part)
+            part.forward = MethodType(with_rotation(_by_device(liger, plain), type(part).forward), part)
 
 
 @contextmanager
@@ -145,12 +145,12 @@ def _undone(names: dict[str, Any]) -> Iterator[None]:
         names.update(before)
 
 
-def _by_device(theirs: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+def _by_device(liger: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method or function of tensors: Liger's where its kernels run."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         tensor = next(value for value in args if isinstance(value, torch.Tensor))
-        return (theirs if _runs_on(tensor.device) else plain)(*args, **kwargs)
+        return (liger if _runs_on(tensor.device) else plain)(*args, **kwargs)
 
     return forward
 
@@ -216,12 +216,13 @@ def _compiled_forward(part: nn.Module) -> Callable[..., Any] | None:
     if "forward" in vars(part) or not hasattr(plain, "__code__"):
         return None
     code, mlp = plain.__code__, _mlp.__code__
-    own: Callable[..., Any]
+    own: Any
     if type(part).__name__.endswith("RMSNorm") and [name for name, _ in part.named_parameters()] == ["weight"]:
 
-        def own(self: Any, x: Tensor) -> Tensor:
+        def norm(self: Any, x: Tensor) -> Tensor:
             return compiled(plain)(self, x.flatten(0, -2)).view(x.shape)
 
+        own = norm
     # The same code on arguments in the same places, whatever their names, is the same function.
     elif (code.co_code, code.co_names, code.co_argcount) == (mlp.co_code, mlp.co_names, mlp.co_argcount):
         own = _compiled_mlp

@@ -140,7 +140,7 @@ class LoadedModel(LanguageModel):
         base = base_of(given)
         if str(base.dtype) != f"torch.{self.dtype}":
             base.to(getattr(torch, self.dtype))
-        loading.say_what_is_tied(base)
+        loading.correct_tied_config(base)
         if self.disable_dropout:
             disable_dropout(base)
         if self.lora is not None and not isinstance(given, PeftModel):

@@ -120,11 +120,11 @@ def load_weights(name: str, path: str, config: PreTrainedConfig, **settings: Any
             "model.init_kwargs belong to it."
         )
     refuse_hidden_adapters(base, f"model.name={name!r}")
-    say_what_is_tied(base)
+    correct_tied_config(base)
     return base
 
 
-def say_what_is_tied(base: PreTrainedModel) -> None:
+def correct_tied_config(base: PreTrainedModel) -> None:
     """Correct a config that calls embedding and head one weight where the model holds two.
 
     Transformers keeps both, and other readers of the config (vLLM, older versions, a model that is made empty) would

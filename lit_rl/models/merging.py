@@ -207,7 +207,7 @@ def check_merge(policy: nn.Module, made: str) -> None:
     for path, layer in kinds.values():
         why = None
         try:
-            if (apart := _merge_is_off_by(layer)) > _MERGE_LIMIT:
+            if (apart := _merge_error(layer)) > _MERGE_LIMIT:
                 why = f"merged it is another layer, off by {apart:.2g} of its output."
         except (ValueError, NotImplementedError, RuntimeError, AttributeError) as error:
             why = " ".join(str(error).split())
@@ -227,7 +227,7 @@ def _size(module: nn.Module | None) -> int:
 
 
 @torch.no_grad()
-def _merge_is_off_by(layer: nn.Module) -> float:
+def _merge_error(layer: nn.Module) -> float:
     """Return the largest difference that a merge makes to a layer's output, as a share of the largest number there.
 
     A copy on the CPU in float32 is tried, whatever device and type the layer has: its numbers are drawn there, and no
@@ -238,15 +238,15 @@ def _merge_is_off_by(layer: nn.Module) -> float:
     for parameter in twin.parameters():
         if parameter.requires_grad:
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=draw, device="cpu"))
-    given = _example(twin.get_base_layer(), draw)
-    before = None if given is None else twin(given)
+    inputs = _example_input(twin.get_base_layer(), draw)
+    before = None if inputs is None else twin(inputs)
     plain = merge_layer(twin)
-    if before is None or given is None:
+    if before is None or inputs is None:
         return 0.0
-    return float((plain(given) - before).abs().max() / before.abs().max().clamp(min=1e-6))
+    return float((plain(inputs) - before).abs().max() / before.abs().max().clamp(min=1e-6))
 
 
-def _example(layer: Any, draw: torch.Generator) -> Tensor | None:
+def _example_input(layer: Any, draw: torch.Generator) -> Tensor | None:
     """Return an input on the CPU; None where the layer is of a kind that takes more than one tensor, or another."""
     from transformers.pytorch_utils import Conv1D
 

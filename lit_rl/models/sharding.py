@@ -265,11 +265,11 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def values_for(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Return their values where ours are: the same shard, or the whole (a collective) where ours is not sharded."""
-    whole = isinstance(theirs, DTensor) and not isinstance(ours, DTensor)
-    values = theirs.full_tensor() if whole else local_shard(theirs)  # pyright: ignore[reportAttributeAccessIssue]
-    return values.to(device=ours.device, dtype=at_least_float32(ours.dtype))
+def values_for(target: Tensor, source: Tensor) -> Tensor:
+    """Return the source as the target lies: the same shard, or the whole (a collective) where that is not sharded."""
+    whole = isinstance(source, DTensor) and not isinstance(target, DTensor)
+    values = source.full_tensor() if whole else local_shard(source)  # pyright: ignore[reportAttributeAccessIssue]
+    return values.to(device=target.device, dtype=at_least_float32(target.dtype))
 
 
 def laid_out_like(whole: Tensor, like: Tensor) -> Tensor:

@@ -76,6 +76,7 @@ def has_constant_rotation(model: nn.Module, length: int) -> bool:
 
     Dynamic NTK and LongRoPE look at the longest text of a call once it reaches a limit of the model.
     """
+    part: Any
     for part in model.modules():
         if not hasattr(part, "rope_type"):
             continue

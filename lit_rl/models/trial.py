@@ -47,7 +47,7 @@ class EquivalenceTrial:
     instead: str
     most: float
 
-    def passes(self, model: nn.Module, both: Callable[[], tuple[Tensor, Tensor]]) -> bool:
+    def passes(self, model: nn.Module, compute: Callable[[], tuple[Tensor, Tensor]]) -> bool:
         """Compute both ways once, and tell whether the faster one gives the same numbers. If not, log the reason, once.
 
         Args:
@@ -62,8 +62,8 @@ class EquivalenceTrial:
         verdicts[key] = False
         name = type(base_of(model)).__name__
         try:
-            quick, own = both()
-            apart, spread = (quick - own).abs().max().item(), own.std().item()
+            fast, own = compute()
+            difference, spread = (fast - own).abs().max().item(), own.std().item()
         except Unfit as unfit:
             rank_zero_info(f"{self.key}=true does not fit {name}: {unfit.why}. {self.instead}.")
             return False
@@ -74,11 +74,11 @@ class EquivalenceTrial:
                 f"Please report it; {self.key}=false goes without."
             )
             return False
-        verdicts[key] = apart <= self.most * spread
+        verdicts[key] = difference <= self.most * spread
         if verdicts[key]:
             return True
         rank_zero_info(
             f"{self.key}=true does not fit {name} on {own.device.type}: its numbers differ from the model's own by "
-            f"{apart:.2g}, and {self.most:g} x {spread:.2g} is allowed. {self.instead}."
+            f"{difference:.2g}, and {self.most:g} x {spread:.2g} is allowed. {self.instead}."
         )
         return False

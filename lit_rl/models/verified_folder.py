@@ -166,7 +166,7 @@ def _prove_adapter(folder: Path, description: LanguageModel, probe: LogitProbe) 
     name = description.name
     try:
         base = probe.load_base()
-        loaded_with = _unlike_its_files(base.config, description)
+        loaded_with = _settings_beside_files(base.config, description)
         rows = 0 if description.quantization is not None else probe.give_rows(base)  # 4-bit weights have other shapes
     except (LitRLError, OSError) as error:
         return f"adapter/ was not compared over its base, which cannot be loaded: {' '.join(str(error).split())}"
@@ -187,7 +187,7 @@ def _prove_adapter(folder: Path, description: LanguageModel, probe: LogitProbe) 
     return f"adapter/ stands on {name} only {', and '.join(only)}{untrained}" if only else ""
 
 
-def _unlike_its_files(config: Any, description: LanguageModel) -> str:
+def _settings_beside_files(config: Any, description: LanguageModel) -> str:
     """Return the settings of a loaded base that its files do not have: those of the user, and the size of its
     vocabulary."""
     from transformers import AutoConfig
@@ -200,9 +200,9 @@ def _unlike_its_files(config: Any, description: LanguageModel) -> str:
     )
     missing, differing = object(), []
     for key in (*description.init_kwargs, "tie_word_embeddings", "vocab_size"):
-        now, there = (getattr(each.get_text_config(), key, getattr(each, key, missing)) for each in (config, files))
-        if now is not missing and now != there:
-            differing.append(f"{key}={now!r}")
+        loaded, stored = (getattr(each.get_text_config(), key, getattr(each, key, missing)) for each in (config, files))
+        if loaded is not missing and loaded != stored:
+            differing.append(f"{key}={loaded!r}")
     return ", ".join(differing)
 
 
@@ -459,11 +459,13 @@ class LogitProbe:
         self._ruled_out = list(placeholder_ids(description.config)) if description.sees and writes else []
         on_cpu = next(policy.parameters()).device.type == "cpu"
         self._rounding = 0.0 if on_cpu else ON_A_GPU
-        self._against, self._wanted = "the trained policy", self._of_policy(description, policy, state)
+        self._against, self._wanted = "the trained policy", self._policy_logits(description, policy, state)
         self.differences: dict[str, float] = {}
         """The largest difference of a logit, by a description of the model that was read."""
 
-    def _of_policy(self, description: LanguageModel, policy: nn.Module, state: Mapping[str, Tensor]) -> Tensor | None:
+    def _policy_logits(
+        self, description: LanguageModel, policy: nn.Module, state: Mapping[str, Tensor]
+    ) -> Tensor | None:
         """Return the policy's logits; None where they cannot be computed: it is spread over ranks, its base is
         quantised and not the one that is exported, or all of its weights are exported as they are not."""
         if description.quantization is not None or _is_spread(policy):
@@ -485,15 +487,15 @@ class LogitProbe:
         average = {name: state[name].to(device) for name in others if name in state}
         with evaluation_mode(policy), torch.no_grad():
             inputs = {name: value.to(device) for name, value in self._inputs.items()}
-            return self._plain(functional_call(policy, average, kwargs=inputs | {"use_cache": False}).logits)
+            return self._comparable(functional_call(policy, average, kwargs=inputs | {"use_cache": False}).logits)
 
     def _logits(self, model: Any) -> Tensor:
         device = next(model.parameters()).device
         inputs = {name: value.to(device) for name, value in self._inputs.items()}
         with evaluation_mode(model), torch.no_grad():
-            return self._plain(model(**inputs, use_cache=False).logits)
+            return self._comparable(model(**inputs, use_cache=False).logits)
 
-    def _plain(self, logits: Tensor) -> Tensor:
+    def _comparable(self, logits: Tensor) -> Tensor:
         """Return logits in float32 on the CPU, without the tokens that stand for images: no policy may sample them."""
         logits = logits.detach().float().cpu()
         return logits.index_fill(-1, torch.tensor(self._ruled_out), 0.0) if self._ruled_out else logits
@@ -506,30 +508,30 @@ class LogitProbe:
         Returns:
             The number of rows; 0 where the base has as many.
         """
-        under = {name_in_base(name): tensor for name, tensor in self._state.items()}
+        exported = {name_in_base(name): tensor for name, tensor in self._state.items()}
         table = base.get_input_embeddings().weight
         name = next(name for name, parameter in base.named_parameters() if parameter is table)
-        had = len(table)
-        rows = len(under[name]) if name in under else had
-        if had == rows:
+        rows_before = len(table)
+        rows = len(exported[name]) if name in exported else rows_before
+        if rows_before == rows:
             return 0
         base.resize_token_embeddings(rows, mean_resizing=False)
         tables = {base.get_input_embeddings(), base.get_output_embeddings()}
         for path in (path for path, module in base.named_modules() if module in tables):
             for name, parameter in base.get_submodule(path).named_parameters(prefix=path):
-                if name in under:
-                    parameter[had:] = under[name][had:]
+                if name in exported:
+                    parameter[rows_before:] = exported[name][rows_before:]
         return rows
 
     def changed_in(self, base: nn.Module) -> str:
         """Return the name of a frozen weight of a base that differs from the policy's, under its adapter; empty where
         there is none. Some numbers of each are compared, spread over the tensor; of weights that the adapter's folder
         holds whole, the shape."""
-        there = base.state_dict()
-        for name, under in ((name_in_base(name), tensor) for name, tensor in self._state.items()):
-            if name in there and there[name].shape != under.shape:
+        stored = base.state_dict()
+        for name, exported in ((name_in_base(name), tensor) for name, tensor in self._state.items()):
+            if name in stored and stored[name].shape != exported.shape:
                 return name
-            if name in there and name not in self._trained and not _sample_equals(under, there[name]):
+            if name in stored and name not in self._trained and not _sample_equals(exported, stored[name]):
                 return name
         return ""
 
