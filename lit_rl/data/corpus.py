@@ -322,8 +322,8 @@ def _example_set(
         return ExampleSet(kind, examples, pad, processor=processor)
     if seeing := next((example for example in examples if example.shown), None):
         raise ConfigError(
-            f"{seeing.where}: the row has images, and data.packing={options.packing} puts texts together: set it to "
-            "none."
+            f"{seeing.where}: the row has images, and data.packing={options.packing} packs text only. Set "
+            "data.packing=none."
         )
     assert options.max_length is not None
     return ExampleSet(kind, examples, pad, pack_examples(examples, options.max_length, options.packing))

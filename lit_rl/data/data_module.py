@@ -157,7 +157,7 @@ class SourcedDataModule(L.LightningDataModule):
         if rows is not None:
             refuse_text("data.rows", rows)
         if path is None and (split is not None or name is not None):
-            raise ConfigError("data.split and data.name belong to data.path, which did not come: remove them.")
+            raise ConfigError("data.split and data.name belong to data.path, which is not set. Remove them.")
         if task is not None and (isinstance(task, type) or not (hasattr(task, "train") and hasattr(task, "val"))):
             raise ConfigError(
                 f"data.task is {task!r:.60}. Allowed is an object whose train() and val() return rows, such as "
@@ -371,9 +371,9 @@ class SourcedDataModule(L.LightningDataModule):
         """Return an attribute of the run's LightningModule."""
         module = self.trainer_of_run().lightning_module
         if not hasattr(module, name):
-            ours = type(self).__name__
             raise ConfigError(
-                f"{ours} feeds lit_rl's modules that learn from it; {type(module).__name__} has no {name!r}."
+                f"{type(self).__name__} works with the LightningModules of lit_rl that learn from its rows, and "
+                f"{type(module).__name__} has no attribute {name!r}."
             )
         return getattr(module, name)
 

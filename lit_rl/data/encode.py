@@ -51,9 +51,9 @@ _TURN_ENDS = 1024
 
 
 _UNSPLIT = (
-    "the chat template renders a conversation otherwise where it goes on, so nobody can tell the assistant's words "
-    "from those of the user and of tools in a completion of several messages. Give a template that only appends with "
-    "model.chat_template=FILE, put all but the last reply into the prompt, or leave such rows out with "
+    "the chat template renders earlier turns differently once the conversation continues. In a completion of several "
+    "messages the assistant's tokens cannot be told from those of users and tools. Give a template that only appends "
+    "(model.chat_template=FILE), move all but the last reply into the prompt, or leave such rows out with "
     "data.on_bad_row=skip."
 )
 
@@ -270,8 +270,8 @@ class Encoder:
         if self.learn == "assistant":
             if images:
                 raise ConfigError(
-                    f"{where}: data.learn=assistant cannot tell whose tokens are whose beside images: set it to "
-                    "completion."
+                    f"{where}: the row has images, and data.learn=assistant finds the assistant's tokens in text only. "
+                    "Set data.learn=completion."
                 )
             marks = marked_characters(self.tokenizer, [*prompt, *completion], where, self._kwargs(tools))
             text = self._marked(rendered, Encoded(ids, [], ends[0]), marks)

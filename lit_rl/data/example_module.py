@@ -133,7 +133,7 @@ class ExampleDataModule(SourcedDataModule):
         kind = kind or self._kind or self.serves[0]
         if kind not in self.serves:
             raise ConfigError(
-                f"{type(self).__name__} makes {' or '.join(self.serves)}, and the algorithm needs {kind}."
+                f"{type(self).__name__} provides {' or '.join(self.serves)}, and the algorithm learns from {kind}."
             )
         held = self._encoder if self._encoder is not None and self._encoder.tokenizer is tokenizer else None
         if eos_ids is None and held is not None:

@@ -143,8 +143,8 @@ class SlottedLoader(ABC, Generic[Batch]):
         """
         if "epoch" not in state:
             raise DataError(
-                "The checkpoint's run read its rows as it needed them, and this one has them all: set "
-                "data.stream_buffer as it was."
+                "The checkpoint's run streamed its rows (data.stream_buffer), and this run reads all of them at once. "
+                "Set data.stream_buffer to the value of the checkpoint's run."
             )
         other = world_size_changed(state, self.world_size)
         slots = state["slots"] if other else self.slots

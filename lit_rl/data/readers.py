@@ -151,7 +151,7 @@ def refuse_duplicate_key(row: dict[str, Any]) -> None:
         ValueError: names the column.
     """
     if isinstance(row, _DuplicateKey):
-        raise ValueError(f"the key {row.key!r} stands twice")
+        raise ValueError(f"duplicate key {row.key!r}")
 
 
 def parse_json(data: bytes) -> Any:
@@ -319,7 +319,7 @@ def _table_rows(path: Path, delimiter: str, skip: int) -> Iterator[RawRow]:
                 f"and {path.suffix} is read as divided by {delimiter!r}. Write it with commas (.csv) or tabs (.tsv)."
             )
         if len(set(header)) < len(header):
-            raise DataError(f"{path}:1: a column name stands twice: {', '.join(header)}")
+            raise DataError(f"{path}:1: duplicate column names: {', '.join(header)}")
         for cells in itertools.islice((cells for cells in lines if cells), skip, None):
             if len(cells) == len(header):
                 yield reader.line_num, dict(zip(header, cells))

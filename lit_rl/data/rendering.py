@@ -393,7 +393,7 @@ def check_prefix(begin: str, whole: str, where: str) -> None:
     alone, followed = (excerpt(text[max(0, place - 20) : place + 40]) for text in (begin, whole))
     raise DataError(
         f"{where}: the chat template renders the prompt differently when a completion follows: alone ...{alone!r}, "
-        f"followed ...{followed!r}. So the completion has no place where it begins; templates that add or drop "
+        f"followed ...{followed!r}. So the start of the completion cannot be found. Templates that add or drop "
         "thinking blocks do this. Give a template that only appends with model.chat_template=FILE, try "
         "data.chat_template_kwargs (such as enable_thinking), or make the rows plain strings."
     )

@@ -492,7 +492,7 @@ def _check_video_part(part: Mapping[str, Any], where: str) -> None:
         )
     if "fps" in held and not isinstance(part.get("video"), list | tuple):
         raise DataError(
-            f'{where}: a video part says fps and lists no frames. Say it beside the frames: {{"frames": [...], "fps": '
+            f'{where}: a video part sets fps and lists no frames. Set it next to the frames: {{"frames": [...], "fps": '
             "2.0}."
         )
 

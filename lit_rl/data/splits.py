@@ -153,7 +153,7 @@ def require_exactly_one(**given: Any) -> None:
     chosen = [name for name, value in given.items() if value is not None]
     if len(chosen) != 1:
         keys = ", ".join(f"data.{name}" for name in given)
-        raise ConfigError(f"Exactly one of {keys} must be set; came: {', '.join(chosen) or 'none'}.")
+        raise ConfigError(f"Set exactly one of {keys}. Set now: {', '.join(chosen) or 'none'}.")
 
 
 def parse_sources(sources: Sequence[Mapping[str, Any]]) -> list[RowSource]:
@@ -201,9 +201,7 @@ def val_sources(
     if val_path is None and val_split is None:
         return {}
     if val_path is None and source is None:
-        raise ConfigError(
-            f"data.val_split={val_split!r} is a split of data.path, which did not come: set data.val_path."
-        )
+        raise ConfigError(f"data.val_split={val_split!r} is a split of data.path, which is not set. Set data.val_path.")
     names = [*val_path] if isinstance(val_path, Mapping) else [*val_split] if isinstance(val_split, Mapping) else [""]
     if isinstance(val_split, Mapping) and (set(val_split) != set(names) or not isinstance(val_path, Mapping | None)):
         raise ConfigError(f"data.val_split={dict(val_split)} must have the names of data.val_path={val_path}.")

@@ -166,7 +166,7 @@ def _rows_of_data(data: Any, name: str, skip: int) -> Iterator[RawRow]:
         try:
             row = next(streamed, None)
         except OSError as error:
-            raise BackendError(f"{name}[{index}]: cannot be read on: {excerpt(str(error), 200)}") from error
+            raise BackendError(f"{name}[{index}]: the source stopped: {excerpt(str(error), 200)}") from error
         except Exception as error:  # `datasets` raises errors of many classes for bad data
             raise DataError(f"{name}[{index}]: cannot be read: {excerpt(str(error), 200)}") from error
         if row is None:
@@ -437,12 +437,12 @@ class StreamLoader:
 
         Raises:
             DataError: the state belongs to other rows or another order, and `allow_changed` is off; or to a run that
-                had all rows from its beginning.
+                read all rows at once.
         """
         if "place" not in state:
             raise DataError(
-                "The checkpoint's run had all rows from its beginning, and this one reads them as it needs them: leave "
-                "data.stream_buffer out."
+                "The checkpoint's run read all of its rows at once, and this run streams them (data.stream_buffer). "
+                "Remove data.stream_buffer."
             )
         self._place = StreamPosition.of(state["place"], len(self._windows.sources))
         other = world_size_changed(state, self._part.get("world_size", 1))
@@ -480,9 +480,8 @@ def check_stream_settings(data: SourcedDataModule, size: int, *, batch_size: int
     if not data.streamable:
         key = "data.rows" if data.rows is not None else "data.task"
         raise ConfigError(
-            f"data.stream_buffer={size} is for files, the hub and data sets of `datasets`; {key} is in "
-            "memory whole: leave "
-            "data.stream_buffer out, or write the rows to a .jsonl file and set data.path."
+            f"data.stream_buffer={size} streams files, the hub and data sets of `datasets`, and {key} is in memory "
+            "already. Remove data.stream_buffer, or write the rows to a .jsonl file and set data.path."
         )
     if max_length is None:
         raise ConfigError(

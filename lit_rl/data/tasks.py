@@ -70,12 +70,12 @@ class Addition(HoldsOut):
 
     def __init__(self, max_operand: int = 99, val_rows: int = 500, seed: int = 0) -> None:
         if max_operand < 0:
-            raise ConfigError(f"data.task.max_operand: {max_operand} came; it must be 0 or more")
+            raise ConfigError(f"data.task.max_operand={max_operand} is out of range: allowed is 0 or more.")
         pairs = (max_operand + 1) ** 2
         if not 0 <= val_rows < pairs:
             raise ConfigError(
-                f"data.task.val_rows: {val_rows} came; it must be from 0 to {pairs - 1}, "
-                f"because max_operand={max_operand} makes {pairs} pairs and training needs at least one"
+                f"data.task.val_rows={val_rows} is out of range: allowed is 0 to {pairs - 1}, because "
+                f"max_operand={max_operand} makes {pairs} pairs and training needs at least one."
             )
         self.max_operand = max_operand
         self.val_rows = val_rows

@@ -108,10 +108,10 @@ class Teacher(Held):
         if self.shared_tokens is None or (highest := int(token_ids.max())) < self.shared_tokens:
             return
         raise GenerationError(
-            f"The {writer} wrote the token id {highest}, and the tokenizer has {self.shared_tokens} tokens: the rows "
-            "after them pad an embedding, by another length in the student than in the teacher. A trained model does "
-            "not write them. For a student with random weights set algo.on_policy_fraction=0, or give it an embedding "
-            "as long as the teacher's."
+            f"The {writer} wrote the token id {highest}, and the tokenizer has only {self.shared_tokens} tokens. The "
+            "embedding rows above them are padding, of which student and teacher have different numbers, and a trained "
+            "model never writes them. If the student has random weights, set algo.on_policy_fraction=0, or give it as "
+            "many embedding rows as the teacher has."
         )
 
     def check_differs(self) -> None:

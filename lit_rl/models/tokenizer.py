@@ -118,6 +118,6 @@ def as_ids(value: Any) -> set[int]:
         return {int(one) for one in value} if isinstance(value, list | tuple) else {int(value)}
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"The model's eos_token_id is {value!r}; a token id or a list of them is needed. Mend its config.json or "
-            "generation_config.json."
+            f"The model's eos_token_id is {value!r}; a token id or a list of them is needed. Correct it in its "
+            "config.json or generation_config.json."
         ) from error

@@ -112,7 +112,9 @@ def write_checked(
         if not isinstance(error, (OSError, SafetensorError)) and not is_full(error):
             raise
         left = "Nothing of it is left, and what was there before is as it was"
-        way_out = ": make room, and say the command again (of a run: with ckpt_path=last)" if is_full(error) else ""
+        way_out = (
+            ": free some space, and run the command again (of a run: with ckpt_path=last)" if is_full(error) else ""
+        )
         raise StorageError(f"The export to {target} failed: {error}. {left}{way_out}.") from error
 
 
@@ -365,10 +367,10 @@ def verify_tokenizer(
     for text in probes:
         ids = tokenizer.encode(text)
         if found.encode(text) != ids or found.decode(ids) != tokenizer.decode(ids):
-            raise StorageError(f"{folder}: the tokenizer that was written treats {text!r} otherwise than the original.")
+            raise StorageError(f"{folder}: the exported tokenizer encodes {text!r} differently than the original.")
     for what in ("chat_template", "eos_token_id", "pad_token_id", "bos_token_id", "padding_side"):
         if getattr(found, what) != getattr(tokenizer, what):
-            raise StorageError(f"{folder}: the {what} of the tokenizer was not written as it is.")
+            raise StorageError(f"{folder}: the exported tokenizer has another {what} than the original.")
 
 
 def verify_processor(folder: str | Path, processor: VisionProcessor, *, trust_remote_code: bool = False) -> None:
@@ -380,19 +382,19 @@ def verify_processor(folder: str | Path, processor: VisionProcessor, *, trust_re
         found: Any = AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
     original = processor.processor
     if type(found) is not type(original) or found.chat_template != original.chat_template:
-        raise StorageError(f"{folder}: the processor or its chat template was not written as it is.")
+        raise StorageError(f"{folder}: the exported processor has another class or chat template than the original.")
     image = _test_image()
     wanted, read = (dict(each.image_processor([image], return_tensors="pt")) for each in (original, found))
     if wanted.keys() != read.keys() or any(
         not (torch.equal(value, read[name]) if isinstance(value, Tensor) else value == read[name])
         for name, value in wanted.items()
     ):
-        raise StorageError(f"{folder}: the processor that was written makes other pixels than the original.")
+        raise StorageError(f"{folder}: the exported processor makes other pixels than the original.")
     text = _text_with_image(processor, "?")
     if processor.places(text) == 1:
         ids, again = (each(text=[text], images=[[image]])["input_ids"] for each in (original, found))
         if list(map(list, ids)) != list(map(list, again)):
-            raise StorageError(f"{folder}: the processor that was written makes other tokens of an image.")
+            raise StorageError(f"{folder}: the exported processor makes other tokens of an image than the original.")
 
 
 def _compare_names(folder: str | Path, what: str, wanted: set[str], found: set[str]) -> None:
@@ -407,7 +409,7 @@ def _compare_tensors(folder: str | Path, wanted: Mapping[str, Tensor], found: Ma
         other = found[name]
         if tensor.shape != other.shape or tensor.dtype != other.dtype:
             raise StorageError(
-                f"{folder}: {name} is {other.dtype} {tuple(other.shape)} when read, and was {tensor.dtype} "
+                f"{folder}: {name} is {other.dtype} {tuple(other.shape)} when it is read back, and was {tensor.dtype} "
                 f"{tuple(tensor.shape)}."
             )
         # NaN compares unequal to itself, so it counts as infinitely wrong.

@@ -80,8 +80,8 @@ def check_visuals(model_type: str, visuals: Sequence[Visual], where: str) -> Non
         )
     if family.timed and (untimed := next((video for video in videos if video.fps is None), None)):
         raise DataError(
-            f"{where}: the video {untimed.name} does not say how many frames a second has, and this model "
-            f'({model_type}) is told when each was. Say it: {{"frames": [...], "fps": 2.0}}.'
+            f"{where}: the video {untimed.name} has no frame rate, and this model ({model_type}) reads the time of "
+            'each frame. Set it: {"frames": [...], "fps": 2.0}.'
         )
     if family.stacked and len(counts := sorted({len(video.frames) for video in videos})) > 1:
         raise DataError(
