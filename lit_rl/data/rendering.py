@@ -459,13 +459,13 @@ class TemplateOmissions:
             learned = number >= first and message["role"] == "assistant"
             for what, words in self._missing(message, reply if learned else text):
                 if learned and what in ("tool_calls", "words"):
-                    spoken = f"{where}: message {number} (assistant): the chat template leaves out"
-                    fix = "Give a template that writes it with model.chat_template=FILE"
-                    if what == "words":
-                        raise DataError(f"{spoken} what it says: {excerpt(words)}. {fix}.")
+                    lost, further = "what it says", ""
+                    if what == "tool_calls":
+                        lost, further = "its tool call", ", or write the call into content"
                     raise DataError(
-                        f"{spoken} its tool call: {excerpt(words)}. The reply would be learned without it. {fix}, or "
-                        "write the call into content."
+                        f"{where}: message {number} (assistant): the chat template leaves out {lost}: "
+                        f"{excerpt(words)}. The reply would be learned without it. Give a template that writes it with "
+                        f"model.chat_template=FILE{further}."
                     )
                 self._words.setdefault(f"{what} of the {message['role']}", words)
         for tool in kwargs.get("tools") or ():

@@ -365,7 +365,15 @@ class ImageReader:
                 row[many] = refs
         for key in keys:
             if isinstance(row.get(key), list):
-                row[key] = [_without_payload(message) for message in row[key]]
+                row[key] = [
+                    {
+                        **message,
+                        "content": [kind.part if (kind := _kind_of(part)) else part for part in _parts(message)],
+                    }
+                    if isinstance(message, dict) and _shows(message)
+                    else message
+                    for message in row[key]
+                ]
         return row, found
 
     def _take_columns(self, kind: _Kind, row: dict[str, Any], where: str) -> tuple[Visual, ...]:
@@ -505,13 +513,6 @@ def _insert_parts(kind: _Kind, messages: Sequence[dict[str, Any]], count: int, w
     content = first.get("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     first["content"] = [*(kind.part for _ in range(count)), *parts]
-
-
-def _without_payload(message: Any) -> Any:
-    """Return the message with bare parts."""
-    if not isinstance(message, dict) or not _shows(message):
-        return message
-    return {**message, "content": [kind.part if (kind := _kind_of(part)) else part for part in _parts(message)]}
 
 
 def text_of(content: str | Sequence[Mapping[str, Any]]) -> str:
