@@ -52,20 +52,20 @@ class EquivalenceTrial:
 
         Args:
             model: Whose numbers they are.
-            both: Returns the numbers of the quicker way and the model's own, of one shape.
+            compute: Returns the numbers of the faster way and the model's own, of one shape.
         """
-        from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-
         verdicts, key = _VERDICTS.setdefault(model, {}), (self.key, device_of(model).type)
         if key in verdicts:
             return verdicts[key]
-        verdicts[key] = False
+        from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
         name = type(base_of(model)).__name__
         try:
             fast, own = compute()
             difference, spread = (fast - own).abs().max().item(), own.std().item()
         except Unfit as unfit:
             rank_zero_info(f"{self.key}=true does not fit {name}: {unfit.why}. {self.instead}.")
+            verdicts[key] = False
             return False
         except Exception as error:  # also of a model's own code, which may be anybody's
             first = " ".join(str(error).split())[:300]
@@ -73,6 +73,7 @@ class EquivalenceTrial:
                 f"{self.key}=true could not be tried on {name}, for {type(error).__name__}: {first}. {self.instead}. "
                 f"Please report it; {self.key}=false goes without."
             )
+            verdicts[key] = False
             return False
         verdicts[key] = difference <= self.most * spread
         if verdicts[key]:
