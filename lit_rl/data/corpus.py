@@ -114,8 +114,8 @@ def read_examples(
 ) -> tuple[list[Example], Counter[str], str]:
     """Return every row that passes the filters, the number of rows that each filter took, and the name of the format.
 
-    A row is an example, but for pairs that serve verdicts: each gives two, the chosen one first. Of pairs that serve
-    texts the chosen one is taken.
+    A row is one example. A pair that serves verdicts gives two, the chosen one first; of a pair that serves texts only
+    the chosen side is taken.
 
     The counts are of rows: `rows` (met), `bad` (cannot be read), `empty` (a prompt, a text or one side of a pair says
     nothing), `equal` (both sides say the same, also once cut), `promptless` (an implicit prompt, and nothing in
@@ -141,7 +141,7 @@ def read_examples(
 def read_more_examples(rows: Rows, reader: ExampleReader, met: Mapping[str, int]) -> tuple[list[Example], Counter[str]]:
     """Read the next rows of a source that is read bit by bit, as `read_examples` does.
 
-    What only all rows together can prove wrong is asked of all that were met up to here.
+    Checks that need all rows together are made on all rows met up to here.
 
     Args:
         rows: The next rows.

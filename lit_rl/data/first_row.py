@@ -35,7 +35,7 @@ def first_row(
 ) -> tuple[dict[str, Any], str]:
     """Return the first row of `path` under the names that it is read by, and its place.
 
-    Of a file its beginning is read; a .json array, a folder and the hub are opened as for a training.
+    Only the beginning of a file is read; a .json array, a folder and the hub are opened as for a training.
 
     Args:
         path: As `data.path`; the other settings are those of `SourcedDataModule` too.

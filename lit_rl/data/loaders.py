@@ -290,7 +290,7 @@ class EvalLoader:
     """A loader that yields the first `limit` rows in their order, once.
 
     Every rank yields the same number of batches, and of the same sizes: where rows do not divide over the ranks, the
-    first rows come a second time at the end. Who gathers results keeps one of each row in `PromptBatch.rows`.
+    first rows come a second time at the end. A caller that gathers results keeps one of each row in `PromptBatch.rows`.
 
     Args:
         data: The rows.

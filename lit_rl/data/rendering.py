@@ -406,7 +406,7 @@ _SAYS_WHAT_IS_LEARNED = ("weight", "train", "training", "loss", "loss_mask", "ma
 class TemplateOmissions:
     """A comparison of messages with their renderings, which says once what is missing of each role's.
 
-    What a reply says and what it calls is refused where it is to be learned and is missing.
+    A row is refused if the words or the tool calls of a reply that is learned are missing.
 
     Args:
         tokenizer: The tokenizer with the chat template.

@@ -221,9 +221,9 @@ def hold_out(
 ) -> tuple[list[list[Row]], list[Row]]:
     """Set a share of the prompts aside: the training rows of each source, and the validation rows of all.
 
-    Rows of equal prompts stay together, so no validation prompt is trained on. Which prompts depends on the prompts,
-    the share and the seed only. Where all rows have one prompt, a share of the rows is set aside: what differs are
-    their other columns. Something is left to train on in any case: of a single row nothing is set aside.
+    Rows of equal prompts stay together, so no validation prompt is trained on. The choice depends on the
+    prompts, the share and the seed only. If all rows have one prompt, a share of the rows is set aside, as they differ
+    in other columns. Something is always left to train on: a single row is never set aside.
 
     Args:
         sources: The rows, by source.

@@ -25,7 +25,7 @@ _CHECKED_ROWS = 256
 
 @dataclass(frozen=True)
 class SupervisedText:
-    """An endless source of texts. What a step gets is a function of its number and the seed: nothing to checkpoint.
+    """An endless source of texts. The texts of a step are a function of its number and the seed: nothing to checkpoint.
 
     Every text comes once before any comes again. A text ends with EOS, unless `max_tokens` cuts it. Behind a prompt of
     messages it is the assistant's reply, in the chat template, with the row's `tools` and `chat_template_kwargs`. A

@@ -98,8 +98,8 @@ class AdditionText(Addition):
 class AdditionPairs(Addition):
     """The same sums with a right and a wrong answer: `{"prompt": "17+25=", "chosen": "42", "rejected": "32", ...}`.
 
-    The wrong one is 1 or 10 off, as a carry that was lost or made up: a mistake that a learner makes. Which one depends
-    on the seed and the operands alone. `answer` is the right one again, for rewards.
+    The wrong one is 1 or 10 off, as a carry that was lost or made up: a mistake that a learner makes. It depends on the
+    seed and the operands alone. `answer` is the right one again, for rewards.
     """
 
     def _rows(self) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Critics of a policy: value functions ``V(s_t)``, the return to expect before response token t is chosen.
 
 A critic is called twice: once at setup, for the module to register beside the policy, and then for values, with that
-module. What is trained in the module is the critic's alone, so its parameters and the policy's are two groups.
+module. The trained parts of the module are the critic's alone, so its parameters and the policy's are two groups.
 
     critic            memory beside the policy           what the value loss trains
     SeparateCritic    a second model and its moments     all of that model

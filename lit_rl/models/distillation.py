@@ -3,7 +3,7 @@
 Distillation needs whole distributions of student and teacher. Each model runs up to the input of its head; then both
 heads work on a block of tokens at a time, `LOGITS_PER_BLOCK` numbers of each model, and what is kept of a block is
 one number a token. The backward pass computes the student's and the teacher's logits of a block anew, and sums the
-gradient of the student's head in float32 (`lit_rl.ops.fused_head`). Where all logits are one block they are kept, as
+gradient of the student's head in float32 (`lit_rl.ops.fused_head`). If all logits fit into one block they are kept, as
 there is nothing to save.
 """
 
@@ -100,7 +100,7 @@ class Teacher(Held):
 
         Args:
             token_ids: Written by one of the two.
-            writer: Which, for the message.
+            writer: Name of the writer in the message, "student" or "teacher".
 
         Raises:
             GenerationError: a token was written that the tokenizer does not have, so the other cannot read it.
@@ -171,7 +171,7 @@ def distillation_scores(
         student: Gets the gradient.
         teacher: Gets none.
         tokens: `b` rows.
-        divergence: Of the one from the other.
+        divergence: Divergence of the student from the teacher.
         shared_tokens: Number of tokens, the first of both vocabularies, that are compared. None: all.
         entropies: Whether to compute those of both.
         router_aux: Whether to compute the student's load-balancing loss.

@@ -73,13 +73,13 @@ def score(
 
     Args:
         model: A causal language model; under PEFT with the adapter that is active.
-        completions: Of ``b`` rows.
-        sampling: What drew them. Its temperature is above 0.
+        completions: Completions, ``b`` rows.
+        sampling: Settings that drew them. The temperature is above 0.
         entropy: Whether to compute entropies.
         entropy_gradient: Whether to compute them, and they take part in the backward pass.
         router_aux: Whether to compute the load-balancing loss of a mixture of experts (2101.03961, eq. 4 to 6), as
             transformers does: over the attended tokens, prompts included, and all layers, without its coefficient.
-        options: How.
+        options: Choices for computing the pass.
 
     Raises:
         ConfigError: the model has no router whose load could be balanced.
@@ -190,8 +190,8 @@ def score_texts(
         entropy: Whether to compute entropies.
         stats: Whether to compute `lit_rl.ops.token_statistics.TokenStats`.
         router_aux: Whether to compute the load-balancing loss of a mixture of experts (2101.03961, eq. 4 to 6).
-        options: How: whether the head is fused, rows of like length run together (those with several texts do not), and
-            how many rows a call without gradient may have. A router's loss is over all rows, which are one call.
+        options: Whether the head is fused, rows of like length run together (rows with several texts never do), and how
+            many rows a call without gradient may have. A router's loss is over all rows, which are one call.
 
     Raises:
         ConfigError: the model has no router whose load could be balanced.
@@ -342,8 +342,8 @@ def refuse_lookahead(model: nn.Module, prompt_ids: Sequence[int], vision: Prompt
 
     Args:
         model: A language model over images.
-        prompt_ids: Of one prompt.
-        vision: What it shows.
+        prompt_ids: Tokens of one prompt.
+        vision: Images of the prompt.
 
     Raises:
         ConfigError: the log-prob of a token changes with a later one.

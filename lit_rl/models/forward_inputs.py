@@ -136,7 +136,7 @@ def prompt_positions(model: nn.Module, ids: Tensor, mask: Tensor, prompts: Seque
         model: A language model.
         ids: Long ``(n, p)``, padded on the left.
         mask: Bool ``(n, p)``.
-        prompts: What each of them shows.
+        prompts: Images of each prompt.
     """
     counted, find_axes = counted_positions(mask), axes_of(model)
     if find_axes is None or not any(prompts):
@@ -227,7 +227,7 @@ def masks_that_hide(device: torch.device) -> Iterator[None]:
     On a CPU nobody waits, and they look.
 
     Args:
-        device: Where the models are.
+        device: Device of the models.
     """
     token = _NO_SYNC.set(device.type != "cpu")
     try:
@@ -306,7 +306,7 @@ def bucket_by_length(lengths: Tensor, device: torch.device) -> list[Bucket]:
 
     Args:
         lengths: Long ``(b,)``, in the host's memory: columns that each row needs, b at least 1.
-        device: Where the pass runs.
+        device: Device of the pass.
     """
     order = lengths.argsort(descending=True, stable=True)
     falling = lengths[order].tolist()

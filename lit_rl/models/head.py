@@ -165,10 +165,10 @@ def score_targets(
 
     Args:
         model: A causal language model; under PEFT with the adapter that is active.
-        targets: What is predicted by the columns that the head computes (`logits_to_keep` of the inputs says which).
-        distribution: Of what.
+        targets: Tokens that are predicted by the columns that the head computes (`logits_to_keep` of the inputs).
+        distribution: Distribution of the scores, and the statistics to compute.
         fused: Whether to fuse the head, where it can be: the same numbers, without the logits in memory.
-        inputs: Of the model.
+        inputs: Keyword arguments of the model.
     """
     head = linear_head(model) if fused else None
     if head is None or not _returns_head_output(model, head):

@@ -49,12 +49,12 @@ def export_policy(
     only, so it may be sharded and on any device.
 
     Args:
-        description: What the policy was loaded from.
+        description: Description that the policy was loaded from.
         policy_state: Every tensor of the policy, whole, under the policy's own names (see `full_state_dict`).
         policy: The policy.
         folder: A new folder, or an earlier export, which is replaced.
         card: Text of README.md, see `model_card`.
-        prompts: What it was trained to answer, for config.json; None leaves there what the base says.
+        prompts: Form of the prompts that it was trained on, for config.json; None keeps the base's.
 
     Raises:
         StorageError: the state is partial or of other shapes, the folder cannot be written or holds something else,
@@ -216,8 +216,8 @@ def export_scoring(
     A LoRA model is merged into its base, and its adapter, with the head, stands by itself in ``folder/adapter``.
 
     Args:
-        description: What the model was loaded from.
-        scoring: What kind it is.
+        description: Description that the model was loaded from.
+        scoring: Kind of the scoring model.
         scorer_state: Every tensor, whole, under the model's own names (see `full_state_dict`).
         scorer: The model: it gives configs, and the scores that the reloaded model has to give.
         folder: A new folder, or an earlier export, which is replaced.

@@ -47,7 +47,7 @@ def fixed_order(device: torch.device) -> Iterator[None]:
     on one thread. Other devices, and runs with ``trainer.deterministic``, stay as they are.
 
     Args:
-        device: Where the loss is.
+        device: Device of the loss.
     """
     if device.type != "cpu" or torch.get_deterministic_debug_mode():
         yield
@@ -159,8 +159,8 @@ def with_rotation(rotation: Callable[..., Any], forward: Any) -> Callable[..., A
     """Return an attention's forward that rotates by another function: transformers reads it from the module's globals.
 
     Args:
-        rotation: Of queries, keys, cosines and sines.
-        forward: Of the attention's class.
+        rotation: Function of queries, keys, cosines and sines.
+        forward: Forward of the attention's class.
     """
     names = {**forward.__globals__, ROTATION: rotation, "__name__": __name__}
     turned = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
@@ -262,8 +262,8 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     The call raises BackendError where no compiler is found or one fails: a C++ compiler on a CPU, Triton on a GPU.
 
     Args:
-        function: Of numbers, modules and tensors, of which one at least is no keyword. Anything in it that cannot be
-            compiled is an error.
+        function: Function of numbers, modules and tensors; at least one tensor is no keyword. Anything in it that
+            cannot be compiled is an error.
     """
     from torch._dynamo import config
     from torch._dynamo.exc import TorchDynamoException

@@ -73,10 +73,10 @@ def check_overrides(
     """Refuse what no model of this kind knows, and transformers would give its constructor.
 
     Args:
-        key: Where the names stand: "init_kwargs".
-        names: The user's.
-        config: Of the model as its files have it.
-        model: Its name.
+        key: Key of the names, such as "init_kwargs".
+        names: Names that the user set.
+        config: Config of the model, from its files.
+        model: Name of the model.
         beside: Arguments of `from_pretrained` that are taken too.
         elsewhere: Fields that are set by other keys, and are not hinted at.
 
@@ -230,9 +230,9 @@ class LanguageModel:
         """Return a description as it is; for a name, folder or hub id, one with these settings.
 
         Args:
-            model: What a user gave.
-            key: What the error calls it.
-            settings: Of `LanguageModel`, for what is not yet a description.
+            model: The user's value.
+            key: Name of the value in errors.
+            settings: Settings of `LanguageModel`, for a name, folder or hub id.
 
         Raises:
             ConfigError: it is anything else, such as a model that is loaded already; or the settings cannot be.

@@ -178,7 +178,7 @@ def as_language_model(model: Any, tokenizer: Any = None) -> LanguageModel:
 
     Args:
         model: A description, a name, folder or hub id, or a loaded model of transformers or PEFT.
-        tokenizer: Of a loaded model.
+        tokenizer: Tokenizer of a loaded model.
 
     Raises:
         ConfigError: it is anything else; a loaded model comes without its tokenizer, or a tokenizer with a name that

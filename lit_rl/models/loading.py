@@ -41,7 +41,7 @@ class BanningHead(nn.Linear):
     after the head lifts these logits to -cap, so `ban_placeholders` lets the model end with `ban_again`.
 
     Args:
-        head: Whose weights are used, and kept as they are.
+        head: The head whose weights are used, and kept as they are.
         banned: Token ids.
     """
 
@@ -94,10 +94,10 @@ def load_weights(name: str, path: str, config: PreTrainedConfig, **settings: Any
     """Load a causal language model, over images too where its config says so, every weight checked to be from files.
 
     Args:
-        name: What the model is called in messages.
-        path: Its folder or hub id.
-        config: Its config.
-        settings: What `from_pretrained` takes beside these.
+        name: Name of the model in messages.
+        path: Folder or hub id of the model.
+        config: Config of the model.
+        settings: Further arguments of `from_pretrained`.
 
     Raises:
         StorageError: weights are missing or damaged.

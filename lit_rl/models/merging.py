@@ -55,8 +55,8 @@ def check_kind(key: str, config: PeftConfig) -> None:
     """Refuse an adapter that could not be merged, before anything is trained.
 
     Args:
-        key: What the message calls it.
-        config: Of the adapter.
+        key: Name of the adapter in messages.
+        config: Config of the adapter.
 
     Raises:
         ConfigError: it puts something before the prompt, allots its ranks while it trains, or is not known to merge.
@@ -85,8 +85,8 @@ def check_start(key: str, config: PeftConfig, *, trained: bool) -> None:
     adapter is loaded: in a resumed run, and over the base by itself.
 
     Args:
-        key: What the message calls it.
-        config: Of an adapter that is to be made, or loaded.
+        key: Name of the adapter in messages.
+        config: Config of an adapter that is to be made, or loaded.
         trained: It is loaded, with weights of its own.
 
     Raises:
@@ -124,7 +124,7 @@ def layer_weights(policy: nn.Module, made: str = "The adapter") -> list[LayerWei
 
     Args:
         policy: A Hugging Face model, or a `PeftModel` around one.
-        made: What messages call the adapter.
+        made: Name of the adapter in messages.
 
     Raises:
         ConfigError: an adapter changes one of two weights that the model ties, and not the other.
@@ -165,7 +165,7 @@ def refuse_hidden_adapters(base: nn.Module, made: str) -> None:
 
     Args:
         base: The model.
-        made: What the message calls it.
+        made: Name of the model in messages.
 
     Raises:
         ConfigError: it has.
@@ -187,7 +187,7 @@ def check_merge(policy: nn.Module, made: str) -> None:
 
     Args:
         policy: A `PeftModel`.
-        made: What messages call its adapter.
+        made: Name of the adapter in messages.
 
     Raises:
         ConfigError: the adapter cannot be merged, merges to another layer, or splits a tied weight.

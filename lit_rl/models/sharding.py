@@ -96,10 +96,10 @@ def shard(
     Serves a policy, with adapters or without, and a frozen reference. To be called once, before the optimizer is made.
 
     Args:
-        module: What is sharded.
+        module: The module to shard.
         mesh: Over which ranks.
         precision: The types of what is gathered and of reduced gradients. None is that of the weights.
-        offload: Where the shards are between passes. None is the mesh's device.
+        offload: Place of the shards between passes. None is the mesh's device.
 
     Raises:
         ConfigError: the model does not say which of its modules are its layers.
@@ -128,8 +128,8 @@ def shard(
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
     """Return the modules that a Hugging Face model declares must stay whole, which are its decoder layers.
 
-    Of a model over images those of its text: a rank whose rows show nothing does not run the others, and would leave
-    the rest waiting for it.
+    Of a model over images only the text's are returned: a rank whose rows show no image does not run the others, and
+    would leave the other ranks waiting for it.
     """
     names = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
     seeing = find_vision_model(module)
@@ -336,7 +336,7 @@ def parallelize_layers(model: nn.Module, mesh: DeviceMesh) -> None:
 
     Args:
         model: A causal LM whose config passes `check_sharding_plan`, with the same whole weights on every rank.
-        mesh: Of one dimension: the tensor-parallel group.
+        mesh: The tensor-parallel group, a mesh of one dimension.
     """
     base: Any = getattr(model, "base_model", model)
     for pattern, style in _plan_of_layers(base.config).items():
@@ -360,9 +360,9 @@ def clip_over_meshes(model: nn.Module, mesh: DeviceMesh, weights: Sequence[Tenso
     A collective, once a step.
 
     Args:
-        model: What `parallelize_layers` was given.
-        mesh: As there.
-        weights: Those that are trained.
+        model: The model that `parallelize_layers` cut.
+        mesh: The mesh of that call.
+        weights: Weights that are trained.
         limit: The norm that gradients have at most; infinite for none.
 
     Returns:

@@ -129,7 +129,7 @@ def can_fold(model: nn.Module, mask: Tensor, p: int, rows: int) -> bool:
         model: A causal language model.
         mask: Bool ``(n, p + t)``: the tokens of a row of each prompt. Prompts are padded left.
         p: Columns of the prompts.
-        rows: Of all prompts.
+        rows: Rows of all prompts.
     """
     base = base_of(model)
     if not isinstance(base, PreTrainedModel) or mask.device.type != "cpu":
@@ -216,7 +216,7 @@ class FoldedCache(Cache):
 class ProvingFoldedCache(FoldedCache):
     """A cache that compares each attention with plain attention over repeated keys and values, in float64.
 
-    What goes on is the latter, computed as plain ``sdpa`` computes it.
+    Later layers get the latter, computed as plain ``sdpa`` computes it.
     """
 
     def __init__(self, prompts: Any, prompt_of_row: Tensor, mask: Tensor) -> None:

@@ -101,9 +101,9 @@ def worth_sharing(model: nn.Module, *, rows: int, prompts: int, widths: tuple[in
 
     Args:
         model: As it is trained.
-        rows: Of a pass.
-        prompts: Different ones of them.
-        widths: Columns of its prompts, and of its responses.
+        rows: Rows of a pass.
+        prompts: Number of different prompts among them.
+        widths: Columns of the prompts, and of the responses.
     """
     p, t = widths
     if t < 2 or (rows - prompts) * p < WORTH * rows * (p + t):
@@ -141,11 +141,11 @@ def run_shared(
     Args:
         model: One that `can_share`.
         completions: ``b`` rows of ``n`` prompts.
-        prompts: Which.
-        distribution: Of what the log-probs are.
+        prompts: The rows of each prompt.
+        distribution: Distribution of the log-probs.
         options: Whether the head is fused, whether responses of like length run together, and whether they attend to
             a prompt's keys where they lie, if this model can.
-        history: Of the response tokens ``(b, t)``: what earlier tokens do to their logits. None: nothing.
+        history: Effect of earlier tokens on the logits of the response tokens ``(b, t)``. None: no effect.
     """
     folds = options.folded_attention and can_fold(
         model,

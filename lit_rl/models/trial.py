@@ -39,7 +39,7 @@ class EquivalenceTrial:
 
     Args:
         key: The setting that switches it on.
-        instead: What is done where it is not taken, as a whole sentence without a full stop.
+        instead: The way that is taken otherwise, as a whole sentence without a full stop.
         most: By how much the largest number may differ, in standard deviations of all numbers, above 0.
     """
 
@@ -51,7 +51,7 @@ class EquivalenceTrial:
         """Compute both ways once, and tell whether the faster one gives the same numbers. If not, log the reason, once.
 
         Args:
-            model: Whose numbers they are.
+            model: The model that is tried.
             compute: Returns the numbers of the faster way and the model's own, of one shape.
         """
         verdicts, key = _VERDICTS.setdefault(model, {}), (self.key, device_of(model).type)

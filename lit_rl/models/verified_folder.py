@@ -88,12 +88,12 @@ def write_checked(
 
     Args:
         folder: A new folder, or an earlier export, which is replaced.
-        description: What the model was loaded from.
+        description: Description that the model was loaded from.
         rebuild: Makes the model on the CPU, once the folder is known to be free, and again for each further try on a
             full disk; with adapters they are merged, and stand by themselves in ``folder/adapter``.
         check: Reads what was written and gives the largest difference from the state.
         card: Text of README.md.
-        probe: What the trained model says, for the check, and for the adapter by itself.
+        probe: Logits of the trained model, for the check, and for the adapter by itself.
 
     Raises:
         StorageError: as `export_policy`.
@@ -305,7 +305,7 @@ def verify(
         tokenizer: The tokenizer that it should have.
         loaded_by: The class of transformers that loads it.
         trust_remote_code: The model comes with code of its own.
-        probe: What the trained policy says, which the loaded model has to say too.
+        probe: Logits of the trained policy, which the loaded model has to give too.
 
     Raises:
         StorageError: a tensor is missing, unexpected or differs in shape or in any bit, a weight is NaN, the model
@@ -440,9 +440,9 @@ class LogitProbe:
     """Logits of the policy on a fixed text, and the distance of others from them.
 
     Args:
-        description: What the policy was loaded from.
+        description: Description that the policy was loaded from.
         policy: The trained policy, on any device.
-        state: What is exported: the policy's own weights, or an average of them, whole.
+        state: Exported tensors: the policy's own weights, or an average of them, whole.
         load_base: Loads the base that an adapter stands on, anew.
     """
 
@@ -545,7 +545,7 @@ class LogitProbe:
         rounding may send a token to other experts.
 
         Args:
-            what: What messages call it.
+            what: Name of the model in messages.
             model: The model.
 
         Raises:

@@ -61,7 +61,7 @@ def check_visuals(model_type: str, visuals: Sequence[Visual], where: str) -> Non
     """Refuse what a model cannot be shown exactly.
 
     Args:
-        model_type: Of its config.
+        model_type: Model type of the config.
         visuals: Images and videos of a prompt.
         where: The row, for messages.
 
@@ -142,9 +142,9 @@ class VisionProcessor:
     """A maker of tokens and model inputs from messages with images or videos.
 
     Args:
-        processor: Of transformers. Its tokenizer and chat template are replaced by those of `tokenizer`.
-        tokenizer: Of the policy, as `LanguageModel.tokenizer` has it.
-        config: Of the model.
+        processor: Processor of transformers. Its tokenizer and chat template are replaced by those of `tokenizer`.
+        tokenizer: Tokenizer of the policy, as `LanguageModel.tokenizer` has it.
+        config: Config of the model.
     """
 
     def __init__(self, processor: ProcessorMixin, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
