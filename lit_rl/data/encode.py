@@ -439,8 +439,8 @@ class Encoder:
 
 def _learned_from(start: int, learned: Sequence[bool]) -> list[bool]:
     """Clear the mask up to `start`, and on the first token, which nothing predicts."""
-    given = min(max(1, start), len(learned))
-    return [False] * given + list(learned[given:])
+    unlearned = min(max(1, start), len(learned))
+    return [False] * unlearned + list(learned[unlearned:])
 
 
 Keep = Literal["start", "end"]

@@ -135,11 +135,11 @@ def _are_among(calls: Sequence[Any], others: Sequence[Any]) -> bool:
     def same(one: Any, other: Any) -> bool:
         if not all(isinstance(each, Mapping) and isinstance(each.get("function"), Mapping) for each in (one, other)):
             return bool(one == other)
-        named = [each["id"] for each in (one, other) if each.get("id") is not None]
-        said = [
+        ids = [each["id"] for each in (one, other) if each.get("id") is not None]
+        contents = [
             (each["function"].get("name"), call_arguments(each["function"].get("arguments"))) for each in (one, other)
         ]
-        return len(set(map(str, named))) < 2 and said[0] == said[1]
+        return len(set(map(str, ids))) < 2 and contents[0] == contents[1]
 
     return len(calls) <= len(others) and all(any(same(call, other) for other in others) for call in calls)
 

@@ -287,12 +287,12 @@ class _PromptReader:
         )
         return PromptExample(prompt, ids, columns, where)
 
-    def _tools(self, prompt: Prompt, given: Any, where: str) -> list[Any] | None:
+    def _tools(self, prompt: Prompt, column: Any, where: str) -> list[Any] | None:
         """Return the schemas for the chat template; a column of anything else is for rewards alone."""
-        if not given:
+        if not column:
             return None
         try:
-            tools = read_tools(given, where)
+            tools = read_tools(column, where)
         except DataError:
             self.rows.note("the column tools holds no JSON schemas: rewards see it, the chat template does not", where)
             return None

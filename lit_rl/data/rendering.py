@@ -142,13 +142,13 @@ def row_template_kwargs(columns: Mapping[str, Any], where: str) -> dict[str, Any
     Raises:
         DataError: it is neither, or sets what prompts fix, the template, or the tools, which have a column.
     """
-    given = columns.get(KWARGS_COLUMN)
-    read = parse_nested_literal(given) if isinstance(given, str) and given.strip() else given
+    column = columns.get(KWARGS_COLUMN)
+    read = parse_nested_literal(column) if isinstance(column, str) and column.strip() else column
     if not read:
         return {}
     if not isinstance(read, Mapping) or not all(isinstance(key, str) for key in read):
         raise DataError(
-            f"{where}: {KWARGS_COLUMN} is {excerpt(repr(given))}; an object of arguments of the chat template is "
+            f"{where}: {KWARGS_COLUMN} is {excerpt(repr(column))}; an object of arguments of the chat template is "
             "needed, "
             'such as {"enable_thinking": false}.'
         )
@@ -389,7 +389,7 @@ def check_prefix(begin: str, whole: str, where: str) -> None:
     """
     if whole.startswith(begin):
         return
-    place = next((i for i, (mine, theirs) in enumerate(zip(begin, whole)) if mine != theirs), len(whole))
+    place = next((i for i, (a, b) in enumerate(zip(begin, whole)) if a != b), len(whole))
     alone, followed = (excerpt(text[max(0, place - 20) : place + 40]) for text in (begin, whole))
     raise DataError(
         f"{where}: the chat template renders the prompt differently when a completion follows: alone ...{alone!r}, "

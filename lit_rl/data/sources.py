@@ -341,30 +341,30 @@ LONG = 30.0
 """Seconds of reading after which the user is warned, too."""
 
 
-def is_data_set(given: Any) -> bool:
+def is_data_set(value: Any) -> bool:
     """Tell whether a value is a data set of `datasets`, without importing that library."""
     datasets = sys.modules.get("datasets")
-    return datasets is not None and isinstance(given, datasets.Dataset | datasets.IterableDataset)
+    return datasets is not None and isinstance(value, datasets.Dataset | datasets.IterableDataset)
 
 
-def rows_of_object(key: str, given: Any) -> Any:
+def rows_of_object(key: str, value: Any) -> Any:
     """Return all rows of a data set of `datasets`, read in one pass where it is an `IterableDataset`; any other value
     as it is.
 
     Args:
         key: Name of the rows in messages.
-        given: The user's value for rows.
+        value: The user's value for rows.
 
     Raises:
         DataError: it has several splits, or a row cannot be read.
     """
     datasets = sys.modules.get("datasets")
-    if datasets is not None and isinstance(given, datasets.DatasetDict | datasets.IterableDatasetDict):
-        raise DataError(f"{key} is a {type(given).__name__} with the splits {', '.join(given)}: give one of them.")
-    if datasets is None or not is_data_set(given):
-        return given
+    if datasets is not None and isinstance(value, datasets.DatasetDict | datasets.IterableDatasetDict):
+        raise DataError(f"{key} is a {type(value).__name__} with the splits {', '.join(value)}: give one of them.")
+    if datasets is None or not is_data_set(value):
+        return value
     try:
-        rows = given.to_list() if isinstance(given, datasets.Dataset) else _all_of_stream(key, given)
+        rows = value.to_list() if isinstance(value, datasets.Dataset) else _all_of_stream(key, value)
     except Exception as error:  # `datasets` raises errors of many classes for bad data
         raise DataError(f"{key}: cannot be read: {excerpt(str(error), 300)}") from error
     return [row_of_table(row) for row in rows]
@@ -461,7 +461,7 @@ def _the_split(data: Any, path: str, split: str | None) -> Any:
     if split is None and len(splits) == 1:
         return data[splits[0]]
     if split not in data:
-        came = "no data.split came" if split is None else f"data.split={split!r} is none of them"
+        chosen = "data.split is not set" if split is None else f"data.split={split!r} is none of them"
         hint = did_you_mean(split, splits) if split else ""
-        raise DataError(f"data.path={path} has the splits {', '.join(splits)} and {came}.{hint}")
+        raise DataError(f"data.path={path} has the splits {', '.join(splits)} and {chosen}.{hint}")
     return data[split]

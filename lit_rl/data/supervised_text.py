@@ -145,10 +145,10 @@ class SupervisedText:
         if self.prompt_key is None:
             return None, text
         try:
-            asked, _ = normalize_messages(
+            normalized, _ = normalize_messages(
                 {key: row[key] for key in (self.prompt_key,) if key in row}, where, self.prompt_key
             )
-            return split_prompt(asked or row, where, prompt_key=self.prompt_key)[0], text
+            return split_prompt(normalized or row, where, prompt_key=self.prompt_key)[0], text
         except DataError as error:
             error.add_note("(the prompts of algo.ptx, whose column is algo.ptx.prompt_key)")
             raise

@@ -294,18 +294,18 @@ class PeftAdapter:
         return adapted
 
 
-def as_adapter(given: Any) -> Lora | PeftAdapter | None:
+def as_adapter(value: Any) -> Lora | PeftAdapter | None:
     """Return the value of `lora` as an object with `apply`. PEFT is not imported here unless it already is.
 
     Raises:
         ConfigError: it is neither `Lora` nor a config of PEFT.
     """
-    if given is None or isinstance(given, Lora | PeftAdapter):
-        return given
+    if value is None or isinstance(value, Lora | PeftAdapter):
+        return value
     peft = sys.modules.get("peft")
-    if peft is not None and isinstance(given, peft.PeftConfig):
-        return PeftAdapter(given)
-    found = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
+    if peft is not None and isinstance(value, peft.PeftConfig):
+        return PeftAdapter(value)
+    found = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
     raise ConfigError(
         f"model.lora is {found}. Allowed is lit_rl.models.Lora(r=16, alpha=32, dropout=0, targets='all-linear', "
         "rslora=False, dora=False, modules_to_save=None), or a config of PEFT, such as peft.LoraConfig(r=16)."

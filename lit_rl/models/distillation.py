@@ -80,20 +80,20 @@ class Teacher(Held):
             ConfigError: the two do not have the same tokens under the same ids.
         """
         with hub_files.rename_keys(*_AS_TEACHER):
-            theirs, rows = self.model.tokenizer.get_vocab(), self.model.config.get_text_config().vocab_size
-        ours, needed = self.student.tokenizer.get_vocab(), self.student.config.get_text_config().vocab_size
-        different = different_tokens(theirs, ours)
+            teacher_tokens, rows = self.model.tokenizer.get_vocab(), self.model.config.get_text_config().vocab_size
+        student_tokens, needed = self.student.tokenizer.get_vocab(), self.student.config.get_text_config().vocab_size
+        different = different_tokens(teacher_tokens, student_tokens)
         if different:
-            how = (
+            difference = (
                 f"{len(different)} tokens are not the same token under the same id "
                 f"({', '.join(map(repr, different[:3]))})"
             )
             raise ConfigError(
                 f"algo.teacher.name={self.model.name!r} has another vocabulary than the policy {self.student.name!r}: "
-                f"{how}. Distributions are compared token by token, so the teacher must be of the policy's own family. "
-                "From any other model, learn its texts: algo=sft."
+                f"{difference}. Distributions are compared token by token, so the teacher must be of the policy's own "
+                "family. From any other model, learn its texts: algo=sft."
             )
-        self.shared_tokens = None if rows == needed else max(ours.values()) + 1  # no embedding has fewer rows
+        self.shared_tokens = None if rows == needed else max(student_tokens.values()) + 1  # no embedding has fewer rows
 
     def check_written(self, token_ids: Tensor, writer: str) -> None:
         """Refuse tokens that one of the two tokenizers does not have.

@@ -240,35 +240,35 @@ def _sdpa_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    *places: Any,
+    *further: Any,
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
-    **asked: Any,
+    **arguments: Any,
 ) -> Tensor | None:
     """Return what transformers' ``sdpa_mask`` returns."""
     if attention_mask is not None and _NO_SYNC.get():
         allow_is_causal_skip = False
     known = _MASK.get()
-    known = None if attention_mask is None or places or is_tracing(attention_mask) else known
+    known = None if attention_mask is None or further or is_tracing(attention_mask) else known
     if allow_is_causal_skip and known is not None and attention_mask is not None:
-        window = asked.get("local_size")
+        window = arguments.get("local_size")
         if attention_mask.shape == known.shape and kv_length == known.shape[1]:
             whole = window is None or kv_length < window
             if whole and q_length in (1, kv_length) and bool(known.all()):
                 return None
             # Queries that are fewer than the keys, without a cache before them, are a static cache's: let it look.
             # So is an offset on a device, which is not known.
-            offset = asked.get("q_offset", 0)
+            offset = arguments.get("q_offset", 0)
             begins = isinstance(offset, Tensor) or offset == 0
             allow_is_causal_skip = whole and q_length != kv_length and begins
     return sdpa_mask(
         batch_size,
         q_length,
         kv_length,
-        *places,
+        *further,
         attention_mask=attention_mask,
         allow_is_causal_skip=allow_is_causal_skip,
-        **asked,
+        **arguments,
     )
 
 

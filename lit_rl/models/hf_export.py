@@ -75,11 +75,11 @@ def base_in_files(description: LanguageModel, load: Callable[[], Any]) -> Callab
 
 def verify_policy(staged: Path, state: Mapping[str, Tensor], description: LanguageModel, probe: LogitProbe) -> float:
     """Return the largest difference between the tensors that were written and their reload."""
-    how = {"trust_remote_code": description.trust_remote_code}
+    remote = {"trust_remote_code": description.trust_remote_code}
     if description.processor is not None:
-        verify_processor(staged, description.processor, **how)
+        verify_processor(staged, description.processor, **remote)
     loaded_by = auto_class(description.config).__name__
-    return verify(staged, state, description.tokenizer, loaded_by=loaded_by, probe=probe, **how)
+    return verify(staged, state, description.tokenizer, loaded_by=loaded_by, probe=probe, **remote)
 
 
 def _rebuild(

@@ -135,18 +135,18 @@ class LoadedModel(LanguageModel):
         """
         from peft import PeftModel
 
-        given: Any = self.given
-        self.began_trained = given in _TRAINED
-        base = base_of(given)
+        model: Any = self.given
+        self.began_trained = model in _TRAINED
+        base = base_of(model)
         if str(base.dtype) != f"torch.{self.dtype}":
             base.to(getattr(torch, self.dtype))
         loading.correct_tied_config(base)
         if self.disable_dropout:
             disable_dropout(base)
-        if self.lora is not None and not isinstance(given, PeftModel):
-            given = self.lora.apply(base, task_type, head=head)
+        if self.lora is not None and not isinstance(model, PeftModel):
+            model = self.lora.apply(base, task_type, head=head)
         set_checkpointing(base, self.checkpointing)
-        return given.train()
+        return model.train()
 
     def load_base(self) -> PreTrainedModel:
         raise ConfigError(

@@ -212,8 +212,8 @@ def ban_placeholders(base: PreTrainedModel) -> None:
     base.forward = functools.update_wrapper(functools.partial(_forward_with_bans, base, base.forward), base.forward)
 
 
-def _forward_with_bans(base: PreTrainedModel, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    output = forward(*given, **named)
+def _forward_with_bans(base: PreTrainedModel, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    output = forward(*args, **kwargs)
     head: Any = base.get_output_embeddings()
     for part in head.modules():  # adapters may have wrapped the head, or copied it
         if isinstance(part, BanningHead):

@@ -92,17 +92,17 @@ def check_start(key: str, config: PeftConfig, *, trained: bool) -> None:
     Raises:
         ConfigError: it draws random numbers for the base, or needs data.
     """
-    how = getattr(config, "init_lora_weights", None)
-    if not isinstance(how, str):
+    method = getattr(config, "init_lora_weights", None)
+    if not isinstance(method, str):
         return
-    if how.startswith("pissa_niter"):
+    if method.startswith("pissa_niter"):
         raise ConfigError(
-            f"{key} has init_lora_weights={how!r}, which changes the base by random numbers: neither a resumed run nor "
-            "the exported adapter would stand on the same base. Use 'pissa', which is exact, or 'olora'."
+            f"{key} has init_lora_weights={method!r}, which changes the base by random numbers: neither a resumed run "
+            "nor the exported adapter would stand on the same base. Use 'pissa', which is exact, or 'olora'."
         )
-    if how == "corda" or (how in _FROM_DATA and not trained):
+    if method == "corda" or (method in _FROM_DATA and not trained):
         raise ConfigError(
-            f"{key} has init_lora_weights={how!r}, which is made from data, and none are at hand here. Make the "
+            f"{key} has init_lora_weights={method!r}, which is made from data, and none are at hand here. Make the "
             "adapter with PEFT's own functions and give the PeftModel as model (with tokenizer=), or use true, "
             "'orthogonal' or 'pissa'."
         )
@@ -207,8 +207,8 @@ def check_merge(policy: nn.Module, made: str) -> None:
     for path, layer in kinds.values():
         why = None
         try:
-            if (apart := _merge_error(layer)) > _MERGE_LIMIT:
-                why = f"merged it is another layer, off by {apart:.2g} of its output."
+            if (difference := _merge_error(layer)) > _MERGE_LIMIT:
+                why = f"merged it is another layer, off by {difference:.2g} of its output."
         except (ValueError, NotImplementedError, RuntimeError, AttributeError) as error:
             why = " ".join(str(error).split())
         if why is not None:

@@ -124,8 +124,8 @@ class ModelShape:
         """Return the linear layers that get an adapter: all for "all-linear", or those that `targets_match` finds."""
         if targets == "all-linear":
             return self.linears
-        asked = (linear.only(lambda path: targets_match(targets, path)) for linear in self.linears)
-        return tuple(linear for linear in asked if linear.paths)
+        matching = (linear.only(lambda path: targets_match(targets, path)) for linear in self.linears)
+        return tuple(linear for linear in matching if linear.paths)
 
 
 class _Counted(NamedTuple):

@@ -107,14 +107,14 @@ def shard(
     layers = decoder_layers(module)
     if not layers:
         raise ConfigError(f"{type(module).__name__} names no decoder layers, so it cannot be sharded. Use DDP instead.")
-    how: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": precision or MixedPrecisionPolicy(),
         "offload_policy": offload or OffloadPolicy(),
     }
     for layer in layers:
-        fully_shard(layer, reshard_after_forward=True, **how)
-    fully_shard(module, reshard_after_forward=False, **how)
+        fully_shard(layer, reshard_after_forward=True, **settings)
+    fully_shard(module, reshard_after_forward=False, **settings)
     if trained_by_images(module):
         # FSDP2 reduces the gradients of a layer when those of its inputs are there, and without them after all others.
         # So beside a frozen embedding, under adapters, a rank whose rows show no image would send in another order

@@ -233,10 +233,10 @@ class ProvingFoldedCache(FoldedCache):
         twin = FoldedLayer(*(part.double() for part in shared))
         twin.own = layer.own[0].double(), layer.own[1].double()
         with torch.autocast(query.device.type, enabled=False):
-            ours = super().attend(module, twin, query.double(), scaling)
-            theirs = plain_attention(module, query.double(), keys.double(), values.double(), mask, scaling)
-        there = self._mask[:, None, -t:, None].expand_as(ours)
-        if not torch.allclose(ours[there], theirs[there], rtol=1e-8, atol=1e-10):
+            folded = super().attend(module, twin, query.double(), scaling)
+            plain = plain_attention(module, query.double(), keys.double(), values.double(), mask, scaling)
+        attended = self._mask[:, None, -t:, None].expand_as(folded)
+        if not torch.allclose(folded[attended], plain[attended], rtol=1e-8, atol=1e-10):
             raise NotFolded("its attention over the shared keys differs from plain attention")
         return plain_attention(module, query, keys, values, mask, scaling)
 
@@ -277,10 +277,10 @@ def attention(
     return folded_cache.attend(module, layer, query, scale).transpose(1, 2), None
 
 
-def no_mask(*, attention_mask: Tensor | None = None, **asked: Any) -> None:
+def no_mask(*, attention_mask: Tensor | None = None, **arguments: Any) -> None:
     """Return no mask in the place of transformers' own for ``sdpa``: none is needed where every token sees all before
     it."""
-    mask = sdpa_mask(attention_mask=attention_mask, **asked)
+    mask = sdpa_mask(attention_mask=attention_mask, **arguments)
     if mask is not None and not is_causal(mask):
         raise NotFolded("a token does not see all that came before it")
 

@@ -560,8 +560,10 @@ class LogitProbe:
             raise StorageError(
                 f"{what} gives logits of shape {tuple(found.shape)}, {self._against} {tuple(self._wanted.shape)}."
             )
-        apart, size = (each.flatten(0, -2).pow(2).mean(-1).sqrt() for each in (found - self._wanted, self._wanted))
-        distances = apart / size.clamp(min=1)
+        differences, size = (
+            each.flatten(0, -2).pow(2).mean(-1).sqrt() for each in (found - self._wanted, self._wanted)
+        )
+        distances = differences / size.clamp(min=1)
         kind = str(next(model.parameters()).dtype).removeprefix("torch.")
         distance = float(
             (distances.max() if kind in ("float32", "float64") else distances.median()).nan_to_num(nan=float("inf"))
