@@ -114,8 +114,8 @@ def read_examples(
 ) -> tuple[list[Example], Counter[str], str]:
     """Return every row that passes the filters, the number of rows that each filter took, and the name of the format.
 
-    A row is an example, but for pairs that serve verdicts: each gives two, the chosen one first. Of pairs that serve
-    texts the chosen one is taken.
+    A row is one example. A pair that serves verdicts gives two, the chosen one first; of a pair that serves texts only
+    the chosen side is taken.
 
     The counts are of rows: `rows` (met), `bad` (cannot be read), `empty` (a prompt, a text or one side of a pair says
     nothing), `equal` (both sides say the same, also once cut), `promptless` (an implicit prompt, and nothing in
@@ -141,7 +141,7 @@ def read_examples(
 def read_more_examples(rows: Rows, reader: ExampleReader, met: Mapping[str, int]) -> tuple[list[Example], Counter[str]]:
     """Read the next rows of a source that is read bit by bit, as `read_examples` does.
 
-    What only all rows together can prove wrong is asked of all that were met up to here.
+    Checks that need all rows together are made on all rows met up to here.
 
     Args:
         rows: The next rows.
@@ -230,18 +230,16 @@ def read_example_corpus(
         DataError: a row or a whole set cannot be used; a set has no rows left.
     """
     report: Report = {}
-
-    def read(rows: Rows, key: str) -> tuple[list[Example], str]:
-        return _read_and_count(rows, encoder, kind, options, report, key)
-
-    found = [read(rows, "train") for rows in train]
+    found = [_read_and_count(rows, encoder, kind, options, report, "train") for rows in train]
     sources, formats = [examples for examples, _ in found], [name for _, name in found]
-    held_out = {name: read(rows, set_key(name))[0] for name, rows in val.items()}
+    held_out = {
+        name: _read_and_count(rows, encoder, kind, options, report, set_key(name))[0] for name, rows in val.items()
+    }
     report["train"]["held_out"] = 0
     if not any(sources):
         raise DataError(f"No row is left to train on: {list_counts(report['train'])}.")
     if val_fraction > 0:
-        sources, held = hold_out(sources, val_fraction, seed, _example_key)
+        sources, held = hold_out(sources, val_fraction, seed, example_key)
         report["train"]["held_out"] = len(held)
         report["train"]["kept"] = sum(map(len, sources))
         if held:  # a single row is trained on
@@ -303,14 +301,14 @@ def _example_corpus(
     formats: tuple[str, ...],
     options: ExampleOptions,
 ) -> ExampleCorpus:
-    how = train_set.kind, train_set.pad_id, options, train_set.processor
-    sets = {name: _example_set(rows, *how) for name, rows in held_out.items()}
-    seen = {_example_key(example) for example in train_set.examples}
+    settings = train_set.kind, train_set.pad_id, options, train_set.processor
+    sets = {name: _example_set(rows, *settings) for name, rows in held_out.items()}
+    seen = {example_key(example) for example in train_set.examples}
     for name, examples in sets.items():
         counts = report[set_key(name)]
         if not len(examples):
             raise DataError(f"The validation set {set_key(name)} has no rows left: {list_counts(counts)}.")
-        counts["overlap"] = sum(_example_key(example) in seen for example in examples.examples)
+        counts["overlap"] = sum(example_key(example) in seen for example in examples.examples)
     if options.packing != "none":
         for key, examples in {"train": train_set, **{set_key(name): s for name, s in sets.items()}}.items():
             report[key]["packed_rows"] = len(examples)
@@ -324,8 +322,8 @@ def _example_set(
         return ExampleSet(kind, examples, pad, processor=processor)
     if seeing := next((example for example in examples if example.shown), None):
         raise ConfigError(
-            f"{seeing.where}: the row has images, and data.packing={options.packing} puts texts together: set it to "
-            "none."
+            f"{seeing.where}: the row has images, and data.packing={options.packing} packs text only. Set "
+            "data.packing=none."
         )
     assert options.max_length is not None
     return ExampleSet(kind, examples, pad, pack_examples(examples, options.max_length, options.packing))
@@ -344,6 +342,6 @@ def _read_and_count(
     return examples, found
 
 
-def _example_key(example: Example) -> str:
+def example_key(example: Example) -> str:
     """Return a key that is equal for rows of equal prompts; a text without a prompt is its own."""
     return json.dumps(example.texts[0].ids) if example.prompt is None else prompt_key(example.prompt, example.shown)

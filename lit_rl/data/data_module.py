@@ -157,7 +157,7 @@ class SourcedDataModule(L.LightningDataModule):
         if rows is not None:
             refuse_text("data.rows", rows)
         if path is None and (split is not None or name is not None):
-            raise ConfigError("data.split and data.name belong to data.path, which did not come: remove them.")
+            raise ConfigError("data.split and data.name belong to data.path, which is not set. Remove them.")
         if task is not None and (isinstance(task, type) or not (hasattr(task, "train") and hasattr(task, "val"))):
             raise ConfigError(
                 f"data.task is {task!r:.60}. Allowed is an object whose train() and val() return rows, such as "
@@ -258,10 +258,10 @@ class SourcedDataModule(L.LightningDataModule):
         """
         reasons = _REASONS | {"overlong": f"too long ({limit})"}
         for name, counts in report.items():
-            if told := [f"{counts[key]} {words}" for key, words in reasons.items() if counts.get(key)]:
+            if removed := [f"{counts[key]} {words}" for key, words in reasons.items() if counts.get(key)]:
                 left = counts["kept"] + counts.get("held_out", 0)
                 longest = f"; the longest has {counts['longest']} tokens" if counts.get("longest") else ""
-                rank_zero_info(f"{name}: {left} of {counts['rows']} rows are left: {', '.join(told)}{longest}.")
+                rank_zero_info(f"{name}: {left} of {counts['rows']} rows are left: {', '.join(removed)}{longest}.")
             overlap, held = counts.get("overlap"), report["train"].get("held_out")
             if overlap and name == "val" and held == overlap:
                 rank_zero_info(f"All rows have one prompt, so rows are held out and not prompts: {held} of them.")
@@ -302,7 +302,7 @@ class SourcedDataModule(L.LightningDataModule):
             raise DataError(f"data.sources[{sizes.index(0)}]: the filters left no row of it.")
         return RolloutOrder(sizes, size, self.seed, shuffle, self.weights)
 
-    def fitted(self, size: int | None, now: int, rows: int, key: str) -> int:
+    def fitted(self, size: int | None, current: int, rows: int, key: str) -> int:
         """Return the rows of a step: `size` where the user chose it. Otherwise as many as there are and as divide into
         the parts of a step, at most `DEFAULT_STEP_ROWS` or, where there are more parts than that, one for each.
 
@@ -312,11 +312,11 @@ class SourcedDataModule(L.LightningDataModule):
             rows: Rows left for training.
             key: Key of the setting.
         """
-        if size is not None or now not in (DEFAULT_STEP_ROWS, self._fitted):
-            return now  # set by the user
+        if size is not None or current not in (DEFAULT_STEP_ROWS, self._fitted):
+            return current  # set by the user
         unit = self._unit()
         fits = fit_step_rows(rows, DEFAULT_STEP_ROWS, unit)
-        if fits is not None and fits != now:
+        if fits is not None and fits != current:
             parts = f", and a step divides into {unit} parts (minibatches, micro-batches, ranks)" if unit > 1 else ""
             rank_zero_info(
                 f"{key}={fits}: nobody set it, and the rows left for training are {rows}{parts} (else "
@@ -343,8 +343,8 @@ class SourcedDataModule(L.LightningDataModule):
         if left >= unit:
             whole = f", a multiple of {unit}" if unit > 1 else ""
             fixes.append(f"lower {key} to {left // unit * unit} or less{whole}")
-        said = ", ".join(fixes[:-1]) + f" or {fixes[-1]}"
-        return said[0].upper() + said[1:]
+        advice = ", ".join(fixes[:-1]) + f" or {fixes[-1]}"
+        return advice[0].upper() + advice[1:]
 
     def shuffles(self) -> bool:
         """Tell whether the training order is shuffled: `overfit_batches` means the same few batches again and again."""
@@ -371,9 +371,9 @@ class SourcedDataModule(L.LightningDataModule):
         """Return an attribute of the run's LightningModule."""
         module = self.trainer_of_run().lightning_module
         if not hasattr(module, name):
-            ours = type(self).__name__
             raise ConfigError(
-                f"{ours} feeds lit_rl's modules that learn from it; {type(module).__name__} has no {name!r}."
+                f"{type(self).__name__} works with the LightningModules of lit_rl that learn from its rows, and "
+                f"{type(module).__name__} has no attribute {name!r}."
             )
         return getattr(module, name)
 

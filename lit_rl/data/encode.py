@@ -51,9 +51,9 @@ _TURN_ENDS = 1024
 
 
 _UNSPLIT = (
-    "the chat template renders a conversation otherwise where it goes on, so nobody can tell the assistant's words "
-    "from those of the user and of tools in a completion of several messages. Give a template that only appends with "
-    "model.chat_template=FILE, put all but the last reply into the prompt, or leave such rows out with "
+    "the chat template renders earlier turns differently once the conversation continues. In a completion of several "
+    "messages the assistant's tokens cannot be told from those of users and tools. Give a template that only appends "
+    "(model.chat_template=FILE), move all but the last reply into the prompt, or leave such rows out with "
     "data.on_bad_row=skip."
 )
 
@@ -184,7 +184,13 @@ class Encoder:
         common = min(text.prompt_tokens for text in texts)
         for text in texts:
             common = min(common, common_prefix_length(texts[0].ids[:common], text.ids))
-        return tuple(_move_start(text, common) for text in texts)
+        moved = []  # the same tokens, with completions that begin earlier
+        for text in texts:
+            if text.prompt_tokens != common:
+                learned = [common <= i < text.prompt_tokens or flag for i, flag in enumerate(text.learned)]
+                text = Encoded(text.ids, _learned_from(0, learned), common, text.shown)
+            moved.append(text)
+        return tuple(moved)
 
     def steps(
         self, prompt: Prompt, steps: Sequence[str], separator: str, where: str, *, tools: Sequence[Any] | None = None
@@ -264,8 +270,8 @@ class Encoder:
         if self.learn == "assistant":
             if images:
                 raise ConfigError(
-                    f"{where}: data.learn=assistant cannot tell whose tokens are whose beside images: set it to "
-                    "completion."
+                    f"{where}: the row has images, and data.learn=assistant finds the assistant's tokens in text only. "
+                    "Set data.learn=completion."
                 )
             marks = marked_characters(self.tokenizer, [*prompt, *completion], where, self._kwargs(tools))
             text = self._marked(rendered, Encoded(ids, [], ends[0]), marks)
@@ -308,13 +314,13 @@ class Encoder:
         if self.learn == "completion" and any(message["role"] != "assistant" for message in completion):
             ends = [str(token) for token in self.tokenizer.convert_ids_to_tokens(sorted(self.ends))]
 
-            def again(part: list[Message], **how: Any) -> str:
+            def render_part(part: list[Message], **how: Any) -> str:
                 return render(self.tokenizer, part, where, kwargs, **how)
 
-            others = borders_of_turns(again, messages, len(prompt), whole, self.control, ends)
-            if others is None:
+            later_borders = borders_of_turns(render_part, messages, len(prompt), whole, self.control, ends)
+            if later_borders is None:
                 raise DataError(f"{where}: {_UNSPLIT}")
-            borders += others
+            borders += later_borders
         return _Rendered(whole, borders, closes)
 
     @cached_property
@@ -371,22 +377,19 @@ class Encoder:
                 learned[end:stop] = [False] * (stop - end)
             elif stop < len(ids) and ids[stop] in self.ends:  # the template writes the end as part of the next turn
                 learned[stop] = True
-            elif True in text.learned[stop:]:
-                self._note_open(ids, start, stop)
+            elif True in text.learned[stop:]:  # a turn in the middle
+                known = end_marks(self.tokenizer, "")
+                mark = next((token for token in (ids[stop - 1], ids[stop]) if token in known), None)
+                if mark is None and self.learn != "completion":  # a marked part, which may continue within the turn
+                    continue
+                shown = self.tokenizer.decode(list(ids[max(start, stop - 3) : stop + 1]))
+                fix = "" if mark is None else f" Should it end there, {unknown_end_fix(self.tokenizer, mark)}"
+                self.left_out.note(
+                    "ends",
+                    f"The chat template writes {shown!r} where a reply ends and the conversation goes on, and no token "
+                    f"at which generation ends: the policy does not learn to stop there.{fix}",
+                )
         return learned
-
-    def _note_open(self, ids: Sequence[int], start: int, stop: int) -> None:
-        """Note a turn in the middle that ends with no token at which generation ends."""
-        known = end_marks(self.tokenizer, "")
-        mark = next((token for token in (ids[stop - 1], ids[stop]) if token in known), None)
-        if mark is not None or self.learn == "completion":  # otherwise a marked part may continue within the turn
-            shown = self.tokenizer.decode(list(ids[max(start, stop - 3) : stop + 1]))
-            self.left_out.note(
-                "ends",
-                f"The chat template writes {shown!r} where a reply ends and the conversation goes on, and no token at "
-                "which generation ends: the policy does not learn to stop there."
-                + ("" if mark is None else f" Should it end there, {unknown_end_fix(self.tokenizer, mark)}"),
-            )
 
     def _end(self, ids: Sequence[int], start: int, stop: int) -> int | None:
         """Return the place after the first ending token at the end of a turn, white space aside; None where there is
@@ -434,18 +437,10 @@ class Encoder:
         return list(ids)
 
 
-def _move_start(text: Encoded, start: int) -> Encoded:
-    """Return the same tokens with a completion that begins earlier."""
-    if start == text.prompt_tokens:
-        return text
-    learned = [start <= i < text.prompt_tokens or flag for i, flag in enumerate(text.learned)]
-    return Encoded(text.ids, _learned_from(0, learned), start, text.shown)
-
-
 def _learned_from(start: int, learned: Sequence[bool]) -> list[bool]:
     """Clear the mask up to `start`, and on the first token, which nothing predicts."""
-    given = min(max(1, start), len(learned))
-    return [False] * given + list(learned[given:])
+    unlearned = min(max(1, start), len(learned))
+    return [False] * unlearned + list(learned[unlearned:])
 
 
 Keep = Literal["start", "end"]

@@ -133,7 +133,7 @@ def shared_text(chosen: str, rejected: str) -> int:
 
 def _common_prefix(one: Any, other: Any) -> int:
     pairs = enumerate(zip(one, other))
-    return next((i for i, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _continues_word(character: str) -> bool:
@@ -184,8 +184,8 @@ def _learned(masks: Mapping[str, list[int]], size: int, learn: str, where: str) 
             f"{where}: data.learn=assistant needs the column assistant_masks beside input_ids (1 on tokens that the "
             "assistant wrote), or labels; without them set data.learn to completion or all."
         )
-    given = [masks[name] for name in ("completion_mask", "assistant_masks") if name in masks]
-    return [all(mask[i] for mask in given) for i in range(size)]
+    masks_of_row = [masks[name] for name in ("completion_mask", "assistant_masks") if name in masks]
+    return [all(mask[i] for mask in masks_of_row) for i in range(size)]
 
 
 def _integers(found: Mapping[str, Any], name: str, where: str, size: int | None) -> list[int]:

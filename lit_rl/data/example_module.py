@@ -133,7 +133,7 @@ class ExampleDataModule(SourcedDataModule):
         kind = kind or self._kind or self.serves[0]
         if kind not in self.serves:
             raise ConfigError(
-                f"{type(self).__name__} makes {' or '.join(self.serves)}, and the algorithm needs {kind}."
+                f"{type(self).__name__} provides {' or '.join(self.serves)}, and the algorithm learns from {kind}."
             )
         held = self._encoder if self._encoder is not None and self._encoder.tokenizer is tokenizer else None
         if eos_ids is None and held is not None:
@@ -153,23 +153,19 @@ class ExampleDataModule(SourcedDataModule):
     def setup(self, stage: str) -> None:
         if stage == "fit":
             self.check_trainer(self.trainer_of_run())
-        self._check_method()
+        method = type(self.trainer_of_run().lightning_module)
+        if hasattr(method, "slots_per_rollout") and not hasattr(method, "learns_from"):
+            learners = " or ".join(dict.fromkeys(_LEARNERS[kind] for kind in self.serves))
+            raise ConfigError(
+                f"{method.__name__} learns from prompts that it answers, and the Trainer got {type(self).__name__}, "
+                "whose rows are learned from as they are. Pass datamodule=lit_rl.RolloutDataModule(rows), or train "
+                f"{learners} with this one."
+            )
         kind = self.module_attribute("learns_from")
         ends = self.eos_ids_of_run() if self._generates else ()
         self.prepare(
             self.module_attribute("tokenizer"), kind, processor=self.processor_of_run(), eos_ids=ends, stage=stage
         )
-
-    def _check_method(self) -> None:
-        """Refuse a module that answers prompts, in place of learning from rows as they are."""
-        method = type(self.trainer_of_run().lightning_module)
-        if hasattr(method, "slots_per_rollout") and not hasattr(method, "learns_from"):
-            ours, name = type(self).__name__, method.__name__
-            learners = " or ".join(dict.fromkeys(_LEARNERS[kind] for kind in self.serves))
-            raise ConfigError(
-                f"{name} learns from prompts that it answers, and the Trainer got {ours}, whose rows are learned from "
-                f"as they are. Pass datamodule=lit_rl.RolloutDataModule(rows), or train {learners} with this one."
-            )
 
     @property
     def report(self) -> dict[str, dict[str, int]]:
@@ -298,7 +294,7 @@ class ExampleDataModule(SourcedDataModule):
                 **place,
             )
         made_by = self.made_by(self.options, self.module_attribute("tokenizer"))
-        loader.given = made_by | {"data.stream_buffer": self.stream_buffer}
+        loader.row_settings = made_by | {"data.stream_buffer": self.stream_buffer}
         return loader
 
     def val_dataloader(self) -> list[EvalLoader | ExampleEvalLoader]:

@@ -220,7 +220,8 @@ class ExampleReader:
         return "kept" if whole else "kept truncated", examples
 
     def check_whole(self) -> None:
-        self.encoder.left_out.say()
+        """Raise DataError for rows of several formats, or margins in some rows only; log what was noted."""
+        self.encoder.left_out.warn()
         if len(self.formats) > 1:
             (one, here), (other, there), *_ = self.formats.items()
             raise DataError(
@@ -233,7 +234,7 @@ class ExampleReader:
                 "one, or none with data.map_row."
             )
         self.rows.check_renamed()
-        self.rows.say()
+        self.rows.log_notes()
 
     def _tokenised(self, ids: list[int], learned: list[bool], where: str) -> Encoded:
         if max(ids) >= self.vocabulary:

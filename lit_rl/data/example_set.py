@@ -224,7 +224,7 @@ def token_batch(rows: Sequence[Sequence[Encoded]], pad_id: int) -> TokenBatch:
 
 def _mismatched(example: Example, other: Example) -> Encoded:
     """Return the prompt of one example with the completion of the other."""
-    (mine,), (theirs,) = example.texts, other.texts
-    prompt, completion = mine.ids[: mine.prompt_tokens], theirs.ids[theirs.prompt_tokens :]
-    learned = [False] * len(prompt) + theirs.learned[theirs.prompt_tokens :]
+    (own,), (another,) = example.texts, other.texts
+    prompt, completion = own.ids[: own.prompt_tokens], another.ids[another.prompt_tokens :]
+    learned = [False] * len(prompt) + another.learned[another.prompt_tokens :]
     return Encoded(prompt + completion, learned, len(prompt))

@@ -35,7 +35,7 @@ def first_row(
 ) -> tuple[dict[str, Any], str]:
     """Return the first row of `path` under the names that it is read by, and its place.
 
-    Of a file its beginning is read; a .json array, a folder and the hub are opened as for a training.
+    Only the beginning of a file is read; a .json array, a folder and the hub are opened as for a training.
 
     Args:
         path: As `data.path`; the other settings are those of `SourcedDataModule` too.
@@ -46,21 +46,16 @@ def first_row(
         BackendError: the hub cannot be reached.
         ConfigError: `split` or `name` is set for a source that has none.
     """
-    row, where = _of_file(Path(path).expanduser(), on_bad_row) if split is None and name is None else (None, "")
+    row, where, file = None, "", Path(path).expanduser()
+    reader = _READERS.get(file.suffix.lower()) if split is None and name is None and file.is_file() else None
+    for place, found in () if reader is None else reader(file):
+        if not isinstance(found, DataError):
+            row, where = found, f"{file}[{place}]" if file.suffix.lower() == ".parquet" else f"{file}:{place}"
+            break
+        if on_bad_row == "error":
+            raise found
     if row is None:  # also where there is no such file: the usual error
         rows = load_rows(path, split=split, name=name, on_bad_row=on_bad_row)
         row, where = rows[0], rows.where(0)
     row = row if own is None else own(row, where)
     return read_row(row, where, rename=rename, map_row=map_row).row, where
-
-
-def _of_file(path: Path, on_bad_row: OnBadRow) -> tuple[dict[str, Any] | None, str]:
-    reader = _READERS.get(path.suffix.lower())
-    if reader is None or not path.is_file():
-        return None, ""
-    for place, row in reader(path):
-        if not isinstance(row, DataError):
-            return row, f"{path}[{place}]" if path.suffix.lower() == ".parquet" else f"{path}:{place}"
-        if on_bad_row == "error":
-            raise row
-    return None, ""

@@ -84,7 +84,7 @@ class SlottedLoader(ABC, Generic[Batch]):
         self._position = 0
         self._continues = False
 
-    given: Mapping[str, Any] = MappingProxyType({})
+    row_settings: Mapping[str, Any] = MappingProxyType({})
     """Settings that made the rows, by name, as plain values. The data module sets them: they name the cause where a
     checkpoint's rows were others."""
 
@@ -97,7 +97,7 @@ class SlottedLoader(ABC, Generic[Batch]):
             number: Number of the step, over all epochs.
         """
 
-    def dealt(self, slots: int) -> str:
+    def describe_dealing(self, slots: int) -> str:
         """Describe how the rows of a step are dealt out to slots, where that is not in their order."""
         return ""
 
@@ -107,8 +107,8 @@ class SlottedLoader(ABC, Generic[Batch]):
         return self.order.prompts_per_rollout // self.world_size
 
     @property
-    def ours(self) -> slice:
-        """Our part of a step's rows."""
+    def own_rows(self) -> slice:
+        """The part of a step's rows that is this rank's."""
         return slice(self.rank * self.share, (self.rank + 1) * self.share)
 
     def __len__(self) -> int:
@@ -143,8 +143,8 @@ class SlottedLoader(ABC, Generic[Batch]):
         """
         if "epoch" not in state:
             raise DataError(
-                "The checkpoint's run read its rows as it needed them, and this one has them all: set "
-                "data.stream_buffer as it was."
+                "The checkpoint's run streamed its rows (data.stream_buffer), and this run reads all of them at once. "
+                "Set data.stream_buffer to the value of the checkpoint's run."
             )
         other = world_size_changed(state, self.world_size)
         slots = state["slots"] if other else self.slots
@@ -161,13 +161,13 @@ class SlottedLoader(ABC, Generic[Batch]):
         order = self.order
         weights = None if order.weights is None else ", ".join(map(str, order.weights))
         return {
-            **self.given,
+            **self.row_settings,
             "rows": sum(order.sizes),
             "data.seed": order.seed,
             "data.shuffle": order.shuffle,
             self.size_key: order.prompts_per_rollout,
             "the weights of data.sources": weights,
-            f"the micro-batches of a step ({self.cut_keys})": f"{slots}{self.dealt(slots)}",
+            f"the micro-batches of a step ({self.cut_keys})": f"{slots}{self.describe_dealing(slots)}",
         }
 
     @property
@@ -177,7 +177,7 @@ class SlottedLoader(ABC, Generic[Batch]):
 
     def fingerprint_of(self, slots: int) -> str:
         """Return the fingerprint for another number of slots."""
-        text = f"{self._data}{self.dealt(slots)} {self.order} {slots}"
+        text = f"{self._data}{self.describe_dealing(slots)} {self.order} {slots}"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -193,19 +193,21 @@ def accept_changed_data(loader: SlottedLoader[Any], state: Mapping[str, Any], sl
     Raises:
         DataError: names the settings that changed; where none did, the rows themselves.
     """
-    before, now = state["made_by"], loader.made_by(slots)
-    changed = [name for name in now if name in before and name != "rows" and before[name] != now[name]]
-    said = [f"{name} {_describe_change(before[name], now[name])}" for name in changed]
-    if not said and before["rows"] != now["rows"]:
-        said = [f"the rows themselves, {before['rows']} -> {now['rows']} of them"]
-    elif not said:
-        said = ["the rows themselves (as many as before: their texts, their columns or their order in the file)"]
+    saved, current = state["made_by"], loader.made_by(slots)
+    changed = [name for name in current if name in saved and name != "rows" and saved[name] != current[name]]
+    changes = [f"{name} {_describe_change(saved[name], current[name])}" for name in changed]
+    if not changes and saved["rows"] != current["rows"]:
+        changes = [f"the rows themselves, {saved['rows']} -> {current['rows']} of them"]
+    elif not changes:
+        changes = ["the rows themselves (as many as before: their texts, their columns or their order in the file)"]
     if not allowed:
         raise DataError(
-            f"The data is not the checkpoint's: {', '.join(said)}. So the run cannot go on exactly. Restore "
-            f"{'it' if len(said) == 1 else 'them'}, or accept it with data.allow_changed=true."
+            f"The data is not the checkpoint's: {', '.join(changes)}. So the run cannot go on exactly. Restore "
+            f"{'it' if len(changes) == 1 else 'them'}, or accept it with data.allow_changed=true."
         )
-    rank_zero_info(f"Going on with other data than the checkpoint's run (data.allow_changed=true): {', '.join(said)}.")
+    rank_zero_info(
+        f"Going on with other data than the checkpoint's run (data.allow_changed=true): {', '.join(changes)}."
+    )
 
 
 def _describe_change(before: Any, now: Any) -> str:
@@ -267,8 +269,8 @@ class RolloutLoader(SlottedLoader[PromptBatch]):
         return [dataclasses.replace(batch, slot=slot, upcoming=() if slot else upcoming) for slot in range(self.slots)]
 
     def _batch(self, rows: list[int], number: int) -> PromptBatch:
-        occurrences = count_occurrences(rows)[self.ours]
-        return self.data.batch(rows[self.ours], occurrences=occurrences, rollout=number)
+        occurrences = count_occurrences(rows)[self.own_rows]
+        return self.data.batch(rows[self.own_rows], occurrences=occurrences, rollout=number)
 
     def _upcoming(self, number: int) -> tuple[PromptBatch, ...]:
         """Return this rank's prompts of the next `ahead` rollouts, over epochs; fewer where the run ends before."""
@@ -288,7 +290,7 @@ class EvalLoader:
     """A loader that yields the first `limit` rows in their order, once.
 
     Every rank yields the same number of batches, and of the same sizes: where rows do not divide over the ranks, the
-    first rows come a second time at the end. Who gathers results keeps one of each row in `PromptBatch.rows`.
+    first rows come a second time at the end. A caller that gathers results keeps one of each row in `PromptBatch.rows`.
 
     Args:
         data: The rows.
@@ -317,10 +319,10 @@ class EvalLoader:
             yield self.data.batch(self._rows[start : start + self.batch_size])
 
 
-_APART = 2**40
+_SEED_OFFSET = 2**40
 """Added to the seed: the second pass must not meet the prompts in the order of the first."""
 
-OCCURRENCE = 2**20
+FIRST_OCCURRENCE = 2**20
 """First occurrence number of a spare prompt: its noise is never that of the same row in the rollout proper."""
 
 
@@ -333,7 +335,7 @@ class SparePrompts:
 
     def __init__(self, data: PromptSet, order: RolloutOrder) -> None:
         self.data = data
-        self._order = dataclasses.replace(order, prompts_per_rollout=1, seed=order.seed + _APART)
+        self._order = dataclasses.replace(order, prompts_per_rollout=1, seed=order.seed + _SEED_OFFSET)
 
     def batch(self, positions: range, *, rollout: int, first: int) -> PromptBatch:
         """Return the rows at `positions`, for rollout number `rollout`, of which they are spare prompts `first`, ..."""
@@ -341,7 +343,7 @@ class SparePrompts:
         epochs = {position // size: None for position in positions}
         rows = {epoch: self._order.epoch(epoch) for epoch in epochs}
         chosen = [rows[position // size][position % size] for position in positions]
-        occurrences = [OCCURRENCE + first + i for i in range(len(chosen))]
+        occurrences = [FIRST_OCCURRENCE + first + i for i in range(len(chosen))]
         return self.data.batch(chosen, occurrences=occurrences, rollout=rollout)
 
 
@@ -375,7 +377,7 @@ class ExampleLoader(SlottedLoader[ExampleBatch]):
         super().__init__(data.fingerprint, order, slots=accumulate, **position)
         self.data, self.group_by_length = data, group_by_length
 
-    def dealt(self, slots: int) -> str:
+    def describe_dealing(self, slots: int) -> str:
         return " by length" if self.group_by_length and slots > 1 else ""
 
     def batches(self, rows: list[int], number: int) -> list[ExampleBatch]:
@@ -392,8 +394,8 @@ class ExampleLoader(SlottedLoader[ExampleBatch]):
         """Return, for each micro-batch of this rank, the places of its rows in the step, ascending."""
         size = self.share // self.slots
         if not self.group_by_length:
-            ours = range(len(rows))[self.ours]
-            return [list(ours[slot * size : (slot + 1) * size]) for slot in range(self.slots)]
+            own = range(len(rows))[self.own_rows]
+            return [list(own[slot * size : (slot + 1) * size]) for slot in range(self.slots)]
         # Sorting is stable and looks at nothing else, so every rank and every resumed run finds the same order.
         falling = sorted(range(len(rows)), key=lambda i: -self.data.length(rows[i]))
         # Neighbours stay together, so a step has the same micro-batches whatever the number of ranks they are dealt to.

@@ -63,8 +63,8 @@ def normalize_calls(messages: Sequence[Any], where: str) -> list[Any]:
         if role == "user" and isinstance(content, list):
             found += _split_tool_results(message, content, names)
         elif role in ("system", "developer") and isinstance(content, list):
-            told = [_as_text(part) for part in content]
-            found.append(message if told == content else {**message, "content": told})
+            texts = [_as_text(part) for part in content]
+            found.append(message if texts == content else {**message, "content": texts})
         else:
             found.append(message)
     return found
@@ -135,11 +135,11 @@ def _are_among(calls: Sequence[Any], others: Sequence[Any]) -> bool:
     def same(one: Any, other: Any) -> bool:
         if not all(isinstance(each, Mapping) and isinstance(each.get("function"), Mapping) for each in (one, other)):
             return bool(one == other)
-        named = [each["id"] for each in (one, other) if each.get("id") is not None]
-        said = [
+        ids = [each["id"] for each in (one, other) if each.get("id") is not None]
+        contents = [
             (each["function"].get("name"), call_arguments(each["function"].get("arguments"))) for each in (one, other)
         ]
-        return len(set(map(str, named))) < 2 and said[0] == said[1]
+        return len(set(map(str, ids))) < 2 and contents[0] == contents[1]
 
     return len(calls) <= len(others) and all(any(same(call, other) for other in others) for call in calls)
 
@@ -297,7 +297,7 @@ def normalize_messages(row: Mapping[str, Any], where: str, *keys: str) -> tuple[
         value = row.get(name)
         if value is None or (isinstance(value, str) and not _BEGINS.match(value)):
             continue
-        found = _messages_of(value, f"{where}: {name}")
+        found = _read_messages(value, f"{where}: {name}")
         if found is not value:
             row[name] = found
             form = "one message" if isinstance(value, Mapping) else "messages of other keys"
@@ -365,7 +365,7 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-def _messages_of(value: Any, where: str) -> Any:
+def _read_messages(value: Any, where: str) -> Any:
     """Return the messages that a value is, in our form; the value itself where it is that already, or is none."""
     read = value
     if isinstance(read, str):
@@ -391,7 +391,7 @@ def _messages_of(value: Any, where: str) -> Any:
     )
     if isinstance(value, str) and not known:  # an object to be written, such as a payment's
         return value
-    found = [_renamed(message, f"{where}: message {i}") for i, message in enumerate(each)]
+    found = [_from_sharegpt(message, f"{where}: message {i}") for i, message in enumerate(each)]
     found = normalize_calls(found, where)
     return value if found == value and isinstance(value, list) else found
 
@@ -404,14 +404,14 @@ def _is_message(value: Any) -> bool:
     return ("role" in value and any(key in value for key in spoken)) or {"from", "value"} <= value.keys()
 
 
-def _renamed(message: Mapping[str, Any], where: str) -> Any:
+def _from_sharegpt(message: Mapping[str, Any], where: str) -> Any:
     if message.get("role") is not None or "from" not in message:
         return message
-    said_by = str(message["from"]).strip().lower()
+    speaker = str(message["from"]).strip().lower()
     rest = {key: item for key, item in message.items() if key not in ("from", "value", "role", "content")}
-    if said_by == _CALL:  # LLaMA-Factory's form
+    if speaker == _CALL:  # LLaMA-Factory's form
         return {"role": "assistant", "content": "", **rest, "tool_calls": read_calls(message["value"], where)}
-    role = ROLES.get(said_by)
+    role = ROLES.get(speaker)
     if role is None:
         raise DataError(
             f"{where} is from {excerpt(repr(message['from']))}; known are {', '.join((*ROLES, _CALL))}. Make messages "

@@ -59,7 +59,7 @@ class RolloutDataModule(SourcedDataModule):
             prompt_key=prompt_key, max_prompt_tokens=max_prompt_tokens, overlong=overlong, **self.reading
         )
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._said_end = False
+        self._warned_of_end = False
         self._corpus: PromptCorpus | None = None
 
     def prepare(
@@ -86,9 +86,9 @@ class RolloutDataModule(SourcedDataModule):
         if self._tokenizer is not tokenizer:
             self._corpus = self._read(tokenizer, processor)
             self._tokenizer = tokenizer
-            self._said_end = False
-        if eos_ids is not None and not self._said_end and self.prompt_form == "messages":
-            self._said_end = True
+            self._warned_of_end = False
+        if eos_ids is not None and not self._warned_of_end and self.prompt_form == "messages":
+            self._warned_of_end = True
             warn_unknown_end(tokenizer, self.options.chat_template_kwargs, eos_ids)
         if stage == "fit":
             rows, key = sum(self._prepared().sizes), "data.prompts_per_rollout"
@@ -165,7 +165,7 @@ class RolloutDataModule(SourcedDataModule):
             limit=trainer.limit_train_batches,
             allow_changed=self.allow_changed,
         )
-        loader.given = self.made_by(self.options, self._tokenizer)
+        loader.row_settings = self.made_by(self.options, self._tokenizer)
         return loader
 
     def _length(self) -> tuple[float, float]:

@@ -287,12 +287,12 @@ class _PromptReader:
         )
         return PromptExample(prompt, ids, columns, where)
 
-    def _tools(self, prompt: Prompt, given: Any, where: str) -> list[Any] | None:
+    def _tools(self, prompt: Prompt, column: Any, where: str) -> list[Any] | None:
         """Return the schemas for the chat template; a column of anything else is for rewards alone."""
-        if not given:
+        if not column:
             return None
         try:
-            tools = read_tools(given, where)
+            tools = read_tools(column, where)
         except DataError:
             self.rows.note("the column tools holds no JSON schemas: rewards see it, the chat template does not", where)
             return None
@@ -302,14 +302,15 @@ class _PromptReader:
         return tools
 
     def check_whole(self) -> None:
-        self.left_out.say()
+        """Raise DataError for prompts of two kinds; log what was noted."""
+        self.left_out.warn()
         if len(self.kinds) > 1:
             raise DataError(
                 f"Prompts of two kinds: {self.kinds[str]} is a string, {self.kinds[list]} a list of messages. "
                 "Make all of them one kind, for example with data.map_row."
             )
         self.rows.check_renamed()
-        self.rows.say()
+        self.rows.log_notes()
 
 
 def _column(name: str, examples: Sequence[PromptExample]) -> list[Any]:

@@ -151,7 +151,7 @@ def refuse_duplicate_key(row: dict[str, Any]) -> None:
         ValueError: names the column.
     """
     if isinstance(row, _DuplicateKey):
-        raise ValueError(f"the key {row.key!r} stands twice")
+        raise ValueError(f"duplicate key {row.key!r}")
 
 
 def parse_json(data: bytes) -> Any:
@@ -172,11 +172,11 @@ def parse_json(data: bytes) -> Any:
         raise ValueError("nested too deep to be read") from error
 
 
-def _refuse(literal: str) -> Any:
+def _refuse_literal(literal: str) -> Any:
     raise ValueError(f"{literal} is no JSON number")
 
 
-def _finite(digits: str) -> float:
+def _parse_float(digits: str) -> float:
     value = float(digits)
     if not math.isfinite(value):
         raise ValueError(f"the number {digits[:20]} is too large")
@@ -189,7 +189,7 @@ class _DuplicateKey(dict[str, Any]):
     key: str
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -198,7 +198,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_object)
+_DECODER = json.JSONDecoder(
+    parse_constant=_refuse_literal, parse_float=_parse_float, object_pairs_hook=_object_of_pairs
+)
 _JSON_NAMES = {
     list: "an array",
     str: "a string",
@@ -245,7 +247,7 @@ def rows_of_cells(path: Path, delimiter: str, skip: int = 0) -> Iterator[RawRow]
         fix = "save it as UTF-8" if isinstance(error, UnicodeDecodeError) else "is it there, and may you read it?"
         return DataError(f"{path}: cannot be read: {error}; {fix}")
 
-    return _each(_cells(path, delimiter, skip), (UnicodeDecodeError, OSError), refusal)
+    return _with_errors_as(_table_rows(path, delimiter, skip), (UnicodeDecodeError, OSError), refusal)
 
 
 def rows_of_parquet(path: Path, skip: int = 0) -> Iterator[RawRow]:
@@ -259,7 +261,7 @@ def rows_of_parquet(path: Path, skip: int = 0) -> Iterator[RawRow]:
     def refusal(error: Exception) -> DataError:
         return DataError(f"{path}: cannot be read as parquet: {excerpt(str(error), 200)}")
 
-    return _each(_records(path, skip), (pyarrow.ArrowException, OSError), refusal)
+    return _with_errors_as(_parquet_rows(path, skip), (pyarrow.ArrowException, OSError), refusal)
 
 
 ARGUMENTS = ("arguments", "args", "input", "parameters")
@@ -272,16 +274,16 @@ def row_of_table(row: dict[str, Any]) -> dict[str, Any]:
     All structs of a column have the same keys, so a table fills the arguments that a call does not have with None: keys
     of None are left out of arguments, at every depth. Arguments that are JSON text keep their nulls.
     """
-    return {name: _of_messages(value) if isinstance(value, list) else value for name, value in row.items()}
-
-
-def _of_messages(value: list[Any]) -> list[Any]:
-    return [
-        {key: _in_arguments(item) if key in _CALLS else item for key, item in each.items()}
-        if isinstance(each, dict) and ("role" in each or "from" in each)
-        else each
-        for each in value
-    ]
+    restored = dict(row)
+    for name, value in row.items():
+        if isinstance(value, list):
+            restored[name] = [
+                {key: _in_arguments(item) if key in _CALLS else item for key, item in each.items()}
+                if isinstance(each, dict) and ("role" in each or "from" in each)
+                else each
+                for each in value
+            ]
+    return restored
 
 
 _CALLS = ("tool_calls", "function_call", "content")
@@ -304,12 +306,12 @@ def without_none(value: Any) -> Any:
     return [without_none(item) for item in value] if isinstance(value, list) else value
 
 
-def _cells(path: Path, delimiter: str, skip: int) -> Iterator[RawRow]:
+def _table_rows(path: Path, delimiter: str, skip: int) -> Iterator[RawRow]:
     with open(path, "rb") as file:
         refuse_other_files(path, file.read(64))
     with open(path, encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=delimiter, strict=True)
-        lines = _parsed(reader, path)
+        lines = _csv_lines(reader, path)
         header = next(lines, [])
         if len(header) == 1 and (other := next((c for c in _DELIMITERS if c in header[0]), "")):
             raise DataError(
@@ -317,7 +319,7 @@ def _cells(path: Path, delimiter: str, skip: int) -> Iterator[RawRow]:
                 f"and {path.suffix} is read as divided by {delimiter!r}. Write it with commas (.csv) or tabs (.tsv)."
             )
         if len(set(header)) < len(header):
-            raise DataError(f"{path}:1: a column name stands twice: {', '.join(header)}")
+            raise DataError(f"{path}:1: duplicate column names: {', '.join(header)}")
         for cells in itertools.islice((cells for cells in lines if cells), skip, None):
             if len(cells) == len(header):
                 yield reader.line_num, dict(zip(header, cells))
@@ -327,7 +329,7 @@ def _cells(path: Path, delimiter: str, skip: int) -> Iterator[RawRow]:
                 yield reader.line_num, DataError(f"{path}:{reader.line_num}: {what}: {shown}")
 
 
-def _parsed(reader: Any, path: Path) -> Iterator[list[str]]:
+def _csv_lines(reader: Any, path: Path) -> Iterator[list[str]]:
     while True:
         begun = reader.line_num + 1
         try:
@@ -342,7 +344,7 @@ def _parsed(reader: Any, path: Path) -> Iterator[list[str]]:
         yield cells
 
 
-def _records(path: Path, skip: int) -> Iterator[RawRow]:
+def _parquet_rows(path: Path, skip: int) -> Iterator[RawRow]:
     import pyarrow.parquet
 
     refuse_other_parquet(path)
@@ -365,7 +367,7 @@ def refuse_other_parquet(path: Path) -> None:
         refuse_other_files(path, beginning, "parquet")
 
 
-def _each(
+def _with_errors_as(
     rows: Iterator[RawRow], errors: tuple[type[Exception], ...], refusal: Callable[[Exception], DataError]
 ) -> Iterator[RawRow]:
     while True:

@@ -142,13 +142,13 @@ def row_template_kwargs(columns: Mapping[str, Any], where: str) -> dict[str, Any
     Raises:
         DataError: it is neither, or sets what prompts fix, the template, or the tools, which have a column.
     """
-    given = columns.get(KWARGS_COLUMN)
-    read = parse_nested_literal(given) if isinstance(given, str) and given.strip() else given
+    column = columns.get(KWARGS_COLUMN)
+    read = parse_nested_literal(column) if isinstance(column, str) and column.strip() else column
     if not read:
         return {}
     if not isinstance(read, Mapping) or not all(isinstance(key, str) for key in read):
         raise DataError(
-            f"{where}: {KWARGS_COLUMN} is {excerpt(repr(given))}; an object of arguments of the chat template is "
+            f"{where}: {KWARGS_COLUMN} is {excerpt(repr(column))}; an object of arguments of the chat template is "
             "needed, "
             'such as {"enable_thinking": false}.'
         )
@@ -351,21 +351,21 @@ def borders_of_turns(
     speakers = ["assistant" if message["role"] == "assistant" else "" for message in messages]
     turns = [i for i in range(first + 1, len(messages)) if speakers[i] != speakers[i - 1]]
     borders: list[int] = []
-    at = len(render_whole(messages[:first], add_generation_prompt=True)) if first else 0
-    for over, again in zip(turns[::2], [*turns[1::2], None]):
+    start = len(render_whole(messages[:first], add_generation_prompt=True)) if first else 0
+    for end_of_reply, next_turn in zip(turns[::2], [*turns[1::2], None]):
         try:
-            alone = render_whole(messages[:over])
-            begin = whole if again is None else render_whole(messages[:again], add_generation_prompt=True)
+            alone = render_whole(messages[:end_of_reply])
+            begin = whole if next_turn is None else render_whole(messages[:next_turn], add_generation_prompt=True)
         except DataError:  # it refuses a conversation that is not over yet
             return None
-        if not whole.startswith(begin) or len(begin) < at:
+        if not whole.startswith(begin) or len(begin) < start:
             return None
-        end = _end_of_turn(alone, whole[: len(begin)], at, control, ends)
-        heard = text_of(messages[over]["content"]).strip()
-        if end is None or (heard and heard in whole[at:end] and heard not in alone[at:]):
+        end = _end_of_turn(alone, whole[: len(begin)], start, control, ends)
+        words = text_of(messages[end_of_reply]["content"]).strip()
+        if end is None or (words and words in whole[start:end] and words not in alone[start:]):
             return None
-        borders += [end] if again is None else [end, len(begin)]
-        at = len(begin)
+        borders += [end] if next_turn is None else [end, len(begin)]
+        start = len(begin)
     return borders
 
 
@@ -389,11 +389,11 @@ def check_prefix(begin: str, whole: str, where: str) -> None:
     """
     if whole.startswith(begin):
         return
-    place = next((i for i, (mine, theirs) in enumerate(zip(begin, whole)) if mine != theirs), len(whole))
+    place = next((i for i, (a, b) in enumerate(zip(begin, whole)) if a != b), len(whole))
     alone, followed = (excerpt(text[max(0, place - 20) : place + 40]) for text in (begin, whole))
     raise DataError(
         f"{where}: the chat template renders the prompt differently when a completion follows: alone ...{alone!r}, "
-        f"followed ...{followed!r}. So the completion has no place where it begins; templates that add or drop "
+        f"followed ...{followed!r}. So the start of the completion cannot be found. Templates that add or drop "
         "thinking blocks do this. Give a template that only appends with model.chat_template=FILE, try "
         "data.chat_template_kwargs (such as enable_thinking), or make the rows plain strings."
     )
@@ -406,7 +406,7 @@ _SAYS_WHAT_IS_LEARNED = ("weight", "train", "training", "loss", "loss_mask", "ma
 class TemplateOmissions:
     """A comparison of messages with their renderings, which says once what is missing of each role's.
 
-    What a reply says and what it calls is refused where it is to be learned and is missing.
+    A row is refused if the words or the tool calls of a reply that is learned are missing.
 
     Args:
         tokenizer: The tokenizer with the chat template.
@@ -418,13 +418,13 @@ class TemplateOmissions:
         self._source = template_source(tokenizer)
         self._words: dict[str, str] = {}
         """Kinds of content that are missing, each with an example."""
-        self._of_rows: dict[str, None] = {}
+        self._row_arguments: dict[str, None] = {}
         """Names of the arguments that rows bring themselves."""
         self._keys: dict[str, None] = {}
         """Keys of messages that the template does not read."""
         self._notes: dict[str, str] = {}
-        self._said: set[str] = set()
-        self._looked, self._opened = False, None
+        self._warned: set[str] = set()
+        self._saw_messages, self._opens_turn = False, None
         """Flags: any messages were seen; the template opens a turn (None: not known yet)."""
 
     def compare(
@@ -450,14 +450,23 @@ class TemplateOmissions:
         """
         self._look_at_template(messages)
         kwargs = kwargs or {}
-        self._of_rows.update(dict.fromkeys(name for name in kwargs if name != "tools" and name not in self._kwargs))
+        self._row_arguments.update(
+            dict.fromkeys(name for name in kwargs if name != "tools" and name not in self._kwargs)
+        )
         first, place = replies or (len(messages), len(text))
         reply = text[place:]
         for number, message in enumerate(messages):
             learned = number >= first and message["role"] == "assistant"
             for what, words in self._missing(message, reply if learned else text):
                 if learned and what in ("tool_calls", "words"):
-                    raise DataError(_omission_error(f"{where}: message {number} (assistant)", what, words))
+                    lost, further = "what it says", ""
+                    if what == "tool_calls":
+                        lost, further = "its tool call", ", or write the call into content"
+                    raise DataError(
+                        f"{where}: message {number} (assistant): the chat template leaves out {lost}: "
+                        f"{excerpt(words)}. The reply would be learned without it. Give a template that writes it with "
+                        f"model.chat_template=FILE{further}."
+                    )
                 self._words.setdefault(f"{what} of the {message['role']}", words)
         for tool in kwargs.get("tools") or ():
             name = str((tool.get("function") or tool).get("name") or "") if isinstance(tool, Mapping) else ""
@@ -465,46 +474,46 @@ class TemplateOmissions:
                 self._words.setdefault("tools", name)
 
     def note(self, subject: str, line: str) -> None:
-        """Have `say` say something else that a template does."""
+        """Add a line to what `warn` writes."""
         self._notes.setdefault(subject, line)
 
-    def say(self) -> None:
-        """Say what was found since this was called last, a line each."""
-        lines = {what: f"The chat template leaves out {what}: {excerpt(said)}" for what, said in self._words.items()}
+    def warn(self) -> None:
+        """Warn of what was found since the last call, a line each."""
+        lines = {what: f"The chat template leaves out {what}: {excerpt(words)}" for what, words in self._words.items()}
         lines |= self._notes
-        if keys := [key for key in self._keys if key not in self._said]:
+        if keys := [key for key in self._keys if key not in self._warned]:
             line = f"The chat template leaves out what these keys of messages say: {', '.join(keys)}."
             if any(key in _SAYS_WHAT_IS_LEARNED for key in keys):
                 line += " Which messages are learned is chosen by data.learn alone."
             lines[f"keys {keys}"] = line
-        if self._opened is False:
+        if self._opens_turn is False:
             lines["turn"] = (
                 "The chat template does not open the assistant's turn (add_generation_prompt changes nothing: look "
                 "with lit-rl data-check whether prompts end where it should begin)."
             )
         lines |= self._lines_of_kwargs()
         for subject, line in lines.items():
-            if subject not in self._said:
-                self._said.add(subject)
+            if subject not in self._warned:
+                self._warned.add(subject)
                 rank_zero_warn(line)
-        self._said.update(keys)
+        self._warned.update(keys)
 
     def _look_at_template(self, messages: Sequence[Message]) -> None:
-        self._looked = True
-        if self._opened is not None:
+        self._saw_messages = True
+        if self._opens_turn is not None:
             return
         user = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
-        how = {**self._kwargs, "tokenize": False}
+        arguments = {**self._kwargs, "tokenize": False}
         try:
-            plain, told = (
-                apply_chat_template(self._tokenizer, messages[: user + 1], add_generation_prompt=opening, **how)
-                for opening in (False, True)
+            plain, opened = (
+                apply_chat_template(self._tokenizer, messages[: user + 1], add_generation_prompt=opens, **arguments)
+                for opens in (False, True)
             )
         except ConfigError:
             raise
         except Exception:  # a template may raise anything, such as for too few messages
             return
-        self._opened = plain != told
+        self._opens_turn = plain != opened
 
     def _missing(self, message: Message, text: str) -> Iterator[tuple[str, str]]:
         """Yield each part of a message that is missing from a text: what it is, and its words."""
@@ -516,18 +525,14 @@ class TemplateOmissions:
                     yield key, str(value)
             elif key == "tool_calls":
                 yield from (("tool_calls", words) for words in _missing_calls(value, text))
-                self._note_texts(value)
+                for call in value if isinstance(value, list | tuple) else [value]:
+                    arguments = call_arguments((call.get("function") or call).get("arguments"))
+                    if isinstance(arguments, str):
+                        line = "Arguments of tool calls that are no JSON object are rendered as text"
+                        self.note("arguments", f"{line}: {excerpt(arguments)}")
                 self._note_key("tool_calls.id", [call.get("id") for call in value if isinstance(call, Mapping)], text)
             elif key != "role":
                 self._note_key(key, [value], text)
-
-    def _note_texts(self, calls: Any) -> None:
-        """Note arguments that no function takes by name: a template writes them between quotes, or as they are."""
-        for call in calls if isinstance(calls, list | tuple) else [calls]:
-            arguments = call_arguments((call.get("function") or call).get("arguments"))
-            if isinstance(arguments, str):
-                line = f"Arguments of tool calls that are no JSON object are rendered as text: {excerpt(arguments)}"
-                self.note("arguments", line)
 
     def _note_key(self, key: str, values: Sequence[Any], text: str) -> None:
         """Note a key whose text is missing; for a number, a key whose name the template does not read."""
@@ -540,9 +545,9 @@ class TemplateOmissions:
 
     def _lines_of_kwargs(self) -> dict[str, str]:
         names = {f"data.chat_template_kwargs.{name}": name for name in self._kwargs}
-        if names and not self._looked:
+        if names and not self._saw_messages:
             return {"kwargs": f"{', '.join(names)} does nothing: no row is rendered by a chat template."}
-        names |= {f"{name} of the rows' chat_template_kwargs": name for name in self._of_rows}
+        names |= {f"{name} of the rows' chat_template_kwargs": name for name in self._row_arguments}
         if not names:
             return {}
         read = variables(self._source)
@@ -634,13 +639,3 @@ def _is_in(value: Any, text: str) -> bool:
         return True
     bare = re.sub(r"\s+", "", value)
     return bare.casefold() in re.sub(r"\s+", "", text).casefold()
-
-
-def _omission_error(where: str, what: str, words: str) -> str:
-    fix = "Give a template that writes it with model.chat_template=FILE"
-    if what == "words":
-        return f"{where}: the chat template leaves out what it says: {excerpt(words)}. {fix}."
-    return (
-        f"{where}: the chat template leaves out its tool call: {excerpt(words)}. The reply would be learned without "
-        f"it. {fix}, or write the call into content."
-    )

@@ -61,28 +61,24 @@ def image_of(value: Any, where: str, *, folder: Path | None = None, max_pixels: 
     if isinstance(value, ImageRef):
         return value
     if isinstance(value, str | Path):
-        return _of_text(str(value), where, folder, max_pixels)
+        return _image_from_text(str(value), where, folder, max_pixels)
     if isinstance(value, bytes | bytearray | memoryview):
-        return _of_bytes(bytes(value), "bytes", where, max_pixels)
+        return _image_from_bytes(bytes(value), "bytes", where, max_pixels)
     if isinstance(value, Mapping) and value.keys() <= {"bytes", "path"}:
-        return _of_mapping(value, where, folder, max_pixels)
+        data, path = value.get("bytes"), value.get("path")
+        if data is not None:
+            return _image_from_bytes(bytes(data), str(path or "bytes"), where, max_pixels)
+        if isinstance(path, str):
+            return _image_from_text(path, where, folder, max_pixels)
+        raise DataError(f"{where}: the image has neither bytes nor a path.")
     if is_pillow(value):
-        return _of_pillow(value, where, max_pixels)
+        return _image_from_pillow(value, where, max_pixels)
     raise DataError(f"{where}: the image is {excerpt(repr(value))} ({type(value).__name__}); allowed are {ALLOWED}.")
 
 
-def _of_mapping(value: Mapping[str, Any], where: str, folder: Path | None, max_pixels: int) -> ImageRef:
-    data, path = value.get("bytes"), value.get("path")
-    if data is not None:
-        return _of_bytes(bytes(data), str(path or "bytes"), where, max_pixels)
-    if isinstance(path, str):
-        return _of_text(path, where, folder, max_pixels)
-    raise DataError(f"{where}: the image has neither bytes nor a path.")
-
-
-def _of_text(text: str, where: str, folder: Path | None, max_pixels: int) -> ImageRef:
+def _image_from_text(text: str, where: str, folder: Path | None, max_pixels: int) -> ImageRef:
     if text.startswith("data:"):
-        return _of_bytes(_decoded(text, where), "a data: URI", where, max_pixels)
+        return _image_from_bytes(_decode_uri(text, where), "a data: URI", where, max_pixels)
     if _URL.match(text):
         raise DataError(
             f"{where}: the image {excerpt(text)} is a URL, and nothing is fetched while training. Download it first, "
@@ -115,7 +111,7 @@ def _path(text: str, where: str, folder: Path | None) -> Path:
     return folder / path
 
 
-def _decoded(uri: str, where: str) -> bytes:
+def _decode_uri(uri: str, where: str) -> bytes:
     head, comma, payload = uri.partition(",")
     if not comma or not head.endswith(";base64"):
         raise DataError(f"{where}: the image {excerpt(uri, 40)} is a data: URI that is not base64.")
@@ -125,7 +121,7 @@ def _decoded(uri: str, where: str) -> bytes:
         raise DataError(f"{where}: the image {excerpt(uri, 40)} is no sound base64: {error}.") from error
 
 
-def _of_pillow(image: Any, where: str, max_pixels: int) -> ImageRef:
+def _image_from_pillow(image: Any, where: str, max_pixels: int) -> ImageRef:
     """Encode a PIL image as PNG of the pixels that will be read, so that every mode can be stored."""
     _check_size(image.width, image.height, "a PIL image", where, max_pixels)
     if getattr(image, "is_animated", False):
@@ -134,10 +130,10 @@ def _of_pillow(image: Any, where: str, max_pixels: int) -> ImageRef:
         encoded = as_png(as_rgb(image))
     except (OSError, ValueError) as error:
         raise DataError(f"{where}: the image, a PIL image, cannot be used: {error}.") from error
-    return _of_bytes(encoded, "a PIL image", where, max_pixels)
+    return _image_from_bytes(encoded, "a PIL image", where, max_pixels)
 
 
-def _of_bytes(data: bytes, name: str, where: str, max_pixels: int) -> ImageRef:
+def _image_from_bytes(data: bytes, name: str, where: str, max_pixels: int) -> ImageRef:
     return _checked(ImageRef(name, digest_of(data), 0, 0, data=data), data, where, max_pixels)
 
 
@@ -217,7 +213,14 @@ def video_of(value: Any, where: str, *, folder: Path | None = None, max_pixels: 
         image_of(frame, f"{where}: frame {number} of the video", folder=folder, max_pixels=max_pixels)
         for number, frame in enumerate(value)
     ]
-    _check_sizes(frames, where)
+    first = frames[0]
+    for number, frame in enumerate(frames):
+        if (frame.width, frame.height) != (first.width, first.height):
+            raise DataError(
+                f"{where}: frame {number} of the video ({frame.name}) has {frame.width} x {frame.height} pixels, and "
+                f"frame 0 has {first.width} x {first.height}. Processors resize a video as a whole: make its frames "
+                "one size."
+            )
     return VideoRef(tuple(frames), fps)
 
 
@@ -251,17 +254,6 @@ def _rate(value: Any, where: str) -> float | None:
     if not number or not math.isfinite(value) or value <= 0:
         raise DataError(f"{where}: the video has fps={excerpt(repr(value))}: frames a second, a number above 0.")
     return float(value)
-
-
-def _check_sizes(frames: Sequence[ImageRef], where: str) -> None:
-    first = frames[0]
-    for number, frame in enumerate(frames):
-        if (frame.width, frame.height) != (first.width, first.height):
-            raise DataError(
-                f"{where}: frame {number} of the video ({frame.name}) has {frame.width} x {frame.height} pixels, and "
-                f"frame 0 has {first.width} x {first.height}. Processors resize a video as a whole: make its frames "
-                "one size."
-            )
 
 
 PART = {"type": "image"}
@@ -346,36 +338,45 @@ class ImageReader:
         for key in keys:
             if isinstance(row.get(key), list):
                 row[key] = [dict(each) if isinstance(each, Mapping) else each for each in row[key]]
-        given = {kind.name: self._of_columns(kind, row, where) for kind in _KINDS}
-        if self.chat or any(given.values()):
+        in_columns = {kind.name: self._take_columns(kind, row, where) for kind in _KINDS}
+        if self.chat or any(in_columns.values()):
             texts = [key for key in keys if isinstance(row.get(key), str)]
             row.update({key: [{"role": "user", "content": row[key]}] for key in texts})
         messages = [message for key in keys for message in _messages(row.get(key))]
-        if not any(given.values()) and not any(_shows(message) for message in messages):
+        if not any(in_columns.values()) and not any(_shows(message) for message in messages):
             return row, ()
         if not messages:
-            what = " and ".join(f"{name}s" for name, refs in given.items() if refs)
+            what = " and ".join(f"{name}s" for name, refs in in_columns.items() if refs)
             raise DataError(
                 f"{where}: {what} come without a prompt that could show them. Give one, a text or a list of messages, "
                 f"in the column {' or '.join(keys)}."
             )
         for kind in reversed(_KINDS):  # the last inserted stand first
             places = [part for message in messages for part in _parts(message) if kind.has(part)]
-            if given[kind.name] and all(map(_payload, places)):
-                _insert(kind, messages, len(given[kind.name]), where)
-        found = self._in_order(messages, {name: list(refs) for name, refs in given.items()}, where)
+            if in_columns[kind.name] and all(map(_payload, places)):
+                _insert_parts(kind, messages, len(in_columns[kind.name]), where)
+        found = self._in_order(messages, {name: list(refs) for name, refs in in_columns.items()}, where)
         for kind in _KINDS:
             refs = [ref for ref in found if isinstance(ref, kind.reference)]
-            if len(refs) > len(given[kind.name]):  # some stood in the messages: rewards find all of them in one column
+            # Where some stood in the messages, rewards find all of them in one column.
+            if len(refs) > len(in_columns[kind.name]):
                 one, many = kind.columns
                 row.pop(one, None)
                 row[many] = refs
         for key in keys:
             if isinstance(row.get(key), list):
-                row[key] = [_without_payload(message) for message in row[key]]
+                row[key] = [
+                    {
+                        **message,
+                        "content": [kind.part if (kind := _kind_of(part)) else part for part in _parts(message)],
+                    }
+                    if isinstance(message, dict) and _shows(message)
+                    else message
+                    for message in row[key]
+                ]
         return row, found
 
-    def _of_columns(self, kind: _Kind, row: dict[str, Any], where: str) -> tuple[Visual, ...]:
+    def _take_columns(self, kind: _Kind, row: dict[str, Any], where: str) -> tuple[Visual, ...]:
         """Return the visuals of the columns, and put references in the row in the place of the values."""
         one, many = kind.columns
         held = {name: row[name] for name in kind.columns if not kind.is_nothing(row.get(name), name)}
@@ -389,23 +390,23 @@ class ImageReader:
         return ()
 
     def _in_order(
-        self, messages: Sequence[dict[str, Any]], given: dict[str, list[Visual]], where: str
+        self, messages: Sequence[dict[str, Any]], in_columns: dict[str, list[Visual]], where: str
     ) -> tuple[Visual, ...]:
         places = [(kind, part) for message in messages for part in _parts(message) for kind in _KINDS if kind.has(part)]
         for kind in _KINDS:
             empty = sum(each is kind and _payload(part) is None for each, part in places)
-            if empty != len(given[kind.name]):
+            if empty != len(in_columns[kind.name]):
                 what = f"{kind.name} parts without {'an image' if kind is _IMAGE else 'frames'} of their own"
                 raise DataError(
-                    f"{where}: the messages have {empty} {what}, and the row has {len(given[kind.name])} {kind.name}s. "
-                    "They have to be as many."
+                    f"{where}: the messages have {empty} {what}, and the row has {len(in_columns[kind.name])} "
+                    f"{kind.name}s. They have to be as many."
                 )
         found = []
         for kind, part in places:
             if kind is _VIDEO:
                 _check_video_part(part, where)
             payload = _payload(part)
-            found.append(given[kind.name].pop(0) if payload is None else self._reference(kind, payload, where))
+            found.append(in_columns[kind.name].pop(0) if payload is None else self._reference(kind, payload, where))
         return tuple(found)
 
     def _reference(self, kind: _Kind, value: Any, where: str) -> Visual:
@@ -499,12 +500,12 @@ def _check_video_part(part: Mapping[str, Any], where: str) -> None:
         )
     if "fps" in held and not isinstance(part.get("video"), list | tuple):
         raise DataError(
-            f'{where}: a video part says fps and lists no frames. Say it beside the frames: {{"frames": [...], "fps": '
+            f'{where}: a video part sets fps and lists no frames. Set it next to the frames: {{"frames": [...], "fps": '
             "2.0}."
         )
 
 
-def _insert(kind: _Kind, messages: Sequence[dict[str, Any]], count: int, where: str) -> None:
+def _insert_parts(kind: _Kind, messages: Sequence[dict[str, Any]], count: int, where: str) -> None:
     """Insert `count` placeholders before the text of the user's first message."""
     first = next((message for message in messages if message.get("role") == "user"), None)
     if first is None:
@@ -512,13 +513,6 @@ def _insert(kind: _Kind, messages: Sequence[dict[str, Any]], count: int, where: 
     content = first.get("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     first["content"] = [*(kind.part for _ in range(count)), *parts]
-
-
-def _without_payload(message: Any) -> Any:
-    """Return the message with bare parts."""
-    if not isinstance(message, dict) or not _shows(message):
-        return message
-    return {**message, "content": [kind.part if (kind := _kind_of(part)) else part for part in _parts(message)]}
 
 
 def text_of(content: str | Sequence[Mapping[str, Any]]) -> str:

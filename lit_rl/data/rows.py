@@ -64,7 +64,7 @@ class ReadRow:
     """A row as it is read, whatever it is for."""
 
     row: dict[str, Any]
-    came: tuple[str, ...]
+    raw_columns: tuple[str, ...]
     """Names of its columns before they were renamed."""
     notes: tuple[str, ...]
     """Notes on what was converted to another form."""
@@ -271,7 +271,7 @@ class RowReader:
             ConfigError: the row has images, and the policy reads text.
         """
         read = read_row(row, where, rename=self._rename, map_row=self._map_row, keys=keys)
-        self._columns.update(dict.fromkeys(read.came))
+        self._columns.update(dict.fromkeys(read.raw_columns))
         shown, images = self._images.read(read.row, where, *keys, without=without)
         notes = list(read.notes)
         if unread := _unread_keys_of_parts(read.row.get(key) for key in keys):
@@ -309,7 +309,7 @@ class RowReader:
                 found, hint = ", ".join(self._columns), did_you_mean(old, self._columns)
                 raise DataError(f"data.rename: no row has a column {old!r}; columns found: {found}.{hint}")
 
-    def say(self) -> None:
+    def log_notes(self) -> None:
         """Log each note once."""
         from lightning.pytorch.utilities import rank_zero_info
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -117,7 +118,15 @@ def load_rows(
     elif local.is_dir():
         rows = Rows(str(local), _all_rows(open_saved(local, split=split, name=name)))
     else:
-        rows = _read_file(local, split, name, on_bad_row)
+        suffix = suffix_of(local, split, name)
+        if suffix in (".jsonl", ".ndjson"):
+            rows = _read_lines(local, on_bad_row)
+        elif suffix == ".json":
+            rows = _read_json(local, on_bad_row)
+        elif suffix == ".parquet":
+            rows = Rows(str(local), _read_parquet(local))
+        else:
+            rows = _read_csv(local, on_bad_row, "," if suffix == ".csv" else "\t")
     if local is not None:
         rows.folder = local if local.is_dir() else local.parent
     if not len(rows):
@@ -144,9 +153,17 @@ def local_path(path: str | Path) -> Path | None:
         hub = "/".join(rest.removeprefix("datasets/").split("/")[:2])
         fix = f"Of the hub type the id: {hub}." if kind == "hf" else "Fetch it first, and give the file."
         raise DataError(f"data.path={path} is an address; a file, a folder or an id of the hub is read. {fix}")
-    if _looks_like_a_path(str(path)):
-        raise DataError(f"data.path={path}: no such file or folder.{_nearest(local)}")
-    return None
+    text = str(path)
+    starts = text.startswith((".", "/", "~"))
+    if not (text.lower().endswith(SUFFIXES) or starts or "\\" in text or text.count("/") > 1):
+        return None  # a hub id, which is `name` or `owner/name`
+    folder, hint = next((parent for parent in local.parents if parent.is_dir()), Path()), ""
+    if folder != local.parent:
+        hint = f" The folder {local.parent} does not exist."
+    else:
+        with suppress(OSError):
+            hint = did_you_mean(local.name, [entry.name for entry in folder.iterdir()])
+    raise DataError(f"data.path={path}: no such file or folder.{hint}")
 
 
 def hub_name(path: str | Path, split: str | None) -> str:
@@ -176,17 +193,6 @@ def _all_rows(data: Any) -> list[dict[str, Any]]:
     return [row_of_table(row) for row in data.to_list()]
 
 
-def _read_file(path: Path, split: str | None, name: str | None, on_bad_row: OnBadRow) -> Rows:
-    suffix = suffix_of(path, split, name)
-    if suffix in (".jsonl", ".ndjson"):
-        return _read_lines(path, on_bad_row)
-    if suffix == ".json":
-        return _read_json(path, on_bad_row)
-    if suffix == ".parquet":
-        return Rows(str(path), _read_parquet(path))
-    return _read_csv(path, on_bad_row, "," if suffix == ".csv" else "\t")
-
-
 def _read_lines(path: Path, on_bad_row: OnBadRow) -> Rows:
     reader = JsonlReader(path, on_bad_row=on_bad_row)
     lines, rows = [], []
@@ -205,10 +211,13 @@ def _read_json(path: Path, on_bad_row: OnBadRow) -> Rows:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     refuse_other_files(path, data[:64])
     try:
-        value = parse_json(data)
-        if isinstance(value, dict):
-            refuse_duplicate_key(value)
-        items = _rows_in(value, path)
+        items = parse_json(data)
+        if isinstance(items, dict):
+            refuse_duplicate_key(items)
+            tables = _tables_in(items, path)
+            items = [items] if tables is None else tables
+        if not isinstance(items, list):
+            raise DataError(f"{path}: holds {excerpt(repr(items))}; rows are objects {{...}}.")
     except ValueError as error:
         raise DataError(
             f"{path}: {error}; a .json file holds an array of objects, one object with such an array or of columns, or "
@@ -259,16 +268,6 @@ def _is_object(line: bytes) -> bool:
         return isinstance(parse_json(line.strip()), dict)
     except ValueError:
         return False
-
-
-def _rows_in(value: Any, path: Path) -> list[Any]:
-    """Return the rows of a whole file: an array, an array under a name (`{"data": [...]}`), columns, or one row."""
-    if isinstance(value, list):
-        return value
-    if not isinstance(value, dict):
-        raise DataError(f"{path}: holds {excerpt(repr(value))}; rows are objects {{...}}.")
-    found = _tables_in(value, path)
-    return [value] if found is None else found
 
 
 def _tables_in(value: dict[str, Any], path: Path) -> list[Any] | None:
@@ -336,51 +335,36 @@ def _read_csv(path: Path, on_bad_row: OnBadRow, delimiter: str) -> Rows:
     return Rows(str(path), rows, lines=lines, skipped=skipped)
 
 
-def _looks_like_a_path(text: str) -> bool:
-    # A hub id is `name` or `owner/name`.
-    return text.lower().endswith(SUFFIXES) or text.startswith((".", "/", "~")) or "\\" in text or text.count("/") > 1
-
-
-def _nearest(path: Path) -> str:
-    folder = next((parent for parent in path.parents if parent.is_dir()), Path())
-    if folder != path.parent:
-        return f" The folder {path.parent} does not exist."
-    try:
-        return did_you_mean(path.name, [entry.name for entry in folder.iterdir()])
-    except OSError:
-        return ""
-
-
 MANY = 1_000_000
 """Rows of a stream after which the user is warned that it may be endless."""
 LONG = 30.0
 """Seconds of reading after which the user is warned, too."""
 
 
-def is_data_set(given: Any) -> bool:
+def is_data_set(value: Any) -> bool:
     """Tell whether a value is a data set of `datasets`, without importing that library."""
     datasets = sys.modules.get("datasets")
-    return datasets is not None and isinstance(given, datasets.Dataset | datasets.IterableDataset)
+    return datasets is not None and isinstance(value, datasets.Dataset | datasets.IterableDataset)
 
 
-def rows_of_object(key: str, given: Any) -> Any:
+def rows_of_object(key: str, value: Any) -> Any:
     """Return all rows of a data set of `datasets`, read in one pass where it is an `IterableDataset`; any other value
     as it is.
 
     Args:
         key: Name of the rows in messages.
-        given: The user's value for rows.
+        value: The user's value for rows.
 
     Raises:
         DataError: it has several splits, or a row cannot be read.
     """
     datasets = sys.modules.get("datasets")
-    if datasets is not None and isinstance(given, datasets.DatasetDict | datasets.IterableDatasetDict):
-        raise DataError(f"{key} is a {type(given).__name__} with the splits {', '.join(given)}: give one of them.")
-    if datasets is None or not is_data_set(given):
-        return given
+    if datasets is not None and isinstance(value, datasets.DatasetDict | datasets.IterableDatasetDict):
+        raise DataError(f"{key} is a {type(value).__name__} with the splits {', '.join(value)}: give one of them.")
+    if datasets is None or not is_data_set(value):
+        return value
     try:
-        rows = given.to_list() if isinstance(given, datasets.Dataset) else _all_of_stream(key, given)
+        rows = value.to_list() if isinstance(value, datasets.Dataset) else _all_of_stream(key, value)
     except Exception as error:  # `datasets` raises errors of many classes for bad data
         raise DataError(f"{key}: cannot be read: {excerpt(str(error), 300)}") from error
     return [row_of_table(row) for row in rows]
@@ -477,7 +461,7 @@ def _the_split(data: Any, path: str, split: str | None) -> Any:
     if split is None and len(splits) == 1:
         return data[splits[0]]
     if split not in data:
-        came = "no data.split came" if split is None else f"data.split={split!r} is none of them"
+        chosen = "data.split is not set" if split is None else f"data.split={split!r} is none of them"
         hint = did_you_mean(split, splits) if split else ""
-        raise DataError(f"data.path={path} has the splits {', '.join(splits)} and {came}.{hint}")
+        raise DataError(f"data.path={path} has the splits {', '.join(splits)} and {chosen}.{hint}")
     return data[split]

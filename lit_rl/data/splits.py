@@ -103,10 +103,10 @@ class _MappedRows(Rows):
     def __init__(self, rows: Rows, columns: SourceColumns) -> None:
         super().__init__(rows.name, rows, skipped=rows.skipped)
         self.folder = rows.folder
-        self._given, self._columns = rows, columns
+        self._rows, self._columns = rows, columns
 
     def where(self, index: int) -> str:
-        return self._given.where(index)
+        return self._rows.where(index)
 
     @overload
     def __getitem__(self, index: int) -> dict[str, Any]: ...
@@ -115,7 +115,7 @@ class _MappedRows(Rows):
     def __getitem__(self, index: int | slice) -> dict[str, Any] | Sequence[dict[str, Any]]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        return self._columns(self._given[index], self._given.where(index))
+        return self._columns(self._rows[index], self._rows.where(index))
 
 
 Row = TypeVar("Row")
@@ -150,10 +150,10 @@ def require_exactly_one(**given: Any) -> None:
     Raises:
         ConfigError: none or several of the settings are set.
     """
-    came = [name for name, value in given.items() if value is not None]
-    if len(came) != 1:
+    chosen = [name for name, value in given.items() if value is not None]
+    if len(chosen) != 1:
         keys = ", ".join(f"data.{name}" for name in given)
-        raise ConfigError(f"Exactly one of {keys} must be set; came: {', '.join(came) or 'none'}.")
+        raise ConfigError(f"Set exactly one of {keys}. Set now: {', '.join(chosen) or 'none'}.")
 
 
 def parse_sources(sources: Sequence[Mapping[str, Any]]) -> list[RowSource]:
@@ -201,9 +201,7 @@ def val_sources(
     if val_path is None and val_split is None:
         return {}
     if val_path is None and source is None:
-        raise ConfigError(
-            f"data.val_split={val_split!r} is a split of data.path, which did not come: set data.val_path."
-        )
+        raise ConfigError(f"data.val_split={val_split!r} is a split of data.path, which is not set. Set data.val_path.")
     names = [*val_path] if isinstance(val_path, Mapping) else [*val_split] if isinstance(val_split, Mapping) else [""]
     if isinstance(val_split, Mapping) and (set(val_split) != set(names) or not isinstance(val_path, Mapping | None)):
         raise ConfigError(f"data.val_split={dict(val_split)} must have the names of data.val_path={val_path}.")
@@ -223,9 +221,9 @@ def hold_out(
 ) -> tuple[list[list[Row]], list[Row]]:
     """Set a share of the prompts aside: the training rows of each source, and the validation rows of all.
 
-    Rows of equal prompts stay together, so no validation prompt is trained on. Which prompts depends on the prompts,
-    the share and the seed only. Where all rows have one prompt, a share of the rows is set aside: what differs are
-    their other columns. Something is left to train on in any case: of a single row nothing is set aside.
+    Rows of equal prompts stay together, so no validation prompt is trained on. The choice depends on the
+    prompts, the share and the seed only. If all rows have one prompt, a share of the rows is set aside, as they differ
+    in other columns. Something is always left to train on: a single row is never set aside.
 
     Args:
         sources: The rows, by source.

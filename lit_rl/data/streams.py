@@ -13,7 +13,6 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -81,7 +80,7 @@ class RowStream:
     def __init__(self, source: RowSource | GivenRows, on_bad_row: OnBadRow = "error") -> None:
         one_of("data.on_bad_row", on_bad_row, ON_BAD_ROW)
         self.on_bad_row = on_bad_row
-        self.name, self._read, self._has_lines = _opened(source)
+        self.name, self._read, self._has_lines = _open_source(source)
         self._own = source.own if isinstance(source, RowSource) else SourceColumns(self.name)
         self._mark = SourcePosition()
         self._rows: Iterator[RawRow] | None = None
@@ -122,7 +121,7 @@ class RowStream:
         return self.__dict__ | {"_rows": None}  # an open file cannot go to another process
 
 
-def _opened(source: Any) -> tuple[str, ReadFromRow, bool]:
+def _open_source(source: Any) -> tuple[str, ReadFromRow, bool]:
     """Return the name of a source for messages, its reader, and whether its rows have line numbers."""
     if not isinstance(source, RowSource):
         return "data.rows", partial(_rows_of_data, source, "data.rows"), False
@@ -130,7 +129,16 @@ def _opened(source: Any) -> tuple[str, ReadFromRow, bool]:
     local = local_path(path)
     if local is not None and local.is_file():
         suffix = suffix_of(local, split, name)
-        return str(local), _file_reader(local, suffix), suffix != ".parquet"
+        if suffix == ".parquet":
+            return str(local), partial(rows_of_parquet, local), False
+        if suffix in (".csv", ".tsv"):
+            return str(local), partial(rows_of_cells, local, "," if suffix == ".csv" else "\t"), True
+        if suffix == ".json" and is_one_value(local):
+            raise ConfigError(
+                f"data.stream_buffer with data.path={local}: a .json file of one value is read whole. Write one object "
+                "a line (.jsonl), or leave data.stream_buffer out."
+            )
+        return str(local), partial(rows_of_lines, local), True
     if split is not None and "[" in split:
         raise ConfigError(
             f"data.split={split!r} with data.stream_buffer: a slice needs all rows. Name a whole split, or leave "
@@ -141,19 +149,6 @@ def _opened(source: Any) -> tuple[str, ReadFromRow, bool]:
         return str(local), partial(_rows_of_data, data, str(local)), False
     data, title = open_hub(path, split=split, name=name, streaming=True), hub_name(path, split)
     return title, partial(_rows_of_data, data, title), False
-
-
-def _file_reader(path: Path, suffix: str) -> ReadFromRow:
-    if suffix == ".parquet":
-        return partial(rows_of_parquet, path)
-    if suffix in (".csv", ".tsv"):
-        return partial(rows_of_cells, path, "," if suffix == ".csv" else "\t")
-    if suffix == ".json" and is_one_value(path):
-        raise ConfigError(
-            f"data.stream_buffer with data.path={path}: a .json file of one value is read whole. Write one object a "
-            "line (.jsonl), or leave data.stream_buffer out."
-        )
-    return partial(rows_of_lines, path)
 
 
 def _rows_of_data(data: Any, name: str, skip: int) -> Iterator[RawRow]:
@@ -171,7 +166,7 @@ def _rows_of_data(data: Any, name: str, skip: int) -> Iterator[RawRow]:
         try:
             row = next(streamed, None)
         except OSError as error:
-            raise BackendError(f"{name}[{index}]: cannot be read on: {excerpt(str(error), 200)}") from error
+            raise BackendError(f"{name}[{index}]: the source stopped: {excerpt(str(error), 200)}") from error
         except Exception as error:  # `datasets` raises errors of many classes for bad data
             raise DataError(f"{name}[{index}]: cannot be read: {excerpt(str(error), 200)}") from error
         if row is None:
@@ -382,8 +377,8 @@ class StreamLoader:
         self._position = 0  # batches of the window that were taken
         self._taken = 0  # batches of the epoch
         self._continues = False
-        self.given: Mapping[str, Any] = {}
-        """See `SlottedLoader.given`."""
+        self.row_settings: Mapping[str, Any] = {}
+        """See `SlottedLoader.row_settings`."""
 
     def __len__(self) -> int:
         """Return the number of batches of the run on this rank."""
@@ -423,7 +418,7 @@ class StreamLoader:
         window = self._windows.at(self._place)
         order = window.order(self._windows.batch_size, self._seed, self._shuffle)
         loader = ExampleLoader(window.data, order, accumulate=self._slots, **self._part)
-        loader.given = self.given
+        loader.row_settings = self.row_settings
         return loader
 
     def state_dict(self) -> dict[str, Any]:
@@ -442,12 +437,12 @@ class StreamLoader:
 
         Raises:
             DataError: the state belongs to other rows or another order, and `allow_changed` is off; or to a run that
-                had all rows from its beginning.
+                read all rows at once.
         """
         if "place" not in state:
             raise DataError(
-                "The checkpoint's run had all rows from its beginning, and this one reads them as it needs them: leave "
-                "data.stream_buffer out."
+                "The checkpoint's run read all of its rows at once, and this run streams them (data.stream_buffer). "
+                "Remove data.stream_buffer."
             )
         self._place = StreamPosition.of(state["place"], len(self._windows.sources))
         other = world_size_changed(state, self._part.get("world_size", 1))
@@ -485,9 +480,8 @@ def check_stream_settings(data: SourcedDataModule, size: int, *, batch_size: int
     if not data.streamable:
         key = "data.rows" if data.rows is not None else "data.task"
         raise ConfigError(
-            f"data.stream_buffer={size} is for files, the hub and data sets of `datasets`; {key} is in "
-            "memory whole: leave "
-            "data.stream_buffer out, or write the rows to a .jsonl file and set data.path."
+            f"data.stream_buffer={size} streams files, the hub and data sets of `datasets`, and {key} is in memory "
+            "already. Remove data.stream_buffer, or write the rows to a .jsonl file and set data.path."
         )
     if max_length is None:
         raise ConfigError(

@@ -25,7 +25,7 @@ _CHECKED_ROWS = 256
 
 @dataclass(frozen=True)
 class SupervisedText:
-    """An endless source of texts. What a step gets is a function of its number and the seed: nothing to checkpoint.
+    """An endless source of texts. The texts of a step are a function of its number and the seed: nothing to checkpoint.
 
     Every text comes once before any comes again. A text ends with EOS, unless `max_tokens` cuts it. Behind a prompt of
     messages it is the assistant's reply, in the chat template, with the row's `tools` and `chat_template_kwargs`. A
@@ -91,7 +91,7 @@ class SupervisedText:
                 refuse_reserved(processor, text, rows.where(index))
             if isinstance(prompt, list) and index < _CHECKED_ROWS:
                 self._encode(encoder, index)
-        encoder.left_out.say()
+        encoder.left_out.warn()
 
     def batch(self, encoder: Encoder, index: int, seed: int) -> TokenBatch:
         """Return the texts of one optimizer step, the same on every rank: a rank's micro-batch takes its rows of them.
@@ -145,10 +145,10 @@ class SupervisedText:
         if self.prompt_key is None:
             return None, text
         try:
-            asked, _ = normalize_messages(
+            normalized, _ = normalize_messages(
                 {key: row[key] for key in (self.prompt_key,) if key in row}, where, self.prompt_key
             )
-            return split_prompt(asked or row, where, prompt_key=self.prompt_key)[0], text
+            return split_prompt(normalized or row, where, prompt_key=self.prompt_key)[0], text
         except DataError as error:
             error.add_note("(the prompts of algo.ptx, whose column is algo.ptx.prompt_key)")
             raise

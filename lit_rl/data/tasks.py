@@ -70,12 +70,12 @@ class Addition(HoldsOut):
 
     def __init__(self, max_operand: int = 99, val_rows: int = 500, seed: int = 0) -> None:
         if max_operand < 0:
-            raise ConfigError(f"data.task.max_operand: {max_operand} came; it must be 0 or more")
+            raise ConfigError(f"data.task.max_operand={max_operand} is out of range: allowed is 0 or more.")
         pairs = (max_operand + 1) ** 2
         if not 0 <= val_rows < pairs:
             raise ConfigError(
-                f"data.task.val_rows: {val_rows} came; it must be from 0 to {pairs - 1}, "
-                f"because max_operand={max_operand} makes {pairs} pairs and training needs at least one"
+                f"data.task.val_rows={val_rows} is out of range: allowed is 0 to {pairs - 1}, because "
+                f"max_operand={max_operand} makes {pairs} pairs and training needs at least one."
             )
         self.max_operand = max_operand
         self.val_rows = val_rows
@@ -98,8 +98,8 @@ class AdditionText(Addition):
 class AdditionPairs(Addition):
     """The same sums with a right and a wrong answer: `{"prompt": "17+25=", "chosen": "42", "rejected": "32", ...}`.
 
-    The wrong one is 1 or 10 off, as a carry that was lost or made up: a mistake that a learner makes. Which one depends
-    on the seed and the operands alone. `answer` is the right one again, for rewards.
+    The wrong one is 1 or 10 off, as a carry that was lost or made up: a mistake that a learner makes. It depends on the
+    seed and the operands alone. `answer` is the right one again, for rewards.
     """
 
     def _rows(self) -> list[dict[str, Any]]:
@@ -381,8 +381,10 @@ class Digits(HoldsOut):
     @staticmethod
     def _row(numbers: list[int]) -> dict[str, Any]:
         *greys, digit = numbers
-        prompt = [{"role": "user", "content": QUESTION}]
-        return {"prompt": prompt, "image": _png(greys), "answer": str(digit)}
+        module, side = pillow(), _SIDE * _SCALE
+        image = module.frombytes("L", (_SIDE, _SIDE), bytes(grey * 255 // _GREYS for grey in greys))  # 0 is black
+        png = as_png(image.resize((side, side), module.Resampling.NEAREST).convert("RGB"))
+        return {"prompt": [{"role": "user", "content": QUESTION}], "image": png, "answer": str(digit)}
 
 
 class DigitTexts(Digits):
@@ -390,14 +392,6 @@ class DigitTexts(Digits):
 
     def _rows(self) -> list[dict[str, Any]]:
         return [{**row, "completion": _reply(row["answer"])} for row in super()._rows()]
-
-
-def _png(greys: list[int]) -> bytes:
-    """Return a PNG of grey values from 0, which is black, to 16."""
-    module = pillow()
-    image = module.frombytes("L", (_SIDE, _SIDE), bytes(grey * 255 // _GREYS for grey in greys))
-    side = _SIDE * _SCALE
-    return as_png(image.resize((side, side), module.Resampling.NEAREST).convert("RGB"))
 
 
 class VerifiersTasks(HoldsOut):

@@ -111,9 +111,8 @@ class Lora:
 
         from lit_rl.models.merging import check_merge
 
-        self._check_names(model)
         unasked = excluded_layers(model, self.targets, frozen)
-        self._check_reached(model, unasked, frozen)
+        self._check_names(model, unasked, frozen)
         config = LoraConfig(
             task_type=task_type,
             r=self.r,
@@ -137,19 +136,6 @@ class Lora:
         assert isinstance(adapted, PeftModel)
         check_merge(adapted, "model.lora")
         return adapted
-
-    def _check_reached(self, model: PreTrainedModel, unasked: Sequence[str], frozen: Sequence[str]) -> None:
-        """Refuse targets that are in frozen parts alone."""
-        if self.targets == "all-linear":
-            return
-        matches = [name for name, _ in model.named_modules() if targets_match(self.targets, name)]
-        if matches and set(matches) <= set(unasked):
-            asked = self.targets if isinstance(self.targets, str) else list(self.targets)
-            raise ConfigError(
-                f"model.lora.targets={asked!r} names layers of frozen parts alone "
-                f"({', '.join(matches[:4])}{', ...' if len(matches) > 4 else ''}). Name layers of the text, or let "
-                f"model.freeze={list(frozen)} leave these parts out."
-            )
 
     def _rows(self, model: PreTrainedModel, tokens: Sequence[int]) -> dict[str, list[int]] | None:
         """Return the rows to train, by module. Those of a module that is trained in full are among them anyway."""
@@ -176,7 +162,8 @@ class Lora:
         saved = self.modules_to_save or []
         return {name: list(tokens) for name in names if name.rpartition(".")[2] not in saved} or None
 
-    def _check_names(self, model: PreTrainedModel) -> None:
+    def _check_names(self, model: PreTrainedModel, unasked: Sequence[str], frozen: Sequence[str]) -> None:
+        """Raise ConfigError for names that match no module, and for targets that are in frozen parts alone."""
         names = {name for name, _ in model.named_modules()}
         last = names | {name.rpartition(".")[2] for name in names}
         listed = {"targets": [] if isinstance(self.targets, str) else self.targets}
@@ -185,6 +172,16 @@ class Lora:
             for name in wanted:
                 if name not in last and not any(known.endswith(f".{name}") for known in names):
                     raise ConfigError(f"model.lora.{key} names {name!r}, which matches no module.{_modules(model)}")
+        if self.targets == "all-linear":
+            return
+        matches = [name for name, _ in model.named_modules() if targets_match(self.targets, name)]
+        if matches and set(matches) <= set(unasked):
+            targets = self.targets if isinstance(self.targets, str) else list(self.targets)
+            raise ConfigError(
+                f"model.lora.targets={targets!r} names layers of frozen parts alone "
+                f"({', '.join(matches[:4])}{', ...' if len(matches) > 4 else ''}). Name layers of the text, or let "
+                f"model.freeze={list(frozen)} leave these parts out."
+            )
 
 
 def _modules(model: PreTrainedModel) -> str:
@@ -267,10 +264,7 @@ class PeftAdapter:
         import torch
         from peft import PeftModel, get_peft_model
 
-        from lit_rl.models.merging import (
-            check_merge,  # which needs torch
-            check_start,
-        )
+        from lit_rl.models.merging import check_merge, check_start  # which need torch
 
         check_start("model.lora", self.config, trained=False)
         config = copy.deepcopy(self.config)
@@ -283,12 +277,12 @@ class PeftAdapter:
             )
         unasked = [*head, *excluded_layers(model, self.targets, frozen)]
         if unasked and hasattr(config, "exclude_modules"):
-            theirs = config.exclude_modules
+            excluded = config.exclude_modules
             config.exclude_modules = (
                 # Theirs comes first and as it is: flags, "(?i)", are allowed at the start of an expression alone.
-                "|".join([theirs, *(rf"(?:.*\.)?{re.escape(name)}" for name in unasked)])
-                if isinstance(theirs, str)
-                else [*(theirs or ()), *unasked]
+                "|".join([excluded, *(rf"(?:.*\.)?{re.escape(name)}" for name in unasked)])
+                if isinstance(excluded, str)
+                else [*(excluded or ()), *unasked]
             )
         try:
             with torch.device("cpu"):  # as `Lora` does; VeRA, RandLoRA and FourierFT draw by a CPU's generator alone
@@ -300,18 +294,18 @@ class PeftAdapter:
         return adapted
 
 
-def as_adapter(given: Any) -> Lora | PeftAdapter | None:
+def as_adapter(value: Any) -> Lora | PeftAdapter | None:
     """Return the value of `lora` as an object with `apply`. PEFT is not imported here unless it already is.
 
     Raises:
         ConfigError: it is neither `Lora` nor a config of PEFT.
     """
-    if given is None or isinstance(given, Lora | PeftAdapter):
-        return given
+    if value is None or isinstance(value, Lora | PeftAdapter):
+        return value
     peft = sys.modules.get("peft")
-    if peft is not None and isinstance(given, peft.PeftConfig):
-        return PeftAdapter(given)
-    found = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
+    if peft is not None and isinstance(value, peft.PeftConfig):
+        return PeftAdapter(value)
+    found = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
     raise ConfigError(
         f"model.lora is {found}. Allowed is lit_rl.models.Lora(r=16, alpha=32, dropout=0, targets='all-linear', "
         "rslora=False, dora=False, modules_to_save=None), or a config of PEFT, such as peft.LoraConfig(r=16)."

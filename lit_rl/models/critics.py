@@ -1,7 +1,7 @@
 """Critics of a policy: value functions ``V(s_t)``, the return to expect before response token t is chosen.
 
 A critic is called twice: once at setup, for the module to register beside the policy, and then for values, with that
-module. What is trained in the module is the critic's alone, so its parameters and the policy's are two groups.
+module. The trained parts of the module are the critic's alone, so its parameters and the policy's are two groups.
 
     critic            memory beside the policy           what the value loss trains
     SeparateCritic    a second model and its moments     all of that model
@@ -25,8 +25,8 @@ from lit_rl.models import forward
 from lit_rl.models.adapters import check_targets
 from lit_rl.models.forward_inputs import known_masks, trunk_inputs
 from lit_rl.models.language_model import DEFAULT, LanguageModel
-from lit_rl.models.loading import Float32Head, disable_dropout
-from lit_rl.models.modes import set_checkpointing
+from lit_rl.models.loading import Float32Head
+from lit_rl.models.modes import disable_dropout, set_checkpointing
 from lit_rl.models.scoring import SEQUENCES, is_scoring, load_scoring_base
 from lit_rl.models.tokenizer import different_tokens
 from lit_rl.models.trunk import copied_trunk, frozen_trunk, hidden_size, recorded_outputs, trunk_of
@@ -153,64 +153,56 @@ class SeparateCritic(_OwnTrunk):
             return
         assert isinstance(self.model, LanguageModel)
         if is_scoring(self.model, SEQUENCES):
-            check_reward_model(self.model)
+            if self.model.config.num_labels != 1:
+                raise ConfigError(
+                    f"algo.critic.model={self.model.name!r} is a classifier with "
+                    f"num_labels={self.model.config.num_labels}, and a value is one number. Take a reward model with "
+                    "one label, or a language model, which gets a new head."
+                )
+            for key in ("lora", "adapter", "quantization"):
+                if getattr(self.model, key) is not None:
+                    raise ConfigError(
+                        f"algo.critic.model.{key} is set, and a critic that starts from a reward model is trained in "
+                        "full. Remove it, or take algo/critic=adapter."
+                    )
         if self.model.sees != model.sees:
             raise ConfigError(
                 f"algo.critic.model={self.model.name!r} and model.name={model.name!r}: one of them is a model over "
                 "images and the other is not. Take two of a kind."
             )
-        ours, theirs = self.model.tokenizer.get_vocab(), model.tokenizer.get_vocab()
-        if ours != theirs:
-            other = different_tokens(ours, theirs)
+        own_tokens, policy_tokens = self.model.tokenizer.get_vocab(), model.tokenizer.get_vocab()
+        if own_tokens != policy_tokens:
+            other = different_tokens(own_tokens, policy_tokens)
             raise ConfigError(
                 f"algo.critic.model={self.model.name!r} has another vocabulary than model.name={model.name!r} "
-                f"({len(ours)} and {len(theirs)} tokens, {len(other)} with other ids, such as {other[:3]}), so it "
-                "would read the policy's token ids as other text. Take a model of the same family."
+                f"({len(own_tokens)} and {len(policy_tokens)} tokens, {len(other)} with other ids, such as "
+                f"{other[:3]}), so it would read the policy's token ids as other text. Take a model of the same family."
             )
 
     def module(self, policy: nn.Module) -> nn.Module:
-        if self.model is None:
+        """Return a trunk and a value head.
+
+        Raises:
+            ConfigError: the score of a reward model is not one linear map of a causal model's hidden state.
+            StorageError, BackendError: as `LanguageModel.load`.
+        """
+        model: Any = self.model
+        if model is None:
             return ValueModel(copied_trunk(policy), ValueHead(hidden_size(policy))).train()
-        assert isinstance(self.model, LanguageModel)
-        if is_scoring(self.model, SEQUENCES):
-            return scoring_critic(self.model).train()
-        loaded = self.model.load()
-        return ValueModel(trunk_of(loaded), ValueHead(hidden_size(loaded))).train()
-
-
-def check_reward_model(model: LanguageModel) -> None:
-    """Raise ConfigError for a model that gives other than one number, or would not be trained in full."""
-    if model.config.num_labels != 1:
-        raise ConfigError(
-            f"algo.critic.model={model.name!r} is a classifier with num_labels={model.config.num_labels}, and a value "
-            "is one number. Take a reward model with one label, or a language model, which gets a new head."
-        )
-    for key in ("lora", "adapter", "quantization"):
-        if getattr(model, key) is not None:
+        if not is_scoring(model, SEQUENCES):
+            loaded = model.load()
+            return ValueModel(trunk_of(loaded), ValueHead(hidden_size(loaded))).train()
+        scorer = load_scoring_base(model, SEQUENCES)
+        head = getattr(scorer, "score", None)
+        if not isinstance(head, nn.Linear):
             raise ConfigError(
-                f"algo.critic.model.{key} is set, and a critic that starts from a reward model is trained in full. "
-                "Remove it, or take algo/critic=adapter."
+                f"algo.critic.model={model.name!r} is a {type(scorer).__name__}, whose score is no linear map of the "
+                "last token's hidden state. Take a reward model over a decoder, such as one of algo=reward_model."
             )
-
-
-def scoring_critic(model: LanguageModel) -> ValueModel:
-    """Return a reward model's trunk and score head as a critic's.
-
-    Raises:
-        ConfigError: the score is not one linear map of a causal model's hidden state.
-        StorageError, BackendError: as `LanguageModel.load`.
-    """
-    loaded = load_scoring_base(model, SEQUENCES)
-    head = getattr(loaded, "score", None)
-    if not isinstance(head, nn.Linear):
-        raise ConfigError(
-            f"algo.critic.model={model.name!r} is a {type(loaded).__name__}, whose score is no linear map of the last "
-            "token's hidden state. Take a reward model over a decoder, such as one of algo=reward_model."
-        )
-    if model.disable_dropout:
-        disable_dropout(loaded)
-    set_checkpointing(loaded, model.checkpointing)
-    return ValueModel(trunk_of(loaded), ValueHead.of_scores(head))
+        if model.disable_dropout:
+            disable_dropout(scorer)
+        set_checkpointing(scorer, model.checkpointing)
+        return ValueModel(trunk_of(scorer), ValueHead.of_scores(head)).train()
 
 
 @dataclass(frozen=True)
@@ -290,25 +282,24 @@ class SharedTrunk:
         return list(module.parameters())
 
     def values(self, policy: nn.Module, module: nn.Module, completions: Completions) -> Tensor:
-        with recorded_outputs(trunk_of(policy)) as seen, known_masks(completions.on_host.attention_mask):
+        with recorded_outputs(trunk_of(policy)) as outputs, known_masks(completions.on_host.attention_mask):
             # Through the policy's own forward, whose hooks bring sharded weights together. Its head gets one position.
             policy(**trunk_inputs(policy, completions), logits_to_keep=1, use_cache=False)
-        return module(_of_response(seen, completions))
+        return module(_response_states(outputs, completions))
 
     def scores_and_values(
         self, policy: nn.Module, module: nn.Module, completions: Completions, sampling: Sampling, **terms: Any
     ) -> tuple[forward.TokenScores, Tensor]:
         # One pass over whole rows, whose hidden states are those that the value head reads.
         terms["options"] = terms.get("options", DEFAULT).in_one_call
-        with recorded_outputs(trunk_of(policy)) as seen:
+        with recorded_outputs(trunk_of(policy)) as outputs:
             scores = forward.score(policy, completions, sampling, **terms)
-        return scores, module(_of_response(seen, completions))
+        return scores, module(_response_states(outputs, completions))
 
 
-def _of_response(seen: list[Any], completions: Completions) -> Tensor:
-    hidden = seen[
-        -1
-    ].last_hidden_state  # of the pass that was scored: the first one of a model may come after a trial of its head
+def _response_states(outputs: list[Any], completions: Completions) -> Tensor:
+    # Of the pass that was scored: the first one of a model may come after a trial of its head.
+    hidden = outputs[-1].last_hidden_state
     return hidden[:, -(completions.response_ids.shape[1] + 1) : -1]
 
 

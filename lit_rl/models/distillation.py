@@ -3,7 +3,7 @@
 Distillation needs whole distributions of student and teacher. Each model runs up to the input of its head; then both
 heads work on a block of tokens at a time, `LOGITS_PER_BLOCK` numbers of each model, and what is kept of a block is
 one number a token. The backward pass computes the student's and the teacher's logits of a block anew, and sums the
-gradient of the student's head in float32 (`lit_rl.ops.fused_head`). Where all logits are one block they are kept, as
+gradient of the student's head in float32 (`lit_rl.ops.fused_head`). If all logits fit into one block they are kept, as
 there is nothing to save.
 """
 
@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from lit_rl.core.errors import ConfigError, GenerationError
 from lit_rl.core.examples import TokenBatch
+from lit_rl.models import hub_files
 from lit_rl.models.forward import text_logits
 from lit_rl.models.head import factors, has_separable_head, linear_head, without_head
 from lit_rl.models.language_model import LanguageModel
-from lit_rl.models.references import Held, OnCPU, Scorer, rename_keys
+from lit_rl.models.references import Held, OnCPU, Scorer
 from lit_rl.models.tokenizer import different_tokens
 from lit_rl.ops.fused_head import measure_rows
 from lit_rl.ops.logprobs import logprobs_and_entropy
@@ -44,7 +45,7 @@ class Teacher(Held):
     """
 
     def __init__(self, model: LanguageModel | str, student: LanguageModel, device: Literal["cpu"] | None) -> None:
-        with rename_keys(*_AS_TEACHER):
+        with hub_files.rename_keys(*_AS_TEACHER):
             super().__init__(device)
             like_student = {"dtype": student.dtype, "attn_implementation": student.attn_implementation}
             model = LanguageModel.of(model, "algo.teacher", **like_student)
@@ -64,7 +65,7 @@ class Teacher(Held):
             ConfigError: it has another vocabulary than the student, or its settings are wrong.
         """
         self.check_vocabulary()
-        with rename_keys(*_AS_TEACHER):
+        with hub_files.rename_keys(*_AS_TEACHER):
             model = self.model.load()
         held = self.hold(model)
         if isinstance(held, OnCPU):
@@ -78,28 +79,28 @@ class Teacher(Held):
         Raises:
             ConfigError: the two do not have the same tokens under the same ids.
         """
-        with rename_keys(*_AS_TEACHER):
-            theirs, rows = self.model.tokenizer.get_vocab(), self.model.config.get_text_config().vocab_size
-        ours, needed = self.student.tokenizer.get_vocab(), self.student.config.get_text_config().vocab_size
-        different = different_tokens(theirs, ours)
+        with hub_files.rename_keys(*_AS_TEACHER):
+            teacher_tokens, rows = self.model.tokenizer.get_vocab(), self.model.config.get_text_config().vocab_size
+        student_tokens, needed = self.student.tokenizer.get_vocab(), self.student.config.get_text_config().vocab_size
+        different = different_tokens(teacher_tokens, student_tokens)
         if different:
-            how = (
+            difference = (
                 f"{len(different)} tokens are not the same token under the same id "
                 f"({', '.join(map(repr, different[:3]))})"
             )
             raise ConfigError(
                 f"algo.teacher.name={self.model.name!r} has another vocabulary than the policy {self.student.name!r}: "
-                f"{how}. Distributions are compared token by token, so the teacher must be of the policy's own family. "
-                "From any other model, learn its texts: algo=sft."
+                f"{difference}. Distributions are compared token by token, so the teacher must be of the policy's own "
+                "family. From any other model, learn its texts: algo=sft."
             )
-        self.shared_tokens = None if rows == needed else max(ours.values()) + 1  # no embedding has fewer rows
+        self.shared_tokens = None if rows == needed else max(student_tokens.values()) + 1  # no embedding has fewer rows
 
     def check_written(self, token_ids: Tensor, writer: str) -> None:
         """Refuse tokens that one of the two tokenizers does not have.
 
         Args:
             token_ids: Written by one of the two.
-            writer: Which, for the message.
+            writer: Name of the writer in the message, "student" or "teacher".
 
         Raises:
             GenerationError: a token was written that the tokenizer does not have, so the other cannot read it.
@@ -107,10 +108,10 @@ class Teacher(Held):
         if self.shared_tokens is None or (highest := int(token_ids.max())) < self.shared_tokens:
             return
         raise GenerationError(
-            f"The {writer} wrote the token id {highest}, and the tokenizer has {self.shared_tokens} tokens: the rows "
-            "after them pad an embedding, by another length in the student than in the teacher. A trained model does "
-            "not write them. For a student with random weights set algo.on_policy_fraction=0, or give it an embedding "
-            "as long as the teacher's."
+            f"The {writer} wrote the token id {highest}, and the tokenizer has only {self.shared_tokens} tokens. The "
+            "embedding rows above them are padding, of which student and teacher have different numbers, and a trained "
+            "model never writes them. If the student has random weights, set algo.on_policy_fraction=0, or give it as "
+            "many embedding rows as the teacher has."
         )
 
     def check_differs(self) -> None:
@@ -170,7 +171,7 @@ def distillation_scores(
         student: Gets the gradient.
         teacher: Gets none.
         tokens: `b` rows.
-        divergence: Of the one from the other.
+        divergence: Divergence of the student from the teacher.
         shared_tokens: Number of tokens, the first of both vocabularies, that are compared. None: all.
         entropies: Whether to compute those of both.
         router_aux: Whether to compute the student's load-balancing loss.
@@ -184,33 +185,33 @@ def distillation_scores(
     at = tokens.learned[:, columns].flatten().nonzero().flatten()
     ids = tokens.input_ids[:, 1:][:, columns].flatten()[at]
     in_blocks = fused and has_separable_head(student) and has_separable_head(teacher)
-    with torch.no_grad():
-        theirs, _ = _last(teacher, tokens, columns, router_aux=False, headless=in_blocks)
-    ours, aux_loss = _last(student, tokens, columns, router_aux=router_aux, headless=in_blocks)
-    mine, others = (each.flatten(0, 1).index_select(0, at) for each in (ours, theirs))
-    head_of_teacher = linear_head(teacher) if in_blocks else nn.Identity()
+    # Of each model its logits `(b, c, v)`, or where blocks are taken the inputs `(b, c, d)` of its head.
+    with torch.no_grad(), without_head(teacher) if in_blocks else nullcontext():
+        teacher_outputs, _ = text_logits(teacher, tokens, columns, False)
+    with without_head(student) if in_blocks else nullcontext():
+        student_outputs, aux_loss = text_logits(student, tokens, columns, router_aux)
+    student_rows, teacher_rows = (
+        outputs.flatten(0, 1).index_select(0, at) for outputs in (student_outputs, teacher_outputs)
+    )
+    student_head = linear_head(student) if in_blocks else None
+    teacher_head = linear_head(teacher) if in_blocks else None
 
-    def compared(rows: slice, logits: Tensor) -> tuple[Tensor, ...]:
+    def compare(rows: slice, logits: Tensor) -> tuple[Tensor, ...]:
         logits = logits[None, :, :shared_tokens]
         with torch.no_grad():
-            of_teacher, plain = head_of_teacher(others[rows])[None, :, :shared_tokens], logits.detach()
-            spread = (plain, of_teacher) if entropies else ()
-            spreads = [logprobs_and_entropy(each, ids[rows][None])[1][0] for each in spread]
+            teacher_logits = teacher_rows[rows] if teacher_head is None else teacher_head(teacher_rows[rows])
+            teacher_logits, plain = teacher_logits[None, :, :shared_tokens], logits.detach()
+            both = (plain, teacher_logits) if entropies else ()
+            found = [logprobs_and_entropy(each, ids[rows][None])[1][0] for each in both]
             correct = token_stats(plain, ids[rows][None]).correct[0].float()
-        return divergence(logits, of_teacher)[0], correct, *spreads
+        return divergence(logits, teacher_logits)[0], correct, *found
 
-    if not in_blocks:
-        return DistillationScores(*compared(slice(None), mine), aux_loss=aux_loss)
-    head = linear_head(student)
-    size = max(1, LOGITS_PER_BLOCK // max(each.weight.shape[0] for each in (head, head_of_teacher)))  # pyright: ignore
+    if student_head is None or teacher_head is None:
+        return DistillationScores(*compare(slice(None), student_rows), aux_loss=aux_loss)
+    size = max(1, LOGITS_PER_BLOCK // max(head.weight.shape[0] for head in (student_head, teacher_head)))
     if len(at) <= size:
-        return DistillationScores(*compared(slice(None), head(mine)), aux_loss=aux_loss)
-    return DistillationScores(*measure_rows(*factors(mine, head), compared, size=size), aux_loss=aux_loss)  # pyright: ignore
-
-
-def _last(
-    model: nn.Module, tokens: TokenBatch, columns: Tensor, *, router_aux: bool, headless: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return `(b, c, ...)` of the given columns: logits, or the inputs of the head; and the router's loss."""
-    with without_head(model) if headless else nullcontext():
-        return text_logits(model, tokens, columns, router_aux)
+        return DistillationScores(*compare(slice(None), student_head(student_rows)), aux_loss=aux_loss)
+    return DistillationScores(
+        *measure_rows(*factors(student_rows, student_head), compare, size=size),  # pyright: ignore
+        aux_loss=aux_loss,
+    )

@@ -99,28 +99,23 @@ def write_adapter(policy: nn.Module, folder: str | Path) -> None:
         ConfigError: the policy is no such adapter.
         StorageError: the folder cannot be written; on every rank.
     """
+    from peft import get_peft_model_state_dict
+
     refuse_flat_parameters(policy)
     reason = adapter_only(policy)
     if reason is not None:
         raise ConfigError(f"This policy cannot be shipped as an adapter: {reason}. Ship its merged weights.")
-    tensors = _adapter_tensors(policy)
+    adapted: Any = policy
+    held = get_peft_model_state_dict(
+        adapted,
+        state_dict=dict(adapted.named_parameters()),  # a state dict has lost what DeepSpeed knows of parameters
+        adapter_name=adapted.active_adapters[0],
+        save_embedding_layers=False,  # "auto" would ask the hub whether the vocabulary was resized
+    )
+    tensors = {name: whole_tensor(parameter).cpu().contiguous() for name, parameter in held.items()}
     problem = broadcast_object(_write(policy, tensors, Path(folder)) if rank() == 0 else None)
     if problem is not None:
         raise StorageError(f"The adapter cannot be written to {folder}: {problem}")
-
-
-def _adapter_tensors(policy: Any) -> dict[str, Tensor]:
-    """Return whole tensors on the CPU, under the names of a PEFT folder."""
-    from peft import get_peft_model_state_dict
-
-    # Parameters themselves: a state dict has lost what DeepSpeed knows of them.
-    held = get_peft_model_state_dict(
-        policy,
-        state_dict=dict(policy.named_parameters()),
-        adapter_name=policy.active_adapters[0],
-        save_embedding_layers=False,  # "auto" would ask the hub whether the vocabulary was resized
-    )
-    return {name: whole_tensor(parameter).cpu().contiguous() for name, parameter in held.items()}
 
 
 def sort_names(config: Any) -> None:

@@ -26,7 +26,6 @@ from lit_rl.models.forward_inputs import (
     bucket_by_length,
     forward_parameters,
     known_masks,
-    split_buckets,
     text_inputs,
     trunk_inputs,
 )
@@ -74,29 +73,49 @@ def score(
 
     Args:
         model: A causal language model; under PEFT with the adapter that is active.
-        completions: Of ``b`` rows.
-        sampling: What drew them. Its temperature is above 0.
+        completions: Completions, ``b`` rows.
+        sampling: Settings that drew them. The temperature is above 0.
         entropy: Whether to compute entropies.
         entropy_gradient: Whether to compute them, and they take part in the backward pass.
         router_aux: Whether to compute the load-balancing loss of a mixture of experts (2101.03961, eq. 4 to 6), as
             transformers does: over the attended tokens, prompts included, and all layers, without its coefficient.
-        options: How.
+        options: Choices for computing the pass.
 
     Raises:
         ConfigError: the model has no router whose load could be balanced.
     """
-    distribution = _distribution(sampling, entropy=entropy or entropy_gradient, entropy_gradient=entropy_gradient)
-    if router_aux:
-        if "output_router_logits" not in forward_parameters(model):
-            raise no_router(model)
-        with fused_accumulation(model, options):
-            scores, output = _one_call(
-                model, completions.with_host(), sampling, distribution, options, output_router_logits=True
-            )
-        if not isinstance(output.aux_loss, Tensor):
-            raise no_router(model)
-        return TokenScores(scores.logprobs, scores.entropy, output.aux_loss)
-    scores = _run(model, completions, sampling, distribution, options)
+    experts = {"output_router_logits": True} if router_aux else {}
+    if router_aux and "output_router_logits" not in forward_parameters(model):
+        raise no_router_error(model)
+    completions, entropy = completions.with_host(), entropy or entropy_gradient
+    distribution = Distribution(
+        float(sampling.temperature), sampling.truncation, entropy=entropy, entropy_gradient=entropy_gradient
+    )
+
+    def score_rows(rows: Completions) -> tuple[TargetScores, Any]:
+        """Return the scores of rows that run in one call of the model, and its output."""
+        ids, host = rows.response_ids, rows.on_host
+        columns = ids.shape[1] + 1  # positions that predict a response token, and the last one
+        targets = Targets(ids, host.response_mask, first=-columns, history=_history(rows, sampling))
+        inputs = {**trunk_inputs(model, rows), "logits_to_keep": columns, "use_cache": False}
+        with known_masks(host.attention_mask):
+            return score_targets(model, targets, distribution, fused=options.fused_head, **inputs, **experts)
+
+    with fused_accumulation(model, options):
+        if router_aux:
+            scores, output = score_rows(completions)
+            return TokenScores(scores.logprobs, scores.entropy, _aux_loss(model, output, True))
+        prompts = shared_prompts(model, completions) if options.shared_prompts else None
+        buckets: list[Bucket] = []
+        if prompts is None and options.rows_by_length and not isinstance(model, FSDPModule):
+            buckets = bucket_by_length(completions.on_host.attention_mask.sum(1), completions.response_ids.device)
+        if prompts is not None:
+            scores = run_shared(model, completions, prompts, distribution, options, _history(completions, sampling))
+        elif len(buckets) < 2:
+            scores, _ = score_rows(completions)
+        else:
+            parts = [score_rows(trim(select(completions, bucket.rows)))[0] for bucket in buckets]
+            scores = TargetScores.of_buckets(parts, buckets, completions.response_ids.shape[1])
     return TokenScores(scores.logprobs, scores.entropy)
 
 
@@ -104,53 +123,7 @@ def response_logprobs(
     model: nn.Module, completions: Completions, sampling: Sampling, options: ForwardOptions = DEFAULT
 ) -> Tensor:
     """Return the float32 ``(b, t)`` log-probs of `score` alone."""
-    return _run(model, completions, sampling, _distribution(sampling), options).logprobs
-
-
-def _run(
-    model: nn.Module, completions: Completions, sampling: Sampling, distribution: Distribution, options: ForwardOptions
-) -> TargetScores:
-    completions = completions.with_host()
-    with fused_accumulation(model, options):
-        prompts = shared_prompts(model, completions) if options.shared_prompts else None
-        if prompts is not None:
-            return run_shared(model, completions, prompts, distribution, options, _history(completions, sampling))
-        return _run_by_length(model, completions, sampling, distribution, options)
-
-
-def _run_by_length(
-    model: nn.Module, completions: Completions, sampling: Sampling, distribution: Distribution, options: ForwardOptions
-) -> TargetScores:
-    def called(part: Completions) -> TargetScores:
-        return _one_call(model, part, sampling, distribution, options)[0]
-
-    if not options.rows_by_length or isinstance(model, FSDPModule):
-        return called(completions)
-    buckets = bucket_by_length(completions.on_host.attention_mask.sum(1), completions.response_ids.device)
-    if len(buckets) == 1:
-        return called(completions)
-    parts = [called(trim(select(completions, bucket.rows))) for bucket in buckets]
-    return TargetScores.of_buckets(parts, buckets, completions.response_ids.shape[1])
-
-
-def _one_call(
-    model: nn.Module,
-    completions: Completions,
-    sampling: Sampling,
-    distribution: Distribution,
-    options: ForwardOptions,
-    **extra: Any,
-) -> tuple[TargetScores, Any]:
-    ids, host, history = completions.response_ids, completions.on_host, _history(completions, sampling)
-    kept = ids.shape[1] + 1  # positions that predict a response token, and the last one
-    targets = Targets(ids, host.response_mask, first=-kept, history=history)
-    inputs = {**trunk_inputs(model, completions), "logits_to_keep": kept, "use_cache": False}
-    with known_masks(host.attention_mask):
-        return score_targets(model, targets, distribution, fused=options.fused_head, **inputs, **extra)
-
-
-def _distribution(sampling: Sampling, **wanted: bool) -> Distribution:
-    return Distribution(float(sampling.temperature), sampling.truncation, **wanted)
+    return score(model, completions, sampling, options=options).logprobs
 
 
 def _history(completions: Completions, sampling: Sampling) -> History | None:
@@ -171,7 +144,7 @@ def _history(completions: Completions, sampling: Sampling) -> History | None:
     )
 
 
-def no_router(model: nn.Module) -> ConfigError:
+def no_router_error(model: nn.Module) -> ConfigError:
     """Return the error for a model whose experts report no load."""
     return ConfigError(
         f"algo.router_aux_loss_coef balances the load of the experts of a mixture, and {type(base_of(model)).__name__} "
@@ -217,35 +190,31 @@ def score_texts(
         entropy: Whether to compute entropies.
         stats: Whether to compute `lit_rl.ops.token_statistics.TokenStats`.
         router_aux: Whether to compute the load-balancing loss of a mixture of experts (2101.03961, eq. 4 to 6).
-        options: How: whether the head is fused, rows of like length run together (those with several texts do not), and
-            how many rows a call without gradient may have. A router's loss is over all rows, which are one call.
+        options: Whether the head is fused, rows of like length run together (rows with several texts never do), and how
+            many rows a call without gradient may have. A router's loss is over all rows, which are one call.
 
     Raises:
         ConfigError: the model has no router whose load could be balanced.
     """
     tokens = tokens.with_host()
     width, distribution = tokens.input_ids.shape[1] - 1, Distribution(entropy=entropy, stats=stats)
-    buckets = [] if router_aux or isinstance(model, FSDPModule) else _text_buckets(tokens, options)
+    buckets: list[Bucket] = []  # the rows of each call of the model
+    if not router_aux and not isinstance(model, FSDPModule):
+        buckets = [Bucket(torch.arange(len(tokens)), width + 1)]
+        if options.rows_by_length and tokens.segment is None:
+            buckets = bucket_by_length(tokens.on_host.attention_mask.sum(1), tokens.input_ids.device)
+        if (most := options.most_rows) is not None and not torch.is_grad_enabled():
+            buckets = [Bucket(rows, each.width) for each in buckets for rows in each.rows.split(most)]
     with fused_accumulation(model, options):
         if len(buckets) < 2:
-            found, aux_loss = _one_text_call(model, tokens, distribution, router_aux, options)
+            scores, aux_loss = _one_text_call(model, tokens, distribution, router_aux, options)
         else:
             parts = [
                 _one_text_call(model, tokens.take(bucket.rows, bucket.width), distribution, False, options)[0]
                 for bucket in buckets
             ]
-            found, aux_loss = TargetScores.of_buckets(parts, buckets, width), None
-    return TextScores(found.logprobs, found.entropy, found.stats, aux_loss)
-
-
-def _text_buckets(tokens: TokenBatch, options: ForwardOptions) -> list[Bucket]:
-    """Return the rows of each call of the model, all of them together."""
-    buckets = [Bucket(torch.arange(len(tokens)), tokens.input_ids.shape[1])]
-    if options.rows_by_length and tokens.segment is None:
-        buckets = bucket_by_length(tokens.on_host.attention_mask.sum(1), tokens.input_ids.device)
-    return (
-        buckets if options.most_rows is None or torch.is_grad_enabled() else split_buckets(buckets, options.most_rows)
-    )
+            scores, aux_loss = TargetScores.of_buckets(parts, buckets, width), None
+    return TextScores(scores.logprobs, scores.entropy, scores.stats, aux_loss)
 
 
 def _one_text_call(
@@ -253,13 +222,13 @@ def _one_text_call(
 ) -> tuple[TargetScores, Tensor | None]:
     """Return `(b, s - 1)` of every row in one call of the model, and the router's loss if requested."""
     host = tokens.on_host
-    known = host.learned.any(0).nonzero().flatten()
-    known = known if len(known) else torch.zeros(1, dtype=torch.long)
-    columns = to_device(known, tokens.input_ids.device)
+    learned_columns = host.learned.any(0).nonzero().flatten()
+    learned_columns = learned_columns if len(learned_columns) else torch.zeros(1, dtype=torch.long)
+    columns = to_device(learned_columns, tokens.input_ids.device)
     inputs, shape = _inputs(model, tokens, columns, router_aux)
-    ids, learned = tokens.input_ids[:, 1:][:, columns], host.learned[:, known]
+    ids, learned = tokens.input_ids[:, 1:][:, columns], host.learned[:, learned_columns]
     with known_masks(host.attention_mask) if tokens.segment is None else known_masks(positions=host.position_ids):
-        found, output = score_targets(
+        scores, output = score_targets(
             model,
             Targets(ids.reshape(shape), learned.reshape(shape)),
             distribution,
@@ -271,7 +240,7 @@ def _one_text_call(
         wide = part.new_zeros(len(tokens), tokens.input_ids.shape[1] - 1)
         return wide.index_copy(1, columns, part.reshape(ids.shape))
 
-    return found.mapped(spread), _aux_loss(model, output, router_aux)
+    return scores.mapped(spread), _aux_loss(model, output, router_aux)
 
 
 @torch.no_grad()
@@ -293,20 +262,20 @@ def refuse_leaks(model: nn.Module) -> None:
     segment = (torch.arange(2 * half, device=device) >= half).long().expand(ids.shape)
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[:, : half + 1] = False
-    felt = []
+    differences = []
     try:
         with evaluation_mode(model):
             for texts in (segment, None):
                 logprobs = score_texts(model, TokenBatch(ids, torch.ones_like(mask), mask, texts)).logprobs
-                felt.append((logprobs[0] - logprobs[1]).abs().max().item())
+                differences.append((logprobs[0] - logprobs[1]).abs().max().item())
     except TypeError as error:
-        raise _leaks(model, f"takes no position_ids ({error})") from error
+        raise _packing_error(model, f"takes no position_ids ({error})") from error
     # What is left of rounding in half precision is far below what a text feels of its own beginning.
-    if not felt[0] <= felt[1] / 20:
-        raise _leaks(model, "lets a text see the one before it in its row")
+    if not differences[0] <= differences[1] / 20:
+        raise _packing_error(model, "lets a text see the one before it in its row")
 
 
-def _leaks(model: nn.Module, why: str) -> ConfigError:
+def _packing_error(model: nn.Module, why: str) -> ConfigError:
     return ConfigError(
         f"data.packing puts several texts into one row, and {type(base_of(model)).__name__} {why}. Set "
         "data.packing=none."
@@ -332,7 +301,7 @@ def _inputs(
     """Return the inputs of the model, and the rows and columns that its head then works on."""
     extra: dict[str, Any] = {"output_router_logits": True} if router_aux else {}
     if router_aux and "output_router_logits" not in forward_parameters(model):
-        raise no_router(model)
+        raise no_router_error(model)
     ids, kept, shape = tokens.input_ids, columns, (len(tokens), len(columns))
     extra |= text_inputs(model, tokens)
     if tokens.segment is None:
@@ -348,7 +317,7 @@ def _inputs(
 
 def _aux_loss(model: nn.Module, output: Any, router_aux: bool) -> Tensor | None:
     if router_aux and not isinstance(output.aux_loss, Tensor):
-        raise no_router(model)
+        raise no_router_error(model)
     return output.aux_loss if router_aux else None
 
 
@@ -358,8 +327,8 @@ def _needs_one_row(model: nn.Module) -> bool:
     return "flash" in str(base_of(model).config._attn_implementation)
 
 
-_TOKENS = 4
-_MOST = 0.02
+_LOOKAHEAD_TOKENS = 4
+_LOOKAHEAD_LIMIT = 0.02
 """The limit in nats: far above the rounding of half precision, far below what a model that looks ahead loses (0.3 to
 0.5)."""
 
@@ -373,31 +342,34 @@ def refuse_lookahead(model: nn.Module, prompt_ids: Sequence[int], vision: Prompt
 
     Args:
         model: A language model over images.
-        prompt_ids: Of one prompt.
-        vision: What it shows.
+        prompt_ids: Tokens of one prompt.
+        vision: Images of the prompt.
 
     Raises:
         ConfigError: the log-prob of a token changes with a later one.
     """
     device, config = device_of(model), base_of(model).config
-    barred = placeholder_ids(config)
-    tokens = islice((token for token in range(config.get_text_config().vocab_size) if token not in barred), _TOKENS + 1)
+    placeholders = placeholder_ids(config)
+    tokens = islice(
+        (token for token in range(config.get_text_config().vocab_size) if token not in placeholders),
+        _LOOKAHEAD_TOKENS + 1,
+    )
     *shared, last, another = tokens
     rows = torch.tensor([[*shared, last], [*shared, another]], device=device)
     prompts = torch.tensor([list(prompt_ids)] * 2, device=device)
-    every = torch.ones_like(rows, dtype=torch.bool)
+    all_true = torch.ones_like(rows, dtype=torch.bool)
     completions = Completions(
         prompt_ids=prompts,
         prompt_mask=torch.ones_like(prompts, dtype=torch.bool),
         response_ids=rows,
-        response_mask=every,
+        response_mask=all_true,
         sampler_logprobs=torch.zeros(rows.shape, device=device),
-        ended=every[:, 0],
+        ended=all_true[:, 0],
         group_id=torch.zeros(2, dtype=torch.long, device=device),
         vision=Vision.of([vision], 2),
     )
     with evaluation_mode(model):
-        sampling = Sampling(max_new_tokens=_TOKENS)
+        sampling = Sampling(max_new_tokens=_LOOKAHEAD_TOKENS)
         try:
             first, second = score(model, completions, sampling, options=DEFAULT.in_one_call).logprobs[:, :-1]
         except ValueError as error:  # transformers counts placeholders and features, where it does
@@ -406,7 +378,7 @@ def refuse_lookahead(model: nn.Module, prompt_ids: Sequence[int], vision: Prompt
                 "files may be another model's."
             ) from error
     moved = (first - second).abs().max().item()
-    if not moved <= _MOST:
+    if not moved <= _LOOKAHEAD_LIMIT:
         raise ConfigError(
             f"{type(base_of(model)).__name__} scores a token of a response by tokens that follow it: log-probs move by "
             f"{moved:.2g} nats when only the last token is another. It cannot be trained by its log-probs here; take a "

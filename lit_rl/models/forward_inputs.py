@@ -68,23 +68,23 @@ def position_ids(model: nn.Module, completions: Completions) -> Tensor:
     Attended tokens are counted, so padding changes nothing, also where positions are absolute (GPT-2).
     """
     counted = counted_positions(completions.attention_mask)
-    finds = axes_of(model)
-    if completions.vision is None or finds is None:
+    find_axes = axes_of(model)
+    if completions.vision is None or find_axes is None:
         return counted
     p = completions.prompt_ids.shape[1]
-    found = counted.expand(3, -1, -1).clone()
+    positions = counted.expand(3, -1, -1).clone()
     for prompt in completions.vision.index.unique().tolist():
         vision = completions.vision.prompts[prompt]
         if vision is None:
             continue
         rows = (completions.vision.index == prompt).nonzero().flatten().to(counted.device)
-        there = completions.prompt_mask[rows[0]]
-        axes = finds(completions.prompt_ids[rows[0]][there], vision)
-        found[:, rows, p - axes.shape[1] : p] = axes[:, None]
+        attended = completions.prompt_mask[rows[0]]
+        axes = find_axes(completions.prompt_ids[rows[0]][attended], vision)
+        positions[:, rows, p - axes.shape[1] : p] = axes[:, None]
         last = counted[rows, p - 1 : p]
-        found[:, rows, p:] = counted[rows, p:] - last + axes[:, -1].max()
-    later = [tuple(each.moved(p) for each in of) for of in completions.vision.later]
-    return _rotate_images(finds, found, torch.cat([completions.prompt_ids, completions.response_ids], 1), later)
+        positions[:, rows, p:] = counted[rows, p:] - last + axes[:, -1].max()
+    later = [tuple(image.moved(p) for image in row_images) for row_images in completions.vision.later]
+    return _rotate_images(find_axes, positions, torch.cat([completions.prompt_ids, completions.response_ids], 1), later)
 
 
 def later_positions(model: nn.Module, positions: Tensor, ids: Tensor, later: Sequence[tuple[Later, ...]]) -> Tensor:
@@ -97,20 +97,22 @@ def later_positions(model: nn.Module, positions: Tensor, ids: Tensor, later: Seq
         ids: Long ``(b, s)``.
         later: The images of each row, at their columns.
     """
-    finds = axes_of(model)
-    return positions if finds is None else _rotate_images(finds, positions.expand(3, -1, -1).clone(), ids, later)
+    find_axes = axes_of(model)
+    return (
+        positions if find_axes is None else _rotate_images(find_axes, positions.expand(3, -1, -1).clone(), ids, later)
+    )
 
 
-def _rotate_images(finds: Any, found: Tensor, ids: Tensor, later: Sequence[tuple[Later, ...]]) -> Tensor:
+def _rotate_images(find_axes: Any, positions: Tensor, ids: Tensor, later: Sequence[tuple[Later, ...]]) -> Tensor:
     """Return positions ``(3, b, s)`` of text, in which those of images are rotated and those behind count on."""
-    for row, of in enumerate(later):
-        for each in of:
-            begin, end = each.column, each.column + each.tokens
-            axes = finds(ids[row, begin:end], each.seen)
-            first = found[:, row, begin : begin + 1].clone()
-            found[:, row, begin:end] = first + axes
-            found[:, row, end:] += axes.max() + 1 - each.tokens
-    return found
+    for row, row_images in enumerate(later):
+        for image in row_images:
+            begin, end = image.column, image.column + image.tokens
+            axes = find_axes(ids[row, begin:end], image.seen)
+            first = positions[:, row, begin : begin + 1].clone()
+            positions[:, row, begin:end] = first + axes
+            positions[:, row, end:] += axes.max() + 1 - image.tokens
+    return positions
 
 
 def trunk_inputs(model: nn.Module, completions: Completions) -> dict[str, Tensor]:
@@ -134,41 +136,39 @@ def prompt_positions(model: nn.Module, ids: Tensor, mask: Tensor, prompts: Seque
         model: A language model.
         ids: Long ``(n, p)``, padded on the left.
         mask: Bool ``(n, p)``.
-        prompts: What each of them shows.
+        prompts: Images of each prompt.
     """
-    counted, finds = counted_positions(mask), axes_of(model)
-    if finds is None or not any(prompts):
+    counted, find_axes = counted_positions(mask), axes_of(model)
+    if find_axes is None or not any(prompts):
         return counted
-    found = counted.expand(3, -1, -1).clone()
+    positions = counted.expand(3, -1, -1).clone()
     for row, vision in enumerate(prompts):
         if vision is not None:
-            axes = finds(ids[row][mask[row].bool()], vision)
-            found[:, row, found.shape[2] - axes.shape[1] :] = axes
-    return found
-
-
-def text_positions(model: nn.Module, tokens: TokenBatch) -> Tensor:
-    """Return long ``(b, s)`` or ``(3, b, s)``, for texts that begin with their prompts and are padded on the right."""
-    counted, finds = tokens.position_ids, axes_of(model)
-    if tokens.vision is None or finds is None:
-        return counted
-    found = counted.expand(3, -1, -1).clone()
-    for row, vision in enumerate(tokens.vision.rows):
-        if vision is not None:
-            n = len(next(iter(vision.per_token.values())))
-            axes = finds(tokens.input_ids[row, :n], vision)
-            found[:, row, :n] = axes
-            found[:, row, n:] = counted[row, n:] - (n - 1) + axes[:, -1].max()
-    return found
+            axes = find_axes(ids[row][mask[row].bool()], vision)
+            positions[:, row, positions.shape[2] - axes.shape[1] :] = axes
+    return positions
 
 
 def text_inputs(model: nn.Module, tokens: TokenBatch) -> dict[str, Tensor]:
-    """Return positions of the tokens of texts, and images beside them, as keyword arguments of a model."""
-    found = {"position_ids": text_positions(model, tokens)}
-    if tokens.vision is not None:
-        ids = tokens.input_ids
-        found |= tokens.vision.inputs(ids.device) | tokens.vision.per_text_token(ids.shape[1], ids.device)
-    return found
+    """Return positions of the tokens of texts, and images beside them, as keyword arguments of a model.
+
+    Texts begin with their prompts and are padded on the right. Positions are long ``(b, s)``, or ``(3, b, s)`` where a
+    model has three axes and a text has images.
+    """
+    counted, ids, find_axes = tokens.position_ids, tokens.input_ids, axes_of(model)
+    if tokens.vision is None:
+        return {"position_ids": counted}
+    images = tokens.vision.inputs(ids.device) | tokens.vision.per_text_token(ids.shape[1], ids.device)
+    if find_axes is None:
+        return {"position_ids": counted, **images}
+    positions = counted.expand(3, -1, -1).clone()
+    for row, vision in enumerate(tokens.vision.rows):
+        if vision is not None:
+            n = len(next(iter(vision.per_token.values())))
+            axes = find_axes(ids[row, :n], vision)
+            positions[:, row, :n] = axes
+            positions[:, row, n:] = counted[row, n:] - (n - 1) + axes[:, -1].max()
+    return {"position_ids": positions, **images}
 
 
 def counted_positions(mask: Tensor) -> Tensor:
@@ -180,20 +180,20 @@ def axes_of(model: nn.Module) -> Any:
     """Return the function that finds the axes of a prompt, ``(3, n)`` from its ids ``(n,)`` and its images. None: one
     axis."""
     base: Any = base_of(model)
-    homes = (getattr(base, "model", None), getattr(getattr(base, "model", None), "model", None))  # one held on a CPU
-    inner = next((home for home in homes if hasattr(home, "get_rope_index")), None)
+    holders = (getattr(base, "model", None), getattr(getattr(base, "model", None), "model", None))  # one held on a CPU
+    inner = next((holder for holder in holders if hasattr(holder, "get_rope_index")), None)
     if inner is None:
         return None
 
     def find(ids: Tensor, vision: PromptVision) -> Tensor:
-        shown = {
+        grids = {
             name: value.to(ids.device)
             for name, value in vision.inputs.items()
             if name in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
         }
         kinds = {name: value[None].to(ids.device) for name, value in vision.per_token.items() if name.startswith("mm_")}
         mask = torch.ones_like(ids)[None]
-        positions, _ = inner.get_rope_index(ids[None], attention_mask=mask, **kinds, **shown)
+        positions, _ = inner.get_rope_index(ids[None], attention_mask=mask, **kinds, **grids)
         return positions[-3:, 0]
 
     return find
@@ -227,7 +227,7 @@ def masks_that_hide(device: torch.device) -> Iterator[None]:
     On a CPU nobody waits, and they look.
 
     Args:
-        device: Where the models are.
+        device: Device of the models.
     """
     token = _NO_SYNC.set(device.type != "cpu")
     try:
@@ -240,35 +240,35 @@ def _sdpa_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    *places: Any,
+    *further: Any,
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
-    **asked: Any,
+    **arguments: Any,
 ) -> Tensor | None:
     """Return what transformers' ``sdpa_mask`` returns."""
     if attention_mask is not None and _NO_SYNC.get():
         allow_is_causal_skip = False
     known = _MASK.get()
-    known = None if attention_mask is None or places or is_tracing(attention_mask) else known
+    known = None if attention_mask is None or further or is_tracing(attention_mask) else known
     if allow_is_causal_skip and known is not None and attention_mask is not None:
-        window = asked.get("local_size")
+        window = arguments.get("local_size")
         if attention_mask.shape == known.shape and kv_length == known.shape[1]:
             whole = window is None or kv_length < window
             if whole and q_length in (1, kv_length) and bool(known.all()):
                 return None
             # Queries that are fewer than the keys, without a cache before them, are a static cache's: let it look.
             # So is an offset on a device, which is not known.
-            offset = asked.get("q_offset", 0)
+            offset = arguments.get("q_offset", 0)
             begins = isinstance(offset, Tensor) or offset == 0
             allow_is_causal_skip = whole and q_length != kv_length and begins
     return sdpa_mask(
         batch_size,
         q_length,
         kv_length,
-        *places,
+        *further,
         attention_mask=attention_mask,
         allow_is_causal_skip=allow_is_causal_skip,
-        **asked,
+        **arguments,
     )
 
 
@@ -306,7 +306,7 @@ def bucket_by_length(lengths: Tensor, device: torch.device) -> list[Bucket]:
 
     Args:
         lengths: Long ``(b,)``, in the host's memory: columns that each row needs, b at least 1.
-        device: Where the pass runs.
+        device: Device of the pass.
     """
     order = lengths.argsort(descending=True, stable=True)
     falling = lengths[order].tolist()
@@ -323,11 +323,6 @@ def bucket_by_length(lengths: Tensor, device: torch.device) -> list[Bucket]:
 
     count = min(range(1, min(MAX_BUCKETS, len(falling)) + 1), key=lambda number: (cost(number), number))
     return [Bucket(rows, int(falling[start])) for rows, start in zip(order.tensor_split(count), starts(count))]
-
-
-def split_buckets(buckets: Sequence[Bucket], most: int) -> list[Bucket]:
-    """Split buckets into ones of at most ``most`` rows."""
-    return [Bucket(rows, bucket.width) for bucket in buckets for rows in bucket.rows.split(most)]
 
 
 def join_buckets(parts: Sequence[Tensor], buckets: Sequence[Bucket], width: int) -> Tensor:

@@ -39,6 +39,8 @@ from lit_rl.ops.token_statistics import TokenStats, token_stats
 _OPEN: dict[int, SummedWeight] = {}
 """Sums of the passes that are running, by the weight's `id`."""
 
+_LINEAR_HEADS = (nn.Linear, Float32Head, BanningHead)
+
 
 @contextmanager
 def fused_accumulation(model: nn.Module, options: ForwardOptions) -> Iterator[None]:
@@ -56,10 +58,20 @@ def fused_accumulation(model: nn.Module, options: ForwardOptions) -> Iterator[No
     with ExitStack() as opened:
         if options.fused_accumulation and torch.is_grad_enabled():
             for layer in (embedding, head):
-                if _gets_a_gradient(layer) and id(layer.weight) not in _OPEN:
-                    _OPEN[id(layer.weight)] = SummedWeight.of(layer.weight)
-                    opened.callback(_OPEN.pop, id(layer.weight))
-            if _looks_up_rows(embedding) and (summed := summed_weight(embedding.weight)):
+                if type(layer) not in (nn.Embedding, *_LINEAR_HEADS):
+                    continue
+                weight = layer.weight
+                whole = weight.is_leaf and weight.dim() == 2 and not isinstance(weight, DTensor)
+                if whole and weight.requires_grad and weight.device.type == "cpu" and id(weight) not in _OPEN:
+                    _OPEN[id(weight)] = SummedWeight.of(weight)
+                    opened.callback(_OPEN.pop, id(weight))
+            looks_up_rows = (
+                type(embedding) is nn.Embedding
+                and "forward" not in vars(embedding)
+                and embedding.max_norm is None
+                and not (embedding.scale_grad_by_freq or embedding.sparse)
+            )
+            if looks_up_rows and (summed := summed_weight(embedding.weight)):
                 opened.enter_context(replaced_forward(embedding, lambda ids: summed.lookup(ids, embedding.padding_idx)))
         yield
 
@@ -81,19 +93,6 @@ def replaced_forward(layer: nn.Module, forward: Callable[[Tensor], Tensor]) -> I
             del layer.forward
         else:
             layer.forward = before
-
-
-def _gets_a_gradient(layer: Any) -> bool:
-    if type(layer) not in (nn.Embedding, nn.Linear, Float32Head, BanningHead):
-        return False
-    weight = layer.weight
-    whole = weight.is_leaf and weight.dim() == 2 and not isinstance(weight, DTensor)
-    return whole and weight.requires_grad and weight.device.type == "cpu"
-
-
-def _looks_up_rows(embedding: Any) -> bool:
-    plain = type(embedding) is nn.Embedding and "forward" not in vars(embedding)
-    return plain and embedding.max_norm is None and not (embedding.scale_grad_by_freq or embedding.sparse)
 
 
 @dataclass(frozen=True)
@@ -166,20 +165,38 @@ def score_targets(
 
     Args:
         model: A causal language model; under PEFT with the adapter that is active.
-        targets: What is predicted by the columns that the head computes (`logits_to_keep` of the inputs says which).
-        distribution: Of what.
+        targets: Tokens that are predicted by the columns that the head computes (`logits_to_keep` of the inputs).
+        distribution: Distribution of the scores, and the statistics to compute.
         fused: Whether to fuse the head, where it can be: the same numbers, without the logits in memory.
-        inputs: Of the model.
+        inputs: Keyword arguments of the model.
     """
-    head = linear_head(model) if fused and has_linear_head(model) else None
+    head = linear_head(model) if fused else None
     if head is None or not _returns_head_output(model, head):
         output = model(**inputs)
-        return _scores_of_logits(targets.columns_of(output.logits), targets, distribution), output
+        logits = targets.columns_of(output.logits)
+        logprobs, entropy = score_tokens(
+            logits,
+            targets.ids,
+            temperature=distribution.temperature,
+            truncation=distribution.truncation,
+            history=targets.history,
+            entropy=distribution.entropy,
+            entropy_gradient=distribution.entropy_gradient,
+        )
+        stats = token_stats(logits.detach(), targets.ids) if distribution.stats else None
+        return TargetScores(logprobs, entropy, stats), output
     with replaced_forward(
-        head, lambda hidden: _pack(_scores_of_hidden(targets.columns_of(hidden), head, targets, distribution))
+        head, lambda hidden: _stacked_scores(targets.columns_of(hidden), head, targets, distribution)
     ):
         output = model(**inputs)
-    return _unpack(output.logits, distribution), output
+    logprobs, *others = output.logits.unbind(-1)
+    entropy = others.pop(0) if distribution.entropy else None
+    if entropy is not None and not distribution.entropy_gradient:
+        entropy = entropy.detach()
+    if not distribution.stats:
+        return TargetScores(logprobs, entropy, None), output
+    log_sum_sq, correct, mean_logit = (part.detach() for part in others)
+    return TargetScores(logprobs, entropy, TokenStats(log_sum_sq, correct.bool(), mean_logit)), output
 
 
 def has_separable_head(model: nn.Module) -> bool:
@@ -189,27 +206,23 @@ def has_separable_head(model: nn.Module) -> bool:
     """
     if not isinstance(model, nn.Module) or isinstance(model, FSDPModule) or has_partitions(model):
         return False
-    if not has_linear_head(model):
-        return False
-    return _returns_head_output(model, linear_head(model))
+    head = linear_head(model)
+    return head is not None and _returns_head_output(model, head)
 
 
 @contextmanager
 def without_head(model: nn.Module) -> Iterator[None]:
     """Let a model that `has_separable_head` return the input of its head in place of logits, inside the context."""
-    with replaced_forward(linear_head(model), lambda hidden: hidden):
+    head = linear_head(model)
+    assert head is not None
+    with replaced_forward(head, lambda hidden: hidden):
         yield
 
 
-def has_linear_head(model: nn.Module) -> bool:
-    """Tell whether the head of a model is a plain linear map: no adapter on it, no quantisation."""
-    find = getattr(base_of(model), "get_output_embeddings", lambda: None)
-    return type(find()) in (nn.Linear, Float32Head, BanningHead)
-
-
-def linear_head(model: nn.Module) -> nn.Linear:
-    """Return the head of a model that `has_linear_head`."""
-    return base_of(model).get_output_embeddings()
+def linear_head(model: nn.Module) -> nn.Linear | None:
+    """Return the head of a model. None where it is no plain linear map: with an adapter on it, or quantised."""
+    head = getattr(base_of(model), "get_output_embeddings", lambda: None)()
+    return head if type(head) in _LINEAR_HEADS else None
 
 
 def factors(hidden: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -237,53 +250,27 @@ def _returns_head_output(model: nn.Module, head: nn.Linear) -> bool:
     return _RETURNS_HEAD_OUTPUT[model]
 
 
-def _scores_of_hidden(hidden: Tensor, head: nn.Linear, targets: Targets, distribution: Distribution) -> TargetScores:
-    at = to_device(targets.wanted.flatten().nonzero().flatten(), hidden.device)
-    rows, weight, bias = factors(hidden.flatten(0, 1).index_select(0, at), head)
-    summed = summed_weight(head.weight)
-    weight = weight.detach() if summed else weight
-    past = targets.history and targets.history.mapped(lambda field: field.flatten()[at])
-    compiler = compiler_of(head) if torch.is_grad_enabled() else None
-    asked: dict[str, Any] = {"bias": bias, "history": past, "summed": summed, "compiler": compiler}
-    with torch.autocast(hidden.device.type, enabled=False):
-        found = linear_logprobs(rows, weight, targets.ids.flatten()[at], distribution, **asked)
-
-    def spread(values: Tensor) -> Tensor:
-        return values.new_zeros(targets.ids.numel()).index_copy(0, at, values).view(targets.ids.shape)
-
-    return TargetScores(found.logprobs, found.entropy, found.stats).mapped(spread)
-
-
-def _scores_of_logits(logits: Tensor, targets: Targets, distribution: Distribution) -> TargetScores:
-    logprobs, entropy = score_tokens(
-        logits,
-        targets.ids,
-        temperature=distribution.temperature,
-        truncation=distribution.truncation,
-        history=targets.history,
-        entropy=distribution.entropy,
-        entropy_gradient=distribution.entropy_gradient,
-    )
-    stats = token_stats(logits.detach(), targets.ids) if distribution.stats else None
-    return TargetScores(logprobs, entropy, stats)
-
-
 _STATS = tuple(field.name for field in fields(TokenStats))
 
 
-def _pack(scores: TargetScores) -> Tensor:
-    """Return ``(b, t, k)``: one tensor, as a head returns one."""
-    stats = [getattr(scores.stats, name) for name in _STATS] if scores.stats else []
-    parts = [part for part in (scores.logprobs, scores.entropy, *stats) if part is not None]
-    return torch.stack([part.to(scores.logprobs.dtype) for part in parts], -1)
-
-
-def _unpack(packed: Tensor, distribution: Distribution) -> TargetScores:
-    logprobs, *others = packed.unbind(-1)
-    entropy = others.pop(0) if distribution.entropy else None
-    if entropy is not None and not distribution.entropy_gradient:
-        entropy = entropy.detach()
-    if not distribution.stats:
-        return TargetScores(logprobs, entropy, None)
-    log_sum_sq, correct, mean_logit = (part.detach() for part in others)
-    return TargetScores(logprobs, entropy, TokenStats(log_sum_sq, correct.bool(), mean_logit))
+def _stacked_scores(hidden: Tensor, head: nn.Linear, targets: Targets, distribution: Distribution) -> Tensor:
+    """Return ``(b, t, k)``: the k scores of the targets in one tensor, as a head returns one."""
+    at = to_device(targets.wanted.flatten().nonzero().flatten(), hidden.device)
+    rows, weight, bias = factors(hidden.flatten(0, 1).index_select(0, at), head)
+    summed = summed_weight(head.weight)
+    with torch.autocast(hidden.device.type, enabled=False):
+        found = linear_logprobs(
+            rows,
+            weight.detach() if summed else weight,
+            targets.ids.flatten()[at],
+            distribution,
+            bias=bias,
+            history=targets.history and targets.history.mapped(lambda field: field.flatten()[at]),
+            summed=summed,
+            compiler=compiler_of(head) if torch.is_grad_enabled() else None,
+        )
+    stats = [getattr(found.stats, name) for name in _STATS] if found.stats else []
+    parts = [part for part in (found.logprobs, found.entropy, *stats) if part is not None]
+    size, dtype = targets.ids.numel(), found.logprobs.dtype
+    spread = [part.new_zeros(size).index_copy(0, at, part).view(targets.ids.shape).to(dtype) for part in parts]
+    return torch.stack(spread, -1)

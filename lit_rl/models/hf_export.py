@@ -30,7 +30,7 @@ from lit_rl.models.verified_folder import (
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def export_policy(
@@ -49,12 +49,12 @@ def export_policy(
     only, so it may be sharded and on any device.
 
     Args:
-        description: What the policy was loaded from.
+        description: Description that the policy was loaded from.
         policy_state: Every tensor of the policy, whole, under the policy's own names (see `full_state_dict`).
         policy: The policy.
         folder: A new folder, or an earlier export, which is replaced.
         card: Text of README.md, see `model_card`.
-        prompts: What it was trained to answer, for config.json; None leaves there what the base says.
+        prompts: Form of the prompts that it was trained on, for config.json; None keeps the base's.
 
     Raises:
         StorageError: the state is partial or of other shapes, the folder cannot be written or holds something else,
@@ -75,20 +75,42 @@ def base_in_files(description: LanguageModel, load: Callable[[], Any]) -> Callab
 
 def verify_policy(staged: Path, state: Mapping[str, Tensor], description: LanguageModel, probe: LogitProbe) -> float:
     """Return the largest difference between the tensors that were written and their reload."""
-    how = {"trust_remote_code": description.trust_remote_code}
+    remote = {"trust_remote_code": description.trust_remote_code}
     if description.processor is not None:
-        verify_processor(staged, description.processor, **how)
+        verify_processor(staged, description.processor, **remote)
     loaded_by = auto_class(description.config).__name__
-    return verify(staged, state, description.tokenizer, loaded_by=loaded_by, probe=probe, **how)
+    return verify(staged, state, description.tokenizer, loaded_by=loaded_by, probe=probe, **remote)
 
 
 def _rebuild(
     description: LanguageModel, policy: nn.Module, state: Mapping[str, Tensor], prompts: PromptForm | None
 ) -> PreTrainedModel | PeftModel:
-    """Return a model on the CPU like ``policy``, whose parameters are the tensors of ``state``."""
-    config, generation_config = _configs(base_of(policy), description)
+    """Return a model on the CPU like ``policy``, whose parameters are the tensors of ``state``.
+
+    Its configs agree with the tokenizer about the ids of EOS and padding.
+    """
+    from lightning.pytorch.utilities import rank_zero_warn
+    from transformers import GenerationConfig
+
+    base = base_of(policy)
+    first, *others = description.eos_ids
+    ids = {
+        "eos_token_id": [first, *others] if others else first,
+        "pad_token_id": description.pad_id,
+        "bos_token_id": description.tokenizer.bos_token_id,
+    }
     extra = {"lit_rl_prompts": prompts} if prompts is not None else {}
-    config.update(extra)
+    config, generation_config = copy.deepcopy(base.config), copy.deepcopy(base.generation_config)
+    config.get_text_config().update(ids)
+    config.update({**ids, **extra})
+    generation_config.update(**ids)
+    try:
+        generation_config.validate(strict=True)
+    except ValueError as error:
+        rank_zero_warn(
+            f"The model's generation_config.json contradicts itself, so only its token ids are kept: {error}"
+        )
+        generation_config = GenerationConfig(**ids)
     if description.quantization is not None:
         # Merging into 4-bit weights would round the adapter away, so the adapter joins the base as it was published.
         rebuilt: Any = unquantized(description).load_base()
@@ -179,28 +201,6 @@ def _tie(rebuilt: nn.Module, plain: Any, model: nn.Module) -> None:
             setattr(rebuilt.get_submodule(path), last, rebuilt.get_parameter(first))
 
 
-def _configs(base: Any, description: LanguageModel) -> tuple[PreTrainedConfig, GenerationConfig]:
-    """Return config and generation config that agree with the tokenizer about the ids of EOS and padding."""
-    from lightning.pytorch.utilities import rank_zero_warn
-    from transformers import GenerationConfig
-
-    first, *others = description.eos_ids
-    eos = [first, *others] if others else first
-    ids = {"eos_token_id": eos, "pad_token_id": description.pad_id, "bos_token_id": description.tokenizer.bos_token_id}
-    config, generation_config = copy.deepcopy(base.config), copy.deepcopy(base.generation_config)
-    config.get_text_config().update(ids)
-    config.update(ids)
-    generation_config.update(**ids)
-    try:
-        generation_config.validate(strict=True)
-    except ValueError as error:
-        rank_zero_warn(
-            f"The model's generation_config.json contradicts itself, so only its token ids are kept: {error}"
-        )
-        generation_config = GenerationConfig(**ids)
-    return config, generation_config
-
-
 def export_scoring(
     description: LanguageModel,
     scoring: Scoring,
@@ -216,8 +216,8 @@ def export_scoring(
     A LoRA model is merged into its base, and its adapter, with the head, stands by itself in ``folder/adapter``.
 
     Args:
-        description: What the model was loaded from.
-        scoring: What kind it is.
+        description: Description that the model was loaded from.
+        scoring: Kind of the scoring model.
         scorer_state: Every tensor, whole, under the model's own names (see `full_state_dict`).
         scorer: The model: it gives configs, and the scores that the reloaded model has to give.
         folder: A new folder, or an earlier export, which is replaced.

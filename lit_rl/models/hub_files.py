@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -49,7 +50,15 @@ def refuse_pickle(key: str, path: str, stem: str) -> None:
         ConfigError: an adapter's weights are looked for in the folder of a whole model.
     """
     folder = Path(path)
-    _check_index(key, folder)
+    # The hub's client refuses such names of a repository itself.
+    for index in folder.glob("*.safetensors.index.json") if folder.is_dir() else ():
+        with suppress(ValueError, OSError, AttributeError, TypeError):  # one that is damaged is named where it is read
+            for name in set(json.loads(index.read_bytes())["weight_map"].values()):
+                if Path(name).is_absolute() or ".." in Path(name).parts:
+                    raise StorageError(
+                        f"{key}: {index} names {name!r}, which is outside of the model's folder, and is not read. "
+                        "Allowed are files of the folder: look at who made this model, and fetch it again."
+                    )
     if not folder.is_dir() or any(folder.glob(f"{stem}*.safetensors")):
         return
     pickled = sorted(item.name for item in folder.iterdir() if item.suffix in {".bin", ".pt", ".pth", ".ckpt"})
@@ -64,18 +73,6 @@ def refuse_pickle(key: str, path: str, stem: str) -> None:
     raise StorageError(f"{key}: {folder} holds no {stem}*.safetensors. Is the download complete?")
 
 
-def _check_index(key: str, folder: Path) -> None:
-    """Check the index of a folder; the hub's client refuses such names of a repository itself."""
-    for index in folder.glob("*.safetensors.index.json") if folder.is_dir() else ():
-        with suppress(ValueError, OSError, AttributeError, TypeError):  # one that is damaged is named where it is read
-            for name in set(json.loads(index.read_bytes())["weight_map"].values()):
-                if Path(name).is_absolute() or ".." in Path(name).parts:
-                    raise StorageError(
-                        f"{key}: {index} names {name!r}, which is outside of the model's folder, and is not read. "
-                        "Allowed are files of the folder: look at who made this model, and fetch it again."
-                    )
-
-
 @contextmanager
 def reading(key: str, name: str, path: str) -> Iterator[None]:
     """Turn the errors of Hugging Face's libraries while they read ``path`` into ours."""
@@ -84,10 +81,22 @@ def reading(key: str, name: str, path: str) -> Iterator[None]:
     except LitRLError:
         raise
     except Exception as error:
-        translated = _from_hub(key, name, error) or _from_file(key, name, path, error)
+        translated = _hub_error(key, name, error) or _file_error(key, name, path, error)
         if translated is None:
             raise
         raise translated from error
+
+
+@contextmanager
+def rename_keys(*patterns: tuple[str, str]) -> Iterator[None]:
+    """Rename keys in the errors of a loader, by regular expressions and their replacements."""
+    try:
+        yield
+    except LitRLError as error:
+        message = str(error)
+        for pattern, replacement in patterns:
+            message = re.sub(pattern, replacement, message)
+        raise type(error)(message) from error
 
 
 @contextmanager
@@ -115,7 +124,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _from_hub(key: str, name: str, error: Exception) -> LitRLError | None:
+def _hub_error(key: str, name: str, error: Exception) -> LitRLError | None:
     from huggingface_hub import errors
 
     if Path(name).expanduser().is_dir():
@@ -152,15 +161,15 @@ def _from_hub(key: str, name: str, error: Exception) -> LitRLError | None:
     return None
 
 
-def _from_file(key: str, name: str, path: str, error: Exception) -> LitRLError | None:
+def _file_error(key: str, name: str, path: str, error: Exception) -> LitRLError | None:
     text = " ".join(str(error).split())
     kinds = {type(cause).__name__ for cause in _chain(error)}
-    if key.endswith(("name", "chat_template")) and (what := _no_model(name, Path(path))):
+    if key.endswith(("name", "chat_template")) and (what := _describe_missing_model(name, Path(path))):
         return ConfigError(f"{key}={name!r} {what}")
     if "SafetensorError" in kinds:
-        return _damaged(key, _broken(path), text)
-    if kinds & _JSON_ERRORS and (file := _broken_json(path)):
-        return _damaged(key, file, f"it is no JSON object ({text})")
+        return _damage_error(key, _damaged_weights(path), text)
+    if kinds & _JSON_ERRORS and (file := _damaged_json(path)):
+        return _damage_error(key, file, f"it is no JSON object ({text})")
     if "JSONDecodeError" in kinds or "UnicodeDecodeError" in kinds:
         return StorageError(f"{key}={name!r}: a JSON file of the model is damaged: {text}")
     if kinds & _CONFIG_ERRORS:
@@ -182,7 +191,7 @@ def _from_file(key: str, name: str, path: str, error: Exception) -> LitRLError |
     return None
 
 
-def _no_model(name: str, folder: Path) -> str:
+def _describe_missing_model(name: str, folder: Path) -> str:
     """Describe what a folder without config.json holds in a model's place; empty where it has one, or is no folder."""
     if not folder.is_dir() or (folder / "config.json").is_file():
         return ""
@@ -194,14 +203,14 @@ def _no_model(name: str, folder: Path) -> str:
     return f"holds no config.json; it holds {held}. Give the folder that a model was saved in."
 
 
-def _damaged(key: str, file: str, why: str) -> StorageError:
+def _damage_error(key: str, file: str, why: str) -> StorageError:
     with suppress(OSError), open(file, "rb") as begin:
         if begin.read(len(_LFS)) == _LFS:
             return StorageError(f"{key}: {file} is not there yet, only its pointer of Git LFS: run `git lfs pull`.")
     return StorageError(f"{key}: {file} is damaged or only partly downloaded: {why}. Fetch it again.")
 
 
-def _broken_json(path: str) -> str:
+def _damaged_json(path: str) -> str:
     """Return the first of a model's own JSON files that holds no object; empty where there is none."""
     for file in filter(Path.is_file, (Path(path) / f"{stem}.json" for stem in _JSON_FILES)):
         try:
@@ -212,7 +221,7 @@ def _broken_json(path: str) -> str:
     return ""
 
 
-def _broken(path: str) -> str:
+def _damaged_weights(path: str) -> str:
     """Return the first safetensors file of the model that does not open; the model where none is found."""
     from safetensors import SafetensorError, safe_open
 

@@ -47,7 +47,7 @@ def fixed_order(device: torch.device) -> Iterator[None]:
     on one thread. Other devices, and runs with ``trainer.deterministic``, stay as they are.
 
     Args:
-        device: Where the loss is.
+        device: Device of the loss.
     """
     if device.type != "cpu" or torch.get_deterministic_debug_mode():
         yield
@@ -127,12 +127,12 @@ def use_liger_kernels(base: PreTrainedModel) -> None:
     with _undone(vars(code)):
         plain = getattr(code, ROTATION)
         _apply_liger_kernel_to_instance(base, cross_entropy=False, fused_linear_cross_entropy=False)
-        theirs = getattr(code, ROTATION)
+        liger = getattr(code, ROTATION)
     for part in base.modules():
         if "forward" in vars(part):
             part.forward = MethodType(_by_device(vars(part)["forward"].__func__, type(part).forward), part)
         elif hasattr(part, "o_proj"):
-            part.forward = MethodType(with_rotation(_by_device(theirs, plain), type(part).forward), part)
+            part.forward = MethodType(with_rotation(_by_device(liger, plain), type(part).forward), part)
 
 
 @contextmanager
@@ -145,12 +145,12 @@ def _undone(names: dict[str, Any]) -> Iterator[None]:
         names.update(before)
 
 
-def _by_device(theirs: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+def _by_device(liger: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method or function of tensors: Liger's where its kernels run."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         tensor = next(value for value in args if isinstance(value, torch.Tensor))
-        return (theirs if _runs_on(tensor.device) else plain)(*args, **kwargs)
+        return (liger if _runs_on(tensor.device) else plain)(*args, **kwargs)
 
     return forward
 
@@ -159,8 +159,8 @@ def with_rotation(rotation: Callable[..., Any], forward: Any) -> Callable[..., A
     """Return an attention's forward that rotates by another function: transformers reads it from the module's globals.
 
     Args:
-        rotation: Of queries, keys, cosines and sines.
-        forward: Of the attention's class.
+        rotation: Function of queries, keys, cosines and sines.
+        forward: Forward of the attention's class.
     """
     names = {**forward.__globals__, ROTATION: rotation, "__name__": __name__}
     turned = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
@@ -191,9 +191,9 @@ def compile_pieces(base: nn.Module) -> None:
     """
     found = False
     for part in base.modules():
-        own = _compiled_forward(part)
-        if own is not None:
-            part.forward, found = MethodType(_with_gradient(own, type(part).forward), part), True
+        forward = _compiled_forward(part)
+        if forward is not None:
+            part.forward, found = MethodType(forward, part), True
     if not found:
         raise ConfigError(
             f"model.compile=true: {type(base).__name__} has no RMSNorm, no gated MLP and no rotary embedding as Llama "
@@ -209,33 +209,32 @@ def compiler_of(head: nn.Module) -> Callable[[Callable[..., Any]], Callable[...,
     return compiled if head in _HEADS else None
 
 
-def _with_gradient(own: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled_forward(part: nn.Module) -> Callable[..., Any] | None:
+    """Return the forward of a module that computes by compiled code where there is a gradient; None where nothing of
+    it is compiled."""
+    plain: Any = type(part).forward
+    if "forward" in vars(part) or not hasattr(plain, "__code__"):
+        return None
+    code, mlp = plain.__code__, _mlp.__code__
+    own: Any
+    if type(part).__name__.endswith("RMSNorm") and [name for name, _ in part.named_parameters()] == ["weight"]:
+
+        def norm(self: Any, x: Tensor) -> Tensor:
+            return compiled(plain)(self, x.flatten(0, -2)).view(x.shape)
+
+        own = norm
+    # The same code on arguments in the same places, whatever their names, is the same function.
+    elif (code.co_code, code.co_names, code.co_argcount) == (mlp.co_code, mlp.co_names, mlp.co_argcount):
+        own = _compiled_mlp
+    elif ROTATION in code.co_names:
+        own = with_rotation(compiled(plain.__globals__[ROTATION]), plain)
+    else:
+        return None
+
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return (own if torch.is_grad_enabled() else plain)(self, *args, **kwargs)
 
     return forward
-
-
-def _compiled_forward(part: nn.Module) -> Callable[..., Any] | None:
-    """Return the forward that a module computes by in training; None where nothing of it is compiled."""
-    plain = type(part).forward
-    if "forward" in vars(part) or not hasattr(plain, "__code__"):
-        return None
-    if type(part).__name__.endswith("RMSNorm") and [name for name, _ in part.named_parameters()] == ["weight"]:
-        return lambda self, x: compiled(plain)(self, x.flatten(0, -2)).view(x.shape)
-    if _same_code(plain, _mlp):
-        return _compiled_mlp
-    if ROTATION in plain.__code__.co_names:
-        rotation: Any = compiled(plain.__globals__[ROTATION])
-        return with_rotation(rotation, plain)
-    return None
-
-
-def _same_code(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
-    """Tell whether two functions compute the same from arguments in the same places, whatever their names."""
-    first: Any = one.__code__
-    second: Any = other.__code__
-    return (first.co_code, first.co_names, first.co_argcount) == (second.co_code, second.co_names, second.co_argcount)
 
 
 def _mlp(self: Any, x: Tensor) -> Tensor:
@@ -263,8 +262,8 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     The call raises BackendError where no compiler is found or one fails: a C++ compiler on a CPU, Triton on a GPU.
 
     Args:
-        function: Of numbers, modules and tensors, of which one at least is no keyword. Anything in it that cannot be
-            compiled is an error.
+        function: Function of numbers, modules and tensors; at least one tensor is no keyword. Anything in it that
+            cannot be compiled is an error.
     """
     from torch._dynamo import config
     from torch._dynamo.exc import TorchDynamoException

@@ -73,10 +73,10 @@ def check_overrides(
     """Refuse what no model of this kind knows, and transformers would give its constructor.
 
     Args:
-        key: Where the names stand: "init_kwargs".
-        names: The user's.
-        config: Of the model as its files have it.
-        model: Its name.
+        key: Key of the names, such as "init_kwargs".
+        names: Names that the user set.
+        config: Config of the model, from its files.
+        model: Name of the model.
         beside: Arguments of `from_pretrained` that are taken too.
         elsewhere: Fields that are set by other keys, and are not hinted at.
 
@@ -230,9 +230,9 @@ class LanguageModel:
         """Return a description as it is; for a name, folder or hub id, one with these settings.
 
         Args:
-            model: What a user gave.
-            key: What the error calls it.
-            settings: Of `LanguageModel`, for what is not yet a description.
+            model: The user's value.
+            key: Name of the value in errors.
+            settings: Settings of `LanguageModel`, for a name, folder or hub id.
 
         Raises:
             ConfigError: it is anything else, such as a model that is loaded already; or the settings cannot be.
@@ -379,7 +379,7 @@ class LanguageModel:
         """Load the tokenizer as it comes with the model, padding on the left."""
         return tokenizers.load_tokenizer(self.name, self.path, **self._hub)
 
-    @property
+    @cached_property
     def sees(self) -> bool:
         """True for a model over images too."""
         return sees(self.config)
@@ -430,8 +430,7 @@ class LanguageModel:
             BackendError: the model cannot be reached, or a package is missing.
         """
         from lit_rl.models import kernels, loading
-        from lit_rl.models.kernels import compile_pieces
-        from lit_rl.models.modes import set_checkpointing
+        from lit_rl.models.modes import disable_dropout, set_checkpointing
 
         loading.check_causal(self.name, self.config)
         if self.freeze is not None and not self.sees:
@@ -444,13 +443,13 @@ class LanguageModel:
         assert self.tokenizer.eos_token is not None  # it checks itself, and fails before any weight is read
         base = self.load_base()
         if self.disable_dropout:
-            loading.disable_dropout(base)
+            disable_dropout(base)
         if self.lm_head_fp32:
             loading.use_float32_head(base)
         if self.use_liger_kernel:
             kernels.use_liger_kernels(base)
         if self.compile:
-            compile_pieces(base)
+            kernels.compile_pieces(base)
         if self.sees:
             loading.ban_placeholders(base)
         policy: PreTrainedModel | PeftModel = base
@@ -491,7 +490,7 @@ class LanguageModel:
         other.dtype = dtype
         return other
 
-    @property
+    @cached_property
     def eos_ids(self) -> tuple[int, ...]:
         """Every id that ends a response: the sorted union over tokenizer, config and generation config."""
         return tuple(sorted(self._eos_ids(self.tokenizer)))

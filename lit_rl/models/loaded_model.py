@@ -13,7 +13,7 @@ from lit_rl.models import loading
 from lit_rl.models.adapters import PeftAdapter
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.merging import check_kind, check_merge, refuse_hidden_adapters
-from lit_rl.models.modes import recomputes, set_checkpointing
+from lit_rl.models.modes import disable_dropout, recomputes, set_checkpointing
 from lit_rl.models.trunk import base_of, trained_of_base
 from lit_rl.models.vision_parts import sees
 
@@ -135,18 +135,18 @@ class LoadedModel(LanguageModel):
         """
         from peft import PeftModel
 
-        given: Any = self.given
-        self.began_trained = given in _TRAINED
-        base = base_of(given)
+        model: Any = self.given
+        self.began_trained = model in _TRAINED
+        base = base_of(model)
         if str(base.dtype) != f"torch.{self.dtype}":
             base.to(getattr(torch, self.dtype))
-        loading.say_what_is_tied(base)
+        loading.correct_tied_config(base)
         if self.disable_dropout:
-            loading.disable_dropout(base)
-        if self.lora is not None and not isinstance(given, PeftModel):
-            given = self.lora.apply(base, task_type, head=head)
+            disable_dropout(base)
+        if self.lora is not None and not isinstance(model, PeftModel):
+            model = self.lora.apply(base, task_type, head=head)
         set_checkpointing(base, self.checkpointing)
-        return given.train()
+        return model.train()
 
     def load_base(self) -> PreTrainedModel:
         raise ConfigError(
@@ -178,7 +178,7 @@ def as_language_model(model: Any, tokenizer: Any = None) -> LanguageModel:
 
     Args:
         model: A description, a name, folder or hub id, or a loaded model of transformers or PEFT.
-        tokenizer: Of a loaded model.
+        tokenizer: Tokenizer of a loaded model.
 
     Raises:
         ConfigError: it is anything else; a loaded model comes without its tokenizer, or a tokenizer with a name that

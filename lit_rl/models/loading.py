@@ -41,7 +41,7 @@ class BanningHead(nn.Linear):
     after the head lifts these logits to -cap, so `ban_placeholders` lets the model end with `ban_again`.
 
     Args:
-        head: Whose weights are used, and kept as they are.
+        head: The head whose weights are used, and kept as they are.
         banned: Token ids.
     """
 
@@ -94,10 +94,10 @@ def load_weights(name: str, path: str, config: PreTrainedConfig, **settings: Any
     """Load a causal language model, over images too where its config says so, every weight checked to be from files.
 
     Args:
-        name: What the model is called in messages.
-        path: Its folder or hub id.
-        config: Its config.
-        settings: What `from_pretrained` takes beside these.
+        name: Name of the model in messages.
+        path: Folder or hub id of the model.
+        config: Config of the model.
+        settings: Further arguments of `from_pretrained`.
 
     Raises:
         StorageError: weights are missing or damaged.
@@ -120,11 +120,11 @@ def load_weights(name: str, path: str, config: PreTrainedConfig, **settings: Any
             "model.init_kwargs belong to it."
         )
     refuse_hidden_adapters(base, f"model.name={name!r}")
-    say_what_is_tied(base)
+    correct_tied_config(base)
     return base
 
 
-def say_what_is_tied(base: PreTrainedModel) -> None:
+def correct_tied_config(base: PreTrainedModel) -> None:
     """Correct a config that calls embedding and head one weight where the model holds two.
 
     Transformers keeps both, and other readers of the config (vLLM, older versions, a model that is made empty) would
@@ -198,26 +198,6 @@ def check_causal(name: str, config: PreTrainedConfig) -> None:
         raise ConfigError(f"{wanted}: one saved as {' or '.join(sorted(causal))}.")
 
 
-def drops_out(module: nn.Module) -> bool:
-    """Tell whether training mode changes the output of a module, as far as its probabilities of dropout tell."""
-    return any(
-        isinstance(value, float) and value > 0
-        for part in module.modules()
-        for key, value in vars(part).items()
-        if "dropout" in key or (isinstance(part, nn.Dropout) and key == "p")
-    )
-
-
-def disable_dropout(module: nn.Module) -> None:
-    """Set every dropout probability to 0: modules of dropout, and the numbers that attention layers keep."""
-    for part in module.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0
-        for key, value in list(vars(part).items()):
-            if "dropout" in key and isinstance(value, float):
-                setattr(part, key, 0.0)
-
-
 def ban_placeholders(base: PreTrainedModel) -> None:
     """Let a model over images give its placeholders no probability, whatever it does to logits after its head.
 
@@ -232,8 +212,8 @@ def ban_placeholders(base: PreTrainedModel) -> None:
     base.forward = functools.update_wrapper(functools.partial(_forward_with_bans, base, base.forward), base.forward)
 
 
-def _forward_with_bans(base: PreTrainedModel, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    output = forward(*given, **named)
+def _forward_with_bans(base: PreTrainedModel, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    output = forward(*args, **kwargs)
     head: Any = base.get_output_embeddings()
     for part in head.modules():  # adapters may have wrapped the head, or copied it
         if isinstance(part, BanningHead):

@@ -55,8 +55,8 @@ def check_kind(key: str, config: PeftConfig) -> None:
     """Refuse an adapter that could not be merged, before anything is trained.
 
     Args:
-        key: What the message calls it.
-        config: Of the adapter.
+        key: Name of the adapter in messages.
+        config: Config of the adapter.
 
     Raises:
         ConfigError: it puts something before the prompt, allots its ranks while it trains, or is not known to merge.
@@ -85,24 +85,24 @@ def check_start(key: str, config: PeftConfig, *, trained: bool) -> None:
     adapter is loaded: in a resumed run, and over the base by itself.
 
     Args:
-        key: What the message calls it.
-        config: Of an adapter that is to be made, or loaded.
+        key: Name of the adapter in messages.
+        config: Config of an adapter that is to be made, or loaded.
         trained: It is loaded, with weights of its own.
 
     Raises:
         ConfigError: it draws random numbers for the base, or needs data.
     """
-    how = getattr(config, "init_lora_weights", None)
-    if not isinstance(how, str):
+    method = getattr(config, "init_lora_weights", None)
+    if not isinstance(method, str):
         return
-    if how.startswith("pissa_niter"):
+    if method.startswith("pissa_niter"):
         raise ConfigError(
-            f"{key} has init_lora_weights={how!r}, which changes the base by random numbers: neither a resumed run nor "
-            "the exported adapter would stand on the same base. Use 'pissa', which is exact, or 'olora'."
+            f"{key} has init_lora_weights={method!r}, which changes the base by random numbers: neither a resumed run "
+            "nor the exported adapter would stand on the same base. Use 'pissa', which is exact, or 'olora'."
         )
-    if how == "corda" or (how in _FROM_DATA and not trained):
+    if method == "corda" or (method in _FROM_DATA and not trained):
         raise ConfigError(
-            f"{key} has init_lora_weights={how!r}, which is made from data, and none are at hand here. Make the "
+            f"{key} has init_lora_weights={method!r}, which is made from data, and none are at hand here. Make the "
             "adapter with PEFT's own functions and give the PeftModel as model (with tokenizer=), or use true, "
             "'orthogonal' or 'pissa'."
         )
@@ -124,7 +124,7 @@ def layer_weights(policy: nn.Module, made: str = "The adapter") -> list[LayerWei
 
     Args:
         policy: A Hugging Face model, or a `PeftModel` around one.
-        made: What messages call the adapter.
+        made: Name of the adapter in messages.
 
     Raises:
         ConfigError: an adapter changes one of two weights that the model ties, and not the other.
@@ -165,7 +165,7 @@ def refuse_hidden_adapters(base: nn.Module, made: str) -> None:
 
     Args:
         base: The model.
-        made: What the message calls it.
+        made: Name of the model in messages.
 
     Raises:
         ConfigError: it has.
@@ -187,7 +187,7 @@ def check_merge(policy: nn.Module, made: str) -> None:
 
     Args:
         policy: A `PeftModel`.
-        made: What messages call its adapter.
+        made: Name of the adapter in messages.
 
     Raises:
         ConfigError: the adapter cannot be merged, merges to another layer, or splits a tied weight.
@@ -207,8 +207,8 @@ def check_merge(policy: nn.Module, made: str) -> None:
     for path, layer in kinds.values():
         why = None
         try:
-            if (apart := _merge_is_off_by(layer)) > _MERGE_LIMIT:
-                why = f"merged it is another layer, off by {apart:.2g} of its output."
+            if (difference := _merge_error(layer)) > _MERGE_LIMIT:
+                why = f"merged it is another layer, off by {difference:.2g} of its output."
         except (ValueError, NotImplementedError, RuntimeError, AttributeError) as error:
             why = " ".join(str(error).split())
         if why is not None:
@@ -227,7 +227,7 @@ def _size(module: nn.Module | None) -> int:
 
 
 @torch.no_grad()
-def _merge_is_off_by(layer: nn.Module) -> float:
+def _merge_error(layer: nn.Module) -> float:
     """Return the largest difference that a merge makes to a layer's output, as a share of the largest number there.
 
     A copy on the CPU in float32 is tried, whatever device and type the layer has: its numbers are drawn there, and no
@@ -238,15 +238,15 @@ def _merge_is_off_by(layer: nn.Module) -> float:
     for parameter in twin.parameters():
         if parameter.requires_grad:
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=draw, device="cpu"))
-    given = _example(twin.get_base_layer(), draw)
-    before = None if given is None else twin(given)
+    inputs = _example_input(twin.get_base_layer(), draw)
+    before = None if inputs is None else twin(inputs)
     plain = merge_layer(twin)
-    if before is None or given is None:
+    if before is None or inputs is None:
         return 0.0
-    return float((plain(given) - before).abs().max() / before.abs().max().clamp(min=1e-6))
+    return float((plain(inputs) - before).abs().max() / before.abs().max().clamp(min=1e-6))
 
 
-def _example(layer: Any, draw: torch.Generator) -> Tensor | None:
+def _example_input(layer: Any, draw: torch.Generator) -> Tensor | None:
     """Return an input on the CPU; None where the layer is of a kind that takes more than one tensor, or another."""
     from transformers.pytorch_utils import Conv1D
 

@@ -145,6 +145,9 @@ def without_folders(word: str) -> str:
 
 def _named_origins(folder: Path) -> Iterator[str]:
     """Yield the models that a folder says it was made from: in its configs, and in the card of an earlier export."""
+    import yaml
+    from huggingface_hub import metadata_load
+
     for file, key in (("adapter_config.json", "base_model_name_or_path"), ("config.json", "_name_or_path")):
         try:
             config = json.loads((folder / file).read_text(encoding="utf-8"))
@@ -152,21 +155,13 @@ def _named_origins(folder: Path) -> Iterator[str]:
             continue
         if isinstance(config, dict) and isinstance(config.get(key), str):
             yield config[key]
-    if isinstance(base := _card_header(folder / "README.md").get("base_model"), str):
-        yield base
-
-
-def _card_header(card: Path) -> dict:
-    """Return the header of a card that lit_rl wrote; empty for others, which may name a distant ancestor of their
-    model."""
-    import yaml
-    from huggingface_hub import metadata_load
-
     try:
-        header = metadata_load(card) if card.is_file() else None
+        header = metadata_load(card) if (card := folder / "README.md").is_file() else None
     except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return header if header and "lit_rl" in (header.get("tags") or ()) else {}
+        return
+    # Of a card that lit_rl wrote: others may name a distant ancestor of their model.
+    if header and "lit_rl" in (header.get("tags") or ()) and isinstance(base := header.get("base_model"), str):
+        yield base
 
 
 _FACTS = (

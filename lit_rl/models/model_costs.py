@@ -124,8 +124,8 @@ class ModelShape:
         """Return the linear layers that get an adapter: all for "all-linear", or those that `targets_match` finds."""
         if targets == "all-linear":
             return self.linears
-        asked = (linear.only(lambda path: targets_match(targets, path)) for linear in self.linears)
-        return tuple(linear for linear in asked if linear.paths)
+        matching = (linear.only(lambda path: targets_match(targets, path)) for linear in self.linears)
+        return tuple(linear for linear in matching if linear.paths)
 
 
 class _Counted(NamedTuple):
@@ -147,7 +147,8 @@ def _counted(kind: type, text: str) -> _Counted:
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    from lit_rl.models.loading import auto_class, drops_out
+    from lit_rl.models.loading import auto_class
+    from lit_rl.models.modes import drops_out
     from lit_rl.models.shared_prefix import can_share
 
     config: Any = kind.from_dict(json.loads(text))  # type: ignore[attr-defined]

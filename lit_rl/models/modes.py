@@ -1,4 +1,4 @@
-"""Modes of a model: evaluation for a while, and gradient checkpointing.
+"""Modes of a model: evaluation for a while, dropout, and gradient checkpointing.
 
 Under gradient checkpointing (1604.06174) a layer keeps its input alone, and the backward pass computes the rest anew.
 With ``offload`` that input waits in the memory of the host. A layer's input is copied once each way, ``b s d``
@@ -30,6 +30,26 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             part.training = training
 
 
+def drops_out(module: nn.Module) -> bool:
+    """Tell whether training mode changes the output of a module, as far as its probabilities of dropout tell."""
+    return any(
+        isinstance(value, float) and value > 0
+        for part in module.modules()
+        for key, value in vars(part).items()
+        if "dropout" in key or (isinstance(part, nn.Dropout) and key == "p")
+    )
+
+
+def disable_dropout(module: nn.Module) -> None:
+    """Set every dropout probability to 0: modules of dropout, and the numbers that attention layers keep."""
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        for key, value in list(vars(part).items()):
+            if "dropout" in key and isinstance(value, float):
+                setattr(part, key, 0.0)
+
+
 def set_checkpointing(module: nn.Module, how: bool | Literal["offload"]) -> None:
     """Switch gradient checkpointing of every transformer in a module on or off.
 
@@ -44,10 +64,13 @@ def set_checkpointing(module: nn.Module, how: bool | Literal["offload"]) -> None
     for part in module.modules():
         if not isinstance(part, PreTrainedModel) or not part.supports_gradient_checkpointing:
             continue
+        # The model's own switch: transformers 5.24 names it "activation", earlier releases "gradient".
+        kind = "activation" if hasattr(part, "activation_checkpointing_enable") else "gradient"
         if how:
-            _switch(part, True)
+            switch = getattr(part, f"{kind}_checkpointing_enable")
+            switch(**{f"{kind}_checkpointing_kwargs": {"use_reentrant": False}})
         elif recomputes(part):
-            _switch(part, False)
+            getattr(part, f"{kind}_checkpointing_disable")()
         if how == "offload":
             part._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=offloaded_checkpoint)
 
@@ -56,15 +79,6 @@ def recomputes(model: nn.Module) -> bool:
     """Tell whether gradient checkpointing of a model is on."""
     on = getattr(model, "is_activation_checkpointing", None)
     return bool(getattr(model, "is_gradient_checkpointing", False) if on is None else on)
-
-
-def _switch(model: Any, on: bool) -> None:
-    """Call the model's own switch: transformers 5.24 names it "activation", earlier releases "gradient"."""
-    kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-    if on:
-        getattr(model, f"{kind}_checkpointing_enable")(**{f"{kind}_checkpointing_kwargs": {"use_reentrant": False}})
-    else:
-        getattr(model, f"{kind}_checkpointing_disable")()
 
 
 def offloaded_checkpoint(function: Any, *inputs: Any, **others: Any) -> Any:

@@ -13,7 +13,6 @@ moves its own shards.
 from __future__ import annotations
 
 import copy
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -24,7 +23,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lit_rl.core.errors import ConfigError, LitRLError, StorageError, in_range
+from lit_rl.core.errors import ConfigError, StorageError, in_range
 from lit_rl.models import hub_files
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.loading import (
@@ -287,8 +286,8 @@ class Moving(Copy, ABC):
         return super().module(policy)
 
     @abstractmethod
-    def move(self, name: str, theirs: Tensor, ours: Tensor, step: int) -> None:
-        """Move one parameter of ours towards the policy's of that name, after ``step`` optimizer steps."""
+    def move(self, name: str, source: Tensor, target: Tensor, step: int) -> None:
+        """Move the reference's parameter `target` towards the policy's, `source`, after `step` optimizer steps."""
 
     def kept_copies(self, *, narrow: bool) -> int:
         """Return the number of float32 copies of the trained weights that are kept beside the module."""
@@ -302,9 +301,9 @@ class Moving(Copy, ABC):
     def update(self, policy: nn.Module, module: Scorer | None, step: int) -> None:
         if not self.due(step):
             return
-        ours, theirs = self._moving(module), stored_parameters(policy, self._names)
-        for name, parameter in ours.items():
-            self.move(name, theirs[name].detach(), parameter.detach(), step)
+        targets, sources = self._moving(module), stored_parameters(policy, self._names)
+        for name, parameter in targets.items():
+            self.move(name, sources[name].detach(), parameter.detach(), step)
 
     def average(self, name: str, parameter: Tensor) -> Tensor:
         """Return the float32 tensor that accumulates: the parameter itself where it is that wide."""
@@ -341,15 +340,15 @@ class Moving(Copy, ABC):
     @torch.no_grad()
     def load_state(self, module: Scorer | None, state: dict[str, Tensor]) -> None:
         """Load the state. Raise StorageError where it is of another model or of another kind of reference."""
-        ours = self._moving(module)
-        _check(state, ours, self._kept)
+        targets = self._moving(module)
+        _check_state(state, targets, self._kept)
         self._kept = {_AVERAGE: {}, _INITIAL: {}}
         for key, whole in state.items():
             kind, _, name = key.rpartition("/")
             if kind:
-                self._kept[kind][name] = laid_out_like(whole, ours[name])
+                self._kept[kind][name] = laid_out_like(whole, targets[name])
             else:
-                ours[name].copy_(laid_out_like(whole, ours[name]))
+                targets[name].copy_(laid_out_like(whole, targets[name]))
 
     def _moving(self, module: Scorer | None) -> dict[str, Tensor]:
         assert module is not None, f"{type(self).__name__} moves the module that it made"
@@ -372,8 +371,8 @@ class EMA(Moving):
         in_range("reference.decay", decay, low=0, high=1)
         self.decay = decay
 
-    def move(self, name: str, theirs: Tensor, ours: Tensor, step: int) -> None:
-        _mix(theirs, ours, self.average(name, ours), 1 - self.decay)
+    def move(self, name: str, source: Tensor, target: Tensor, step: int) -> None:
+        _mix(source, target, self.average(name, target), 1 - self.decay)
 
 
 class Mixing(Moving):
@@ -397,8 +396,8 @@ class Mixing(Moving):
     def due(self, step: int) -> bool:
         return step % self.every == 0
 
-    def move(self, name: str, theirs: Tensor, ours: Tensor, step: int) -> None:
-        _mix(theirs, ours, self.average(name, ours), self.alpha)
+    def move(self, name: str, source: Tensor, target: Tensor, step: int) -> None:
+        _mix(source, target, self.average(name, target), self.alpha)
 
 
 class BEMA(Moving):
@@ -452,32 +451,32 @@ class BEMA(Moving):
     def due(self, step: int) -> bool:
         return step >= self.burn_in and (step - self.burn_in) % self.every == 0
 
-    def move(self, name: str, theirs: Tensor, ours: Tensor, step: int) -> None:
-        now = values_for(ours, theirs)
+    def move(self, name: str, source: Tensor, target: Tensor, step: int) -> None:
+        values = values_for(target, source)
         if self.burn_in and name not in self._kept[_INITIAL]:
             # The first step that is due ends the burn-in: what is averaged begins here, and the reference stays.
             for kind in (_INITIAL, _AVERAGE):
-                local_shard(self.keep(kind, name, ours)).copy_(now)
+                local_shard(self.keep(kind, name, target)).copy_(values)
             return
         # Without a burn-in the reference itself still is the policy of step 0 when it is first looked at.
-        initial, average = (local_shard(self.keep(kind, name, ours)) for kind in (_INITIAL, _AVERAGE))
+        initial, average = (local_shard(self.keep(kind, name, target)) for kind in (_INITIAL, _AVERAGE))
         time = self.lag + self.multiplier * step
-        average.lerp_(now, time**-self.ema_power)
-        local_shard(ours).copy_(average + time**-self.bias_power * (now - initial))
+        average.lerp_(values, time**-self.ema_power)
+        local_shard(target).copy_(average + time**-self.bias_power * (values - initial))
 
 
-def _mix(theirs: Tensor, ours: Tensor, average: Tensor, weight: float) -> None:
-    """Compute ``average + weight * (theirs - average)``, exact at 0 and at 1, and round it into ours."""
-    local_shard(average).lerp_(values_for(ours, theirs), weight)
-    if average is not ours:
-        local_shard(ours).copy_(local_shard(average))
+def _mix(source: Tensor, target: Tensor, average: Tensor, weight: float) -> None:
+    """Compute ``average + weight * (source - average)``, exact at 0 and at 1, and round it into the target."""
+    local_shard(average).lerp_(values_for(target, source), weight)
+    if average is not target:
+        local_shard(target).copy_(local_shard(average))
 
 
-def _check(state: dict[str, Tensor], ours: dict[str, Tensor], kinds: Iterable[str]) -> None:
-    wrong = sorted(ours.keys() - state.keys())
+def _check_state(state: dict[str, Tensor], targets: dict[str, Tensor], kinds: Iterable[str]) -> None:
+    wrong = sorted(targets.keys() - state.keys())
     for key, tensor in state.items():
         kind, _, name = key.rpartition("/")
-        if kind not in ("", *kinds) or name not in ours or tensor.shape != ours[name].shape:
+        if kind not in ("", *kinds) or name not in targets or tensor.shape != targets[name].shape:
             wrong.append(key)
     if wrong:
         raise StorageError(
@@ -488,18 +487,6 @@ def _check(state: dict[str, Tensor], ours: dict[str, Tensor], kinds: Iterable[st
 
 
 _AS_REFERENCE = (r"\bmodel\.(name|adapter|revision|trust_remote_code)\b", r"reference.\1")
-
-
-@contextmanager
-def rename_keys(*patterns: tuple[str, str]) -> Iterator[None]:
-    """Rename the policy's keys in the errors of its loader, by regular expressions and their replacements."""
-    try:
-        yield
-    except LitRLError as error:
-        message = str(error)
-        for pattern, replacement in patterns:
-            message = re.sub(pattern, replacement, message)
-        raise type(error)(message) from error
 
 
 class OtherModel(Held, Fixed):
@@ -542,7 +529,7 @@ class OtherModel(Held, Fixed):
         if adapter is not None:
             hub_files.resolve("reference.adapter", adapter)
         self._settings: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-        with rename_keys(_AS_REFERENCE):
+        with hub_files.rename_keys(_AS_REFERENCE):
             self.model = None if name is None else LanguageModel(name, **self._settings)
 
     def module(self, policy: nn.Module) -> Scorer:
@@ -550,7 +537,7 @@ class OtherModel(Held, Fixed):
         from peft import PeftModel
 
         found: Any = policy
-        with rename_keys(_AS_REFERENCE):
+        with hub_files.rename_keys(_AS_REFERENCE):
             if self.model is not None:
                 base = self._load(self.model, found)
             else:  # the policy without its adapters: as it was loaded, where it has none
@@ -583,18 +570,19 @@ class OtherModel(Held, Fixed):
             raise _other_vocabulary(model.name, f"its embedding has {rows} rows, the policy's {needed}")
         if not policy.name_or_path:
             return
-        theirs = load_tokenizer(model.name, model.path, **self._settings).get_vocab()
+        reference_tokens = load_tokenizer(model.name, model.path, **self._settings).get_vocab()
         # With the hub settings that the policy was read with: the reference does not decide what it may run.
         commit = getattr(policy.config, "_commit_hash", None)  # None for a folder
         remote = type(policy.config).__module__.startswith("transformers_modules")
         home = policy.name_or_path
-        ours = load_tokenizer(home, home, revision=commit, trust_remote_code=remote).get_vocab()
-        different = different_tokens(theirs, ours)
+        policy_tokens = load_tokenizer(home, home, revision=commit, trust_remote_code=remote).get_vocab()
+        different = different_tokens(reference_tokens, policy_tokens)
         if different:
             raise _other_vocabulary(
                 model.name,
-                f"its tokenizer has {len(theirs)} tokens, the policy's {len(ours)}, and {len(different)} of them are "
-                f"not the same token under the same id ({', '.join(map(repr, different[:3]))})",
+                f"its tokenizer has {len(reference_tokens)} tokens, the policy's {len(policy_tokens)}, and "
+                f"{len(different)} of them are not the same token under the same id "
+                f"({', '.join(map(repr, different[:3]))})",
             )
 
 

@@ -28,7 +28,7 @@ from lit_rl.core.errors import ConfigError, StorageError
 from lit_rl.core.examples import TokenBatch
 from lit_rl.core.rollout import Completions
 from lit_rl.models import hub_files, kernels
-from lit_rl.models.forward import no_router
+from lit_rl.models.forward import no_router_error
 from lit_rl.models.forward_inputs import known_masks, text_inputs, trunk_inputs
 from lit_rl.models.kernels import compile_pieces
 from lit_rl.models.language_model import LanguageModel
@@ -36,12 +36,11 @@ from lit_rl.models.loaded_model import LoadedModel
 from lit_rl.models.loading import (
     check_causal,
     continue_adapter,
-    disable_dropout,
     let_gradients_through,
     quantization_config,
 )
 from lit_rl.models.merging import refuse_hidden_adapters
-from lit_rl.models.modes import evaluation_mode, set_checkpointing
+from lit_rl.models.modes import disable_dropout, evaluation_mode, set_checkpointing
 from lit_rl.models.trunk import base_of, frozen_trunk, recorded_outputs
 from lit_rl.models.vision_parts import freeze, sees
 
@@ -340,12 +339,12 @@ def scoring_logits(model: nn.Module, tokens: TokenBatch, *, router_aux: bool = F
     base = base_of(model)
     balance = _load_balancing(base)
     if balance is None:
-        raise no_router(model)
-    with recorded_outputs(base.base_model) as seen, known_masks(tokens.on_host.attention_mask):
+        raise no_router_error(model)
+    with recorded_outputs(base.base_model) as outputs, known_masks(tokens.on_host.attention_mask):
         logits = model(**inputs, use_cache=False, output_router_logits=True).logits.float()
-    routed = getattr(seen[-1], "router_logits", None)
+    routed = getattr(outputs[-1], "router_logits", None)
     if not routed:
-        raise no_router(model)
+        raise no_router_error(model)
     return logits, balance(routed, inputs["attention_mask"])
 
 

@@ -96,10 +96,10 @@ def shard(
     Serves a policy, with adapters or without, and a frozen reference. To be called once, before the optimizer is made.
 
     Args:
-        module: What is sharded.
+        module: The module to shard.
         mesh: Over which ranks.
         precision: The types of what is gathered and of reduced gradients. None is that of the weights.
-        offload: Where the shards are between passes. None is the mesh's device.
+        offload: Place of the shards between passes. None is the mesh's device.
 
     Raises:
         ConfigError: the model does not say which of its modules are its layers.
@@ -107,35 +107,29 @@ def shard(
     layers = decoder_layers(module)
     if not layers:
         raise ConfigError(f"{type(module).__name__} names no decoder layers, so it cannot be sharded. Use DDP instead.")
-    how: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": precision or MixedPrecisionPolicy(),
         "offload_policy": offload or OffloadPolicy(),
     }
     for layer in layers:
-        fully_shard(layer, reshard_after_forward=True, **how)
-    fully_shard(module, reshard_after_forward=False, **how)
+        fully_shard(layer, reshard_after_forward=True, **settings)
+    fully_shard(module, reshard_after_forward=False, **settings)
     if trained_by_images(module):
-        _let_gradients_reach_the_embedding(module)
+        # FSDP2 reduces the gradients of a layer when those of its inputs are there, and without them after all others.
+        # So beside a frozen embedding, under adapters, a rank whose rows show no image would send in another order
+        # than the rest, unless what enters the first layer has a gradient on every rank.
+        embedding: Any = find_vision_model(module).get_input_embeddings()
+        if not any(parameter.requires_grad for parameter in embedding.parameters()):
+            embedding.register_forward_hook(lambda _, __, out: out + out.new_zeros((), requires_grad=True))
     return module
-
-
-def _let_gradients_reach_the_embedding(module: nn.Module) -> None:
-    """Let what enters the first layer have a gradient on every rank, as it has where images enter it too.
-
-    FSDP2 reduces the gradients of a layer when those of its inputs are there, and without them after all others. So
-    beside a frozen embedding, under adapters, a rank whose rows show nothing would send in another order than the rest.
-    """
-    embedding: Any = find_vision_model(module).get_input_embeddings()
-    if not any(parameter.requires_grad for parameter in embedding.parameters()):
-        embedding.register_forward_hook(lambda _, __, out: out + out.new_zeros((), requires_grad=True))
 
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
     """Return the modules that a Hugging Face model declares must stay whole, which are its decoder layers.
 
-    Of a model over images those of its text: a rank whose rows show nothing does not run the others, and would leave
-    the rest waiting for it.
+    Of a model over images only the text's are returned: a rank whose rows show no image does not run the others, and
+    would leave the other ranks waiting for it.
     """
     names = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
     seeing = find_vision_model(module)
@@ -253,9 +247,7 @@ def refuse_flat_parameters(module: nn.Module) -> None:
 
 def stored_parameters(module: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
     """Return the parameters of these names, as the shards that they are stored in."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()  # after a forward pass the gathered ones stand there, and writing to them is lost
+    reshard(module)  # after a forward pass the gathered ones stand there, and writing to them is lost
     found = dict(module.named_parameters())
     if any(is_partitioned(found[name]) for name in names):
         raise ConfigError(
@@ -273,11 +265,11 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def values_for(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Return their values where ours are: the same shard, or the whole (a collective) where ours is not sharded."""
-    whole = isinstance(theirs, DTensor) and not isinstance(ours, DTensor)
-    values = theirs.full_tensor() if whole else local_shard(theirs)  # pyright: ignore[reportAttributeAccessIssue]
-    return values.to(device=ours.device, dtype=at_least_float32(ours.dtype))
+def values_for(target: Tensor, source: Tensor) -> Tensor:
+    """Return the source as the target lies: the same shard, or the whole (a collective) where that is not sharded."""
+    whole = isinstance(source, DTensor) and not isinstance(target, DTensor)
+    values = source.full_tensor() if whole else local_shard(source)  # pyright: ignore[reportAttributeAccessIssue]
+    return values.to(device=target.device, dtype=at_least_float32(target.dtype))
 
 
 def laid_out_like(whole: Tensor, like: Tensor) -> Tensor:
@@ -344,7 +336,7 @@ def parallelize_layers(model: nn.Module, mesh: DeviceMesh) -> None:
 
     Args:
         model: A causal LM whose config passes `check_sharding_plan`, with the same whole weights on every rank.
-        mesh: Of one dimension: the tensor-parallel group.
+        mesh: The tensor-parallel group, a mesh of one dimension.
     """
     base: Any = getattr(model, "base_model", model)
     for pattern, style in _plan_of_layers(base.config).items():
@@ -362,35 +354,26 @@ def is_tensor_parallel(model: nn.Module) -> bool:
     return any(getattr(part, _CUT_HERE, False) for part in model.modules())
 
 
-def sum_partial_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Sum, over a tensor-parallel group, the gradients of weights that every rank applies to heads of its own.
-
-    Once a step, when all micro-batches were added. A collective.
-
-    Args:
-        model: What `parallelize_layers` was given.
-        mesh: As there.
-    """
-    for part in model.modules():
-        for weight in part.parameters(recurse=False) if getattr(part, _PARTIAL, False) else ():
-            if weight.grad is not None:
-                mine = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
-                torch.distributed.all_reduce(mine, group=mesh.get_group())
-
-
 def clip_over_meshes(model: nn.Module, mesh: DeviceMesh, weights: Sequence[Tensor], limit: float) -> Tensor:
-    """Apply `torch.nn.utils.clip_grad_norm_` to weights that lie on several meshes. A collective, once a step.
+    """Apply `torch.nn.utils.clip_grad_norm_` to weights that lie on several meshes, when all micro-batches were added.
+
+    A collective, once a step.
 
     Args:
-        model: What `parallelize_layers` was given.
-        mesh: As there.
-        weights: Those that are trained.
+        model: The model that `parallelize_layers` cut.
+        mesh: The mesh of that call.
+        weights: Weights that are trained.
         limit: The norm that gradients have at most; infinite for none.
 
     Returns:
         0-dim: the norm before.
     """
-    sum_partial_gradients(model, mesh)
+    # Weights that every rank applies to heads of its own have a part of their gradient on each.
+    for part in model.modules():
+        for weight in part.parameters(recurse=False) if getattr(part, _PARTIAL, False) else ():
+            if weight.grad is not None:
+                local = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
+                torch.distributed.all_reduce(local, group=mesh.get_group())
     norm = norm_over_meshes([weight.grad for weight in weights if weight.grad is not None])
     for weight in weights:  # one by one: torch takes those of one mesh together
         nn.utils.clip_grads_with_norm_([weight], limit, norm)

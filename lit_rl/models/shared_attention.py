@@ -76,23 +76,21 @@ def has_constant_rotation(model: nn.Module, length: int) -> bool:
 
     Dynamic NTK and LongRoPE look at the longest text of a call once it reaches a limit of the model.
     """
-    rotaries = [part for part in model.modules() if hasattr(part, "rope_type")]
-    changing = [
-        part
-        for part in rotaries  # a rotary embedding may have one type for each kind of layer
-        if _CHANGING & set(part.rope_type.values() if isinstance(part.rope_type, dict) else [part.rope_type])
-    ]
-    return all(length < _unchanged_below(part.config) for part in changing)
-
-
-def _unchanged_below(config: Any) -> int:
-    """Return the tokens of the shortest text that may change the angles."""
-    settings = config.rope_parameters or {}
-    every = [settings, *(part for part in settings.values() if isinstance(part, dict))]
-    limits = [
-        part["original_max_position_embeddings"] for part in every if part.get("original_max_position_embeddings")
-    ]
-    return min([config.max_position_embeddings, *limits])
+    part: Any
+    for part in model.modules():
+        if not hasattr(part, "rope_type"):
+            continue
+        kinds = part.rope_type.values() if isinstance(part.rope_type, dict) else [part.rope_type]  # one a kind of layer
+        if not _CHANGING & set(kinds):
+            continue
+        settings = part.config.rope_parameters or {}
+        every = [settings, *(each for each in settings.values() if isinstance(each, dict))]
+        limits = [
+            each["original_max_position_embeddings"] for each in every if each.get("original_max_position_embeddings")
+        ]
+        if length >= min([part.config.max_position_embeddings, *limits]):
+            return False
+    return True
 
 
 def is_causal(mask: Tensor) -> bool:
@@ -131,7 +129,7 @@ def can_fold(model: nn.Module, mask: Tensor, p: int, rows: int) -> bool:
         model: A causal language model.
         mask: Bool ``(n, p + t)``: the tokens of a row of each prompt. Prompts are padded left.
         p: Columns of the prompts.
-        rows: Of all prompts.
+        rows: Rows of all prompts.
     """
     base = base_of(model)
     if not isinstance(base, PreTrainedModel) or mask.device.type != "cpu":
@@ -218,7 +216,7 @@ class FoldedCache(Cache):
 class ProvingFoldedCache(FoldedCache):
     """A cache that compares each attention with plain attention over repeated keys and values, in float64.
 
-    What goes on is the latter, computed as plain ``sdpa`` computes it.
+    Later layers get the latter, computed as plain ``sdpa`` computes it.
     """
 
     def __init__(self, prompts: Any, prompt_of_row: Tensor, mask: Tensor) -> None:
@@ -235,10 +233,10 @@ class ProvingFoldedCache(FoldedCache):
         twin = FoldedLayer(*(part.double() for part in shared))
         twin.own = layer.own[0].double(), layer.own[1].double()
         with torch.autocast(query.device.type, enabled=False):
-            ours = super().attend(module, twin, query.double(), scaling)
-            theirs = plain_attention(module, query.double(), keys.double(), values.double(), mask, scaling)
-        there = self._mask[:, None, -t:, None].expand_as(ours)
-        if not torch.allclose(ours[there], theirs[there], rtol=1e-8, atol=1e-10):
+            folded = super().attend(module, twin, query.double(), scaling)
+            plain = plain_attention(module, query.double(), keys.double(), values.double(), mask, scaling)
+        attended = self._mask[:, None, -t:, None].expand_as(folded)
+        if not torch.allclose(folded[attended], plain[attended], rtol=1e-8, atol=1e-10):
             raise NotFolded("its attention over the shared keys differs from plain attention")
         return plain_attention(module, query, keys, values, mask, scaling)
 
@@ -279,10 +277,10 @@ def attention(
     return folded_cache.attend(module, layer, query, scale).transpose(1, 2), None
 
 
-def no_mask(*, attention_mask: Tensor | None = None, **asked: Any) -> None:
+def no_mask(*, attention_mask: Tensor | None = None, **arguments: Any) -> None:
     """Return no mask in the place of transformers' own for ``sdpa``: none is needed where every token sees all before
     it."""
-    mask = sdpa_mask(attention_mask=attention_mask, **asked)
+    mask = sdpa_mask(attention_mask=attention_mask, **arguments)
     if mask is not None and not is_causal(mask):
         raise NotFolded("a token does not see all that came before it")
 

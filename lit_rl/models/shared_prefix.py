@@ -22,8 +22,7 @@ values; with rotary embeddings whose angles change once a text is as long as thi
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,8 +44,7 @@ from lit_rl.models.forward_inputs import (
 )
 from lit_rl.models.head import Targets, TargetScores, score_targets
 from lit_rl.models.language_model import ForwardOptions
-from lit_rl.models.loading import drops_out
-from lit_rl.models.modes import evaluation_mode, recomputes
+from lit_rl.models.modes import drops_out, evaluation_mode, recomputes
 from lit_rl.models.sharding import device_of
 from lit_rl.models.shared_attention import (
     FoldedCache,
@@ -103,14 +101,14 @@ def worth_sharing(model: nn.Module, *, rows: int, prompts: int, widths: tuple[in
 
     Args:
         model: As it is trained.
-        rows: Of a pass.
-        prompts: Different ones of them.
-        widths: Columns of its prompts, and of its responses.
+        rows: Rows of a pass.
+        prompts: Number of different prompts among them.
+        widths: Columns of the prompts, and of the responses.
     """
     p, t = widths
     if t < 2 or (rows - prompts) * p < WORTH * rows * (p + t):
         return False
-    return can_share(model) and has_constant_rotation(base_of(model), p + t)
+    return can_share(model) and has_constant_rotation(model, p + t)
 
 
 def can_share(model: nn.Module) -> bool:
@@ -143,11 +141,11 @@ def run_shared(
     Args:
         model: One that `can_share`.
         completions: ``b`` rows of ``n`` prompts.
-        prompts: Which.
-        distribution: Of what the log-probs are.
+        prompts: The rows of each prompt.
+        distribution: Distribution of the log-probs.
         options: Whether the head is fused, whether responses of like length run together, and whether they attend to
             a prompt's keys where they lie, if this model can.
-        history: Of the response tokens ``(b, t)``: what earlier tokens do to their logits. None: nothing.
+        history: Effect of earlier tokens on the logits of the response tokens ``(b, t)``. None: no effect.
     """
     folds = options.folded_attention and can_fold(
         model,
@@ -170,41 +168,47 @@ def _run_behind(
 ) -> TargetScores:
     """Compute `run_shared` with responses that run with this cache; None: with their prompts' keys repeated."""
     host, device = completions.on_host, completions.response_ids.device
-    there, mask, positions = host.attention_mask, completions.attention_mask.long(), position_ids(model, completions)
-    p, ids, wanted = completions.prompt_ids.shape[1], completions.response_ids, host.response_mask
-    shown = {} if completions.vision is None else completions.vision.select(prompts.rows).model_inputs(p, 0, device)
+    attended, mask, positions = host.attention_mask, completions.attention_mask.long(), position_ids(model, completions)
+    p, response_ids, wanted = completions.prompt_ids.shape[1], completions.response_ids, host.response_mask
+    images = {} if completions.vision is None else completions.vision.select(prompts.rows).model_inputs(p, 0, device)
     past = DynamicCache(config=base_of(model).config)
-    firsts, of_row = to_device(prompts.rows, device), to_device(prompts.of_row, device)
-    with known_masks(there[prompts.rows, :p]):
+    first_rows, of_row = to_device(prompts.rows, device), to_device(prompts.of_row, device)
+    with known_masks(attended[prompts.rows, :p]):
         first, _ = score_targets(
             model,
-            Targets(ids[:, :1], wanted[:, :1], -1, of_row, history and history.at((slice(None), slice(0, 1)))),
+            Targets(response_ids[:, :1], wanted[:, :1], -1, of_row, history and history.at((slice(None), slice(0, 1)))),
             distribution,
             fused=options.fused_head,
-            input_ids=completions.prompt_ids[firsts],
-            attention_mask=mask[firsts, :p],
-            position_ids=positions[..., firsts, :p],
+            input_ids=completions.prompt_ids[first_rows],
+            attention_mask=mask[first_rows, :p],
+            position_ids=positions[..., first_rows, :p],
             logits_to_keep=1,
             use_cache=True,
             **cache_input(model, past),
-            **shown,
+            **images,
         )
 
-    def behind(bucket: Bucket) -> TargetScores:
+    def score_behind(bucket: Bucket) -> TargetScores:
         """Score the response tokens of some rows, but for the first."""
         rows, t = to_device(bucket.rows, device), bucket.width
         earlier = history and history.mapped(lambda field: field[rows, 1:t])
-        known = known_masks(there[bucket.rows, : p + t - 1])
+        row_mask = mask[rows, : p + t - 1]
+        if cache is None:
+            prompts_cache = nullcontext(
+                {"attention_mask": row_mask, **cache_input(model, _repeated(past, of_row[rows]))}
+            )
+        else:
+            prompts_cache = attending_to(model, cache(past, of_row[rows], row_mask.bool()))
         per_token = {}  # images were seen with the prompts
         if completions.vision is not None:
             per_token = completions.vision.select(bucket.rows).per_token(0, t - 1, device)
-        with known, _past(model, past, of_row[rows], mask[rows, : p + t - 1], cache) as inputs:
+        with known_masks(attended[bucket.rows, : p + t - 1]), prompts_cache as inputs:
             found, _ = score_targets(
                 model,
-                Targets(ids[rows, 1:t], wanted[bucket.rows, 1:t], history=earlier),
+                Targets(response_ids[rows, 1:t], wanted[bucket.rows, 1:t], history=earlier),
                 distribution,
                 fused=options.fused_head,
-                input_ids=ids[rows, : t - 1],
+                input_ids=response_ids[rows, : t - 1],
                 position_ids=positions[..., rows, p : p + t - 1],
                 logits_to_keep=t - 1,
                 use_cache=True,
@@ -213,29 +217,19 @@ def _run_behind(
             )
         return found
 
-    columns = torch.arange(1, ids.shape[1] + 1)
-    lengths = (there[:, p:].long() * columns).amax(1).clamp(min=2)
-    buckets = bucket_by_length(lengths if options.rows_by_length else lengths.amax().expand(len(ids)), device)
+    columns = torch.arange(1, response_ids.shape[1] + 1)
+    lengths = (attended[:, p:].long() * columns).amax(1).clamp(min=2)
+    buckets = bucket_by_length(lengths if options.rows_by_length else lengths.amax().expand(len(response_ids)), device)
     if cache is not None:
         # The rows of a prompt beside each other.
         orders = [prompts.of_row[bucket.rows].argsort(stable=True) for bucket in buckets]
         buckets = [Bucket(bucket.rows[order], bucket.width) for bucket, order in zip(buckets, orders, strict=True)]
-    return first.beside(TargetScores.of_buckets([behind(bucket) for bucket in buckets], buckets, ids.shape[1] - 1))
+    return first.beside(
+        TargetScores.of_buckets([score_behind(bucket) for bucket in buckets], buckets, response_ids.shape[1] - 1)
+    )
 
 
-@contextmanager
-def _past(
-    model: nn.Module, past: DynamicCache, prompt_of_row: Tensor, mask: Tensor, cache: type[FoldedCache] | None
-) -> Iterator[dict[str, Any]]:
-    """Yield the inputs for the prompts of a model's rows, and for the mask `(b, s)` of their tokens."""
-    if cache is None:
-        yield {"attention_mask": mask, **cache_input(model, _of_rows(past, prompt_of_row))}
-        return
-    with attending_to(model, cache(past, prompt_of_row, mask.bool())) as inputs:
-        yield inputs
-
-
-def _of_rows(past: DynamicCache, prompt_of_row: Tensor) -> DynamicCache:
+def _repeated(past: DynamicCache, prompt_of_row: Tensor) -> DynamicCache:
     """Return keys and values of each row's prompt; the given cache stays as it is."""
     repeated = copy.copy(past)
     layers: list[Any] = [copy.copy(layer) for layer in past.layers]
@@ -255,17 +249,17 @@ def _proven(model: nn.Module) -> bool:
     Each attention has to equal, in float64, the one over repeated keys, and the log-probs have to agree.
     """
 
-    def both() -> tuple[Tensor, Tensor]:
+    def compute_both_ways() -> tuple[Tensor, Tensor]:
         rows, options = _trial(base_of(model)), ForwardOptions(rows_by_length=False)
         prompts = PromptGroups(torch.tensor([0, 2]), torch.tensor([0, 0, 1, 1]))
         with torch.no_grad(), evaluation_mode(model):
-            quick, own = (
+            fast, own = (
                 _run_behind(model, rows, prompts, Distribution(), options, cache).logprobs[rows.response_mask]
                 for cache in (ProvingFoldedCache, None)
             )
-        return quick, own
+        return fast, own
 
-    return _TRIAL.passes(model, both)
+    return _TRIAL.passes(model, compute_both_ways)
 
 
 def _trial(base: Any) -> Completions:

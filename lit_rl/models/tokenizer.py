@@ -41,8 +41,8 @@ def load_tokenizer(name: str, path: str, key: str = "model.name", **hub: Any) ->
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str) -> list[int]:
     """Use ``template``: inline Jinja, the path of a file that holds it, or a model's folder or hub id.
 
-    Of a model all that its template needs is taken: the tokens that were added to its vocabulary, and its EOS token,
-    with which the template ends a turn. The result is the ids of the tokens that are new to ``tokenizer``.
+    From a model everything that its template needs is taken: the tokens that were added to its vocabulary, and its EOS
+    token, with which the template ends a turn. Return the ids of the tokens that are new to ``tokenizer``.
 
     Raises:
         ConfigError: ``template`` is none of the four, or the model has no template or no EOS token.
@@ -118,6 +118,6 @@ def as_ids(value: Any) -> set[int]:
         return {int(one) for one in value} if isinstance(value, list | tuple) else {int(value)}
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"The model's eos_token_id is {value!r}; a token id or a list of them is needed. Mend its config.json or "
-            "generation_config.json."
+            f"The model's eos_token_id is {value!r}; a token id or a list of them is needed. Correct it in its "
+            "config.json or generation_config.json."
         ) from error

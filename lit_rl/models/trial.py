@@ -39,7 +39,7 @@ class EquivalenceTrial:
 
     Args:
         key: The setting that switches it on.
-        instead: What is done where it is not taken, as a whole sentence without a full stop.
+        instead: The way that is taken otherwise, as a whole sentence without a full stop.
         most: By how much the largest number may differ, in standard deviations of all numbers, above 0.
     """
 
@@ -47,27 +47,25 @@ class EquivalenceTrial:
     instead: str
     most: float
 
-    def passes(self, model: nn.Module, both: Callable[[], tuple[Tensor, Tensor]]) -> bool:
+    def passes(self, model: nn.Module, compute: Callable[[], tuple[Tensor, Tensor]]) -> bool:
         """Compute both ways once, and tell whether the faster one gives the same numbers. If not, log the reason, once.
 
         Args:
-            model: Whose numbers they are.
-            both: Returns the numbers of the quicker way and the model's own, of one shape.
+            model: The model that is tried.
+            compute: Returns the numbers of the faster way and the model's own, of one shape.
         """
         verdicts, key = _VERDICTS.setdefault(model, {}), (self.key, device_of(model).type)
-        if key not in verdicts:
-            verdicts[key] = self._tried(model, both)
-        return verdicts[key]
-
-    def _tried(self, model: nn.Module, both: Callable[[], tuple[Tensor, Tensor]]) -> bool:
+        if key in verdicts:
+            return verdicts[key]
         from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
         name = type(base_of(model)).__name__
         try:
-            quick, own = both()
-            apart, spread = (quick - own).abs().max().item(), own.std().item()
+            fast, own = compute()
+            difference, spread = (fast - own).abs().max().item(), own.std().item()
         except Unfit as unfit:
             rank_zero_info(f"{self.key}=true does not fit {name}: {unfit.why}. {self.instead}.")
+            verdicts[key] = False
             return False
         except Exception as error:  # also of a model's own code, which may be anybody's
             first = " ".join(str(error).split())[:300]
@@ -75,11 +73,13 @@ class EquivalenceTrial:
                 f"{self.key}=true could not be tried on {name}, for {type(error).__name__}: {first}. {self.instead}. "
                 f"Please report it; {self.key}=false goes without."
             )
+            verdicts[key] = False
             return False
-        if apart <= self.most * spread:
+        verdicts[key] = difference <= self.most * spread
+        if verdicts[key]:
             return True
         rank_zero_info(
             f"{self.key}=true does not fit {name} on {own.device.type}: its numbers differ from the model's own by "
-            f"{apart:.2g}, and {self.most:g} x {spread:.2g} is allowed. {self.instead}."
+            f"{difference:.2g}, and {self.most:g} x {spread:.2g} is allowed. {self.instead}."
         )
         return False

@@ -55,10 +55,10 @@ def hidden_size(model: nn.Module) -> int:
 @contextmanager
 def recorded_outputs(module: nn.Module) -> Iterator[list[Any]]:
     """Yield a list that gets the outputs of the module's forward passes, inside the context."""
-    seen: list[Any] = []
-    hook = module.register_forward_hook(lambda _, inputs, output: seen.append(output))
+    outputs: list[Any] = []
+    hook = module.register_forward_hook(lambda _, inputs, output: outputs.append(output))
     try:
-        yield seen
+        yield outputs
     finally:
         hook.remove()
 

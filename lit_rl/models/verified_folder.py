@@ -88,18 +88,22 @@ def write_checked(
 
     Args:
         folder: A new folder, or an earlier export, which is replaced.
-        description: What the model was loaded from.
+        description: Description that the model was loaded from.
         rebuild: Makes the model on the CPU, once the folder is known to be free, and again for each further try on a
             full disk; with adapters they are merged, and stand by themselves in ``folder/adapter``.
         check: Reads what was written and gives the largest difference from the state.
         card: Text of README.md.
-        probe: What the trained model says, for the check, and for the adapter by itself.
+        probe: Logits of the trained model, for the check, and for the adapter by itself.
 
     Raises:
         StorageError: as `export_policy`.
     """
     target = Path(folder).expanduser().resolve()
-    _check_target(target, description)
+    if description.is_local and target == Path(description.path).resolve():
+        raise StorageError(f"The export would overwrite the model that training started from, {target}.")
+    occupied = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    if occupied and not (target / "config.json").is_file():
+        raise StorageError(f"{target} exists and is not an earlier export. Choose a new folder.")
     try:
         return retry_on_full_disk(
             lambda: _write_once(target, description, rebuild, check, card, probe), f"The export to {target}"
@@ -108,7 +112,9 @@ def write_checked(
         if not isinstance(error, (OSError, SafetensorError)) and not is_full(error):
             raise
         left = "Nothing of it is left, and what was there before is as it was"
-        way_out = ": make room, and say the command again (of a run: with ckpt_path=last)" if is_full(error) else ""
+        way_out = (
+            ": free some space, and run the command again (of a run: with ckpt_path=last)" if is_full(error) else ""
+        )
         raise StorageError(f"The export to {target} failed: {error}. {left}{way_out}.") from error
 
 
@@ -162,7 +168,7 @@ def _prove_adapter(folder: Path, description: LanguageModel, probe: LogitProbe) 
     name = description.name
     try:
         base = probe.load_base()
-        loaded_with = _unlike_its_files(base.config, description)
+        loaded_with = _settings_beside_files(base.config, description)
         rows = 0 if description.quantization is not None else probe.give_rows(base)  # 4-bit weights have other shapes
     except (LitRLError, OSError) as error:
         return f"adapter/ was not compared over its base, which cannot be loaded: {' '.join(str(error).split())}"
@@ -183,7 +189,7 @@ def _prove_adapter(folder: Path, description: LanguageModel, probe: LogitProbe) 
     return f"adapter/ stands on {name} only {', and '.join(only)}{untrained}" if only else ""
 
 
-def _unlike_its_files(config: Any, description: LanguageModel) -> str:
+def _settings_beside_files(config: Any, description: LanguageModel) -> str:
     """Return the settings of a loaded base that its files do not have: those of the user, and the size of its
     vocabulary."""
     from transformers import AutoConfig
@@ -196,9 +202,9 @@ def _unlike_its_files(config: Any, description: LanguageModel) -> str:
     )
     missing, differing = object(), []
     for key in (*description.init_kwargs, "tie_word_embeddings", "vocab_size"):
-        now, there = (getattr(each.get_text_config(), key, getattr(each, key, missing)) for each in (config, files))
-        if now is not missing and now != there:
-            differing.append(f"{key}={now!r}")
+        loaded, stored = (getattr(each.get_text_config(), key, getattr(each, key, missing)) for each in (config, files))
+        if loaded is not missing and loaded != stored:
+            differing.append(f"{key}={loaded!r}")
     return ", ".join(differing)
 
 
@@ -213,15 +219,6 @@ def unpublished_folders(target: Path) -> list[Path]:
         if not target.exists():
             os.rename(earlier, target)
     return [path for kind in (_STAGED, _REPLACED) for path in target.parent.glob(f".{target.name}{kind}[0-9]*")]
-
-
-def _check_target(target: Path, description: LanguageModel) -> None:
-    if description.is_local and target == Path(description.path).resolve():
-        raise StorageError(f"The export would overwrite the model that training started from, {target}.")
-    if not target.exists():
-        return
-    if not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").is_file()):
-        raise StorageError(f"{target} exists and is not an earlier export. Choose a new folder.")
 
 
 def _write_files(staged: Path, rebuilt: Any, description: LanguageModel) -> PreTrainedModel:
@@ -308,7 +305,7 @@ def verify(
         tokenizer: The tokenizer that it should have.
         loaded_by: The class of transformers that loads it.
         trust_remote_code: The model comes with code of its own.
-        probe: What the trained policy says, which the loaded model has to say too.
+        probe: Logits of the trained policy, which the loaded model has to give too.
 
     Raises:
         StorageError: a tensor is missing, unexpected or differs in shape or in any bit, a weight is NaN, the model
@@ -370,10 +367,10 @@ def verify_tokenizer(
     for text in probes:
         ids = tokenizer.encode(text)
         if found.encode(text) != ids or found.decode(ids) != tokenizer.decode(ids):
-            raise StorageError(f"{folder}: the tokenizer that was written treats {text!r} otherwise than the original.")
+            raise StorageError(f"{folder}: the exported tokenizer encodes {text!r} differently than the original.")
     for what in ("chat_template", "eos_token_id", "pad_token_id", "bos_token_id", "padding_side"):
         if getattr(found, what) != getattr(tokenizer, what):
-            raise StorageError(f"{folder}: the {what} of the tokenizer was not written as it is.")
+            raise StorageError(f"{folder}: the exported tokenizer has another {what} than the original.")
 
 
 def verify_processor(folder: str | Path, processor: VisionProcessor, *, trust_remote_code: bool = False) -> None:
@@ -385,20 +382,19 @@ def verify_processor(folder: str | Path, processor: VisionProcessor, *, trust_re
         found: Any = AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
     original = processor.processor
     if type(found) is not type(original) or found.chat_template != original.chat_template:
-        raise StorageError(f"{folder}: the processor or its chat template was not written as it is.")
+        raise StorageError(f"{folder}: the exported processor has another class or chat template than the original.")
     image = _test_image()
     wanted, read = (dict(each.image_processor([image], return_tensors="pt")) for each in (original, found))
-    if wanted.keys() != read.keys() or any(not _values_equal(wanted[name], read[name]) for name in wanted):
-        raise StorageError(f"{folder}: the processor that was written makes other pixels than the original.")
+    if wanted.keys() != read.keys() or any(
+        not (torch.equal(value, read[name]) if isinstance(value, Tensor) else value == read[name])
+        for name, value in wanted.items()
+    ):
+        raise StorageError(f"{folder}: the exported processor makes other pixels than the original.")
     text = _text_with_image(processor, "?")
     if processor.places(text) == 1:
         ids, again = (each(text=[text], images=[[image]])["input_ids"] for each in (original, found))
         if list(map(list, ids)) != list(map(list, again)):
-            raise StorageError(f"{folder}: the processor that was written makes other tokens of an image.")
-
-
-def _values_equal(value: Any, other: Any) -> bool:
-    return torch.equal(value, other) if isinstance(value, Tensor) else value == other
+            raise StorageError(f"{folder}: the exported processor makes other tokens of an image than the original.")
 
 
 def _compare_names(folder: str | Path, what: str, wanted: set[str], found: set[str]) -> None:
@@ -413,7 +409,7 @@ def _compare_tensors(folder: str | Path, wanted: Mapping[str, Tensor], found: Ma
         other = found[name]
         if tensor.shape != other.shape or tensor.dtype != other.dtype:
             raise StorageError(
-                f"{folder}: {name} is {other.dtype} {tuple(other.shape)} when read, and was {tensor.dtype} "
+                f"{folder}: {name} is {other.dtype} {tuple(other.shape)} when it is read back, and was {tensor.dtype} "
                 f"{tuple(tensor.shape)}."
             )
         # NaN compares unequal to itself, so it counts as infinitely wrong.
@@ -444,9 +440,9 @@ class LogitProbe:
     """Logits of the policy on a fixed text, and the distance of others from them.
 
     Args:
-        description: What the policy was loaded from.
+        description: Description that the policy was loaded from.
         policy: The trained policy, on any device.
-        state: What is exported: the policy's own weights, or an average of them, whole.
+        state: Exported tensors: the policy's own weights, or an average of them, whole.
         load_base: Loads the base that an adapter stands on, anew.
     """
 
@@ -465,11 +461,13 @@ class LogitProbe:
         self._ruled_out = list(placeholder_ids(description.config)) if description.sees and writes else []
         on_cpu = next(policy.parameters()).device.type == "cpu"
         self._rounding = 0.0 if on_cpu else ON_A_GPU
-        self._against, self._wanted = "the trained policy", self._of_policy(description, policy, state)
+        self._against, self._wanted = "the trained policy", self._policy_logits(description, policy, state)
         self.differences: dict[str, float] = {}
         """The largest difference of a logit, by a description of the model that was read."""
 
-    def _of_policy(self, description: LanguageModel, policy: nn.Module, state: Mapping[str, Tensor]) -> Tensor | None:
+    def _policy_logits(
+        self, description: LanguageModel, policy: nn.Module, state: Mapping[str, Tensor]
+    ) -> Tensor | None:
         """Return the policy's logits; None where they cannot be computed: it is spread over ranks, its base is
         quantised and not the one that is exported, or all of its weights are exported as they are not."""
         if description.quantization is not None or _is_spread(policy):
@@ -491,15 +489,15 @@ class LogitProbe:
         average = {name: state[name].to(device) for name in others if name in state}
         with evaluation_mode(policy), torch.no_grad():
             inputs = {name: value.to(device) for name, value in self._inputs.items()}
-            return self._plain(functional_call(policy, average, kwargs=inputs | {"use_cache": False}).logits)
+            return self._comparable(functional_call(policy, average, kwargs=inputs | {"use_cache": False}).logits)
 
     def _logits(self, model: Any) -> Tensor:
         device = next(model.parameters()).device
         inputs = {name: value.to(device) for name, value in self._inputs.items()}
         with evaluation_mode(model), torch.no_grad():
-            return self._plain(model(**inputs, use_cache=False).logits)
+            return self._comparable(model(**inputs, use_cache=False).logits)
 
-    def _plain(self, logits: Tensor) -> Tensor:
+    def _comparable(self, logits: Tensor) -> Tensor:
         """Return logits in float32 on the CPU, without the tokens that stand for images: no policy may sample them."""
         logits = logits.detach().float().cpu()
         return logits.index_fill(-1, torch.tensor(self._ruled_out), 0.0) if self._ruled_out else logits
@@ -512,30 +510,30 @@ class LogitProbe:
         Returns:
             The number of rows; 0 where the base has as many.
         """
-        under = {name_in_base(name): tensor for name, tensor in self._state.items()}
+        exported = {name_in_base(name): tensor for name, tensor in self._state.items()}
         table = base.get_input_embeddings().weight
         name = next(name for name, parameter in base.named_parameters() if parameter is table)
-        had = len(table)
-        rows = len(under[name]) if name in under else had
-        if had == rows:
+        rows_before = len(table)
+        rows = len(exported[name]) if name in exported else rows_before
+        if rows_before == rows:
             return 0
         base.resize_token_embeddings(rows, mean_resizing=False)
         tables = {base.get_input_embeddings(), base.get_output_embeddings()}
         for path in (path for path, module in base.named_modules() if module in tables):
             for name, parameter in base.get_submodule(path).named_parameters(prefix=path):
-                if name in under:
-                    parameter[had:] = under[name][had:]
+                if name in exported:
+                    parameter[rows_before:] = exported[name][rows_before:]
         return rows
 
     def changed_in(self, base: nn.Module) -> str:
         """Return the name of a frozen weight of a base that differs from the policy's, under its adapter; empty where
         there is none. Some numbers of each are compared, spread over the tensor; of weights that the adapter's folder
         holds whole, the shape."""
-        there = base.state_dict()
-        for name, under in ((name_in_base(name), tensor) for name, tensor in self._state.items()):
-            if name in there and there[name].shape != under.shape:
+        stored = base.state_dict()
+        for name, exported in ((name_in_base(name), tensor) for name, tensor in self._state.items()):
+            if name in stored and stored[name].shape != exported.shape:
                 return name
-            if name in there and name not in self._trained and not _sample_equals(under, there[name]):
+            if name in stored and name not in self._trained and not _sample_equals(exported, stored[name]):
                 return name
         return ""
 
@@ -547,7 +545,7 @@ class LogitProbe:
         rounding may send a token to other experts.
 
         Args:
-            what: What messages call it.
+            what: Name of the model in messages.
             model: The model.
 
         Raises:
@@ -562,8 +560,10 @@ class LogitProbe:
             raise StorageError(
                 f"{what} gives logits of shape {tuple(found.shape)}, {self._against} {tuple(self._wanted.shape)}."
             )
-        apart, size = (each.flatten(0, -2).pow(2).mean(-1).sqrt() for each in (found - self._wanted, self._wanted))
-        distances = apart / size.clamp(min=1)
+        differences, size = (
+            each.flatten(0, -2).pow(2).mean(-1).sqrt() for each in (found - self._wanted, self._wanted)
+        )
+        distances = differences / size.clamp(min=1)
         kind = str(next(model.parameters()).dtype).removeprefix("torch.")
         distance = float(
             (distances.max() if kind in ("float32", "float64") else distances.median()).nan_to_num(nan=float("inf"))
@@ -587,8 +587,11 @@ def probe_inputs(description: LanguageModel, policy: nn.Module) -> dict[str, Ten
     With an image where the model sees any and its chat template shows one.
     """
     config = base_of(policy).config
-    if description.processor is not None and (shown := _image_inputs(description.processor)) is not None:
-        return shown
+    if description.processor is not None:
+        processor, text = description.processor.processor, _text_with_image(description.processor, "What is 17 + 25?")
+        if description.processor.places(text) == 1:
+            made = processor(text=[text], images=[[_test_image()]], add_special_tokens=False, return_tensors="pt")
+            return {name: torch.as_tensor(value) for name, value in made.items()}
     rows = config.get_text_config().vocab_size
     never = {description.pad_id, *(placeholder_ids(config) if description.sees else ())}
     first = [*description.new_tokens, *_trained_rows(policy), *range(0, rows, max(1, rows // TOKENS))]
@@ -618,14 +621,6 @@ def _text_with_image(processor: VisionProcessor, question: str) -> str:
     """Return a rendered prompt that shows one image, where the chat template shows any."""
     message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}
     return str(apply_chat_template(processor.tokenizer, [message], tokenize=False, add_generation_prompt=True))
-
-
-def _image_inputs(processor: Any) -> dict[str, Tensor] | None:
-    text = _text_with_image(processor, "What is 17 + 25?")
-    if processor.places(text) != 1:
-        return None
-    made = processor.processor(text=[text], images=[[_test_image()]], add_special_tokens=False, return_tensors="pt")
-    return {name: torch.as_tensor(value) for name, value in made.items()}
 
 
 def _is_spread(policy: nn.Module) -> bool:

@@ -61,7 +61,7 @@ def check_visuals(model_type: str, visuals: Sequence[Visual], where: str) -> Non
     """Refuse what a model cannot be shown exactly.
 
     Args:
-        model_type: Of its config.
+        model_type: Model type of the config.
         visuals: Images and videos of a prompt.
         where: The row, for messages.
 
@@ -80,8 +80,8 @@ def check_visuals(model_type: str, visuals: Sequence[Visual], where: str) -> Non
         )
     if family.timed and (untimed := next((video for video in videos if video.fps is None), None)):
         raise DataError(
-            f"{where}: the video {untimed.name} does not say how many frames a second has, and this model "
-            f'({model_type}) is told when each was. Say it: {{"frames": [...], "fps": 2.0}}.'
+            f"{where}: the video {untimed.name} has no frame rate, and this model ({model_type}) reads the time of "
+            'each frame. Set it: {"frames": [...], "fps": 2.0}.'
         )
     if family.stacked and len(counts := sorted({len(video.frames) for video in videos})) > 1:
         raise DataError(
@@ -142,9 +142,9 @@ class VisionProcessor:
     """A maker of tokens and model inputs from messages with images or videos.
 
     Args:
-        processor: Of transformers. Its tokenizer and chat template are replaced by those of `tokenizer`.
-        tokenizer: Of the policy, as `LanguageModel.tokenizer` has it.
-        config: Of the model.
+        processor: Processor of transformers. Its tokenizer and chat template are replaced by those of `tokenizer`.
+        tokenizer: Tokenizer of the policy, as `LanguageModel.tokenizer` has it.
+        config: Config of the model.
     """
 
     def __init__(self, processor: ProcessorMixin, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
@@ -309,21 +309,16 @@ def load_processor(
             f"{key}={name!r} is a model over images and comes without its processor (preprocessor_config.json or "
             "processor_config.json). Copy these files of its base model into the folder."
         )
-    _check_counts(processor, config, f"{key}={name!r}")
+    if config.model_type in _UNCOUNTED:  # these do not compare placeholders with features
+        encoder: Any = config.vision_config  # type: ignore[attr-defined]
+        features = (encoder.image_size // encoder.patch_size) ** 2 // config.scale_factor**2  # type: ignore[attr-defined]
+        if processor.image_seq_len != features:
+            raise BackendError(
+                f"{key}={name!r}: the processor writes {processor.image_seq_len} placeholders for a tile "
+                f"(image_seq_len), and the model has {features} features of one: they are of two models. Copy the "
+                "processor's files of this one."
+            )
     return VisionProcessor(processor, tokenizer, config)
-
-
-def _check_counts(processor: Any, config: PreTrainedConfig, named: str) -> None:
-    """Refuse a processor of another model for Idefics3 and SmolVLM, which do not compare placeholders with features."""
-    if config.model_type not in _UNCOUNTED:
-        return
-    seen: Any = config.vision_config  # type: ignore[attr-defined]
-    features = (seen.image_size // seen.patch_size) ** 2 // config.scale_factor**2  # type: ignore[attr-defined]
-    if processor.image_seq_len != features:
-        raise BackendError(
-            f"{named}: the processor writes {processor.image_seq_len} placeholders for a tile (image_seq_len), and the "
-            f"model has {features} features of one: they are of two models. Copy the processor's files of this one."
-        )
 
 
 def _missing(error: ImportError) -> str:

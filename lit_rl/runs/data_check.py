@@ -19,7 +19,7 @@ from rich.text import Text
 from lit_rl.callbacks.display import Pictures, printable
 from lit_rl.core.errors import DataError, in_range
 from lit_rl.core.visuals import ImageRef, VideoRef, Visual, shown_in
-from lit_rl.data.corpus import set_key
+from lit_rl.data.corpus import example_key, set_key
 from lit_rl.data.example_module import ExampleDataModule
 from lit_rl.data.example_set import Example
 from lit_rl.data.first_row import first_row
@@ -28,7 +28,6 @@ from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.row_visuals import ImageReader
 from lit_rl.data.rows import read_row
 from lit_rl.data.sources import Rows
-from lit_rl.data.splits import prompt_key
 from lit_rl.data.visual_prompts import Processor, count_placeholders
 from lit_rl.environments.environment_base import Interactive
 from lit_rl.models.language_model import LanguageModel
@@ -176,14 +175,10 @@ def _examples(data: ExampleDataModule, kind: Kind, rows: int) -> DataLook:
     }
     if not any(lengths["prompts"]):
         lengths = {"texts": lengths["completions"]}
-    keys = [_key(example) for example in examples]
+    keys = [example_key(example) for example in examples]
     wholes = [json.dumps([text.ids for text in example.texts]) + str(example.desirable) for example in examples]
     title = f"Examples for methods that learn from {kind}; format: {', '.join(dict.fromkeys(data.corpus.formats))}"
     return DataLook(title, [_texts(example) for example in examples[:rows]], lengths, columns, keys, wholes)
-
-
-def _key(example: Example) -> str:
-    return json.dumps(example.texts[0].ids) if example.prompt is None else prompt_key(example.prompt, example.shown)
 
 
 def _texts(example: Example) -> list[tuple[str, list[int], list[bool]]]:

@@ -99,7 +99,7 @@ def quiet():
 
 def test_exactly_one_source(tmp_path):
     for arguments in ({}, {"rows": make_rows(3), "path": "x.jsonl"}, {"task": Addition(), "sources": [{"path": "x"}]}):
-        with pytest.raises(ConfigError, match=r"Exactly one of data\.path, data\.rows, data\.task, data\.sources"):
+        with pytest.raises(ConfigError, match=r"Set exactly one of data\.path, data\.rows, data\.task, data\.sources"):
             RolloutDataModule(**arguments)
 
 

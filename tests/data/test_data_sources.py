@@ -131,7 +131,7 @@ def test_columns_of_different_kinds_in_different_lines_are_no_error_of_the_reade
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12\n"
 BAD_FILES = {
     "cells.csv": (b"a,b\n1,2\n1,2,3\n", r"cells\.csv:3: 3 cells under 2"),
-    "twice.csv": (b"a,a\n1,2\n", "stands twice"),
+    "twice.csv": (b"a,a\n1,2\n", "duplicate column names: a, a"),
     "quote.csv": (b'a,b\n1,2\n1,"2\n1,2\n', r"quote\.csv:3: the row that begins here cannot be read"),
     "latin.csv": (b"a\n\xe9\n", "cannot be read.*save it as UTF-8"),
     "semicolons.csv": (b"prompt;answer\n1;2\n", r"csv:1: the header is one column, prompt;answer.* divided by ';'"),
@@ -152,8 +152,8 @@ BAD_FILES = {
     "page.jsonl": (b"\n<!DOCTYPE html>\n<html>", "is a web page: download the file itself"),
     "page.parquet": (b"<html>", "is a web page: download the file itself"),
     "tables.json": (b'{"train": [{"a": 1}], "test": [{"a": 2}]}', "several tables: train, test"),
-    "twice.json": (b'[{"a": 1}, {"a": 1, "b": 2, "a": 3}]', r"twice\.json\[1\]: the key 'a' stands twice"),
-    "tables_twice.json": (b'{"data": [{"a": 1}],\n"data": [{"a": 2}]}', "the key 'data' stands twice"),
+    "twice.json": (b'[{"a": 1}, {"a": 1, "b": 2, "a": 3}]', r"twice\.json\[1\]: duplicate key 'a'"),
+    "tables_twice.json": (b'{"data": [{"a": 1}],\n"data": [{"a": 2}]}', "duplicate key 'data'"),
     "number.json": (b"[\n1\n]", r"number\.json\[0\]: expected an object"),
     "cut.json": (b'[{"a": 1}, {"a"', r"not valid JSON .*column 16"),
     "cut_lines.json": (b'{"a": [\n{"a": 1}\n', r"cut_lines\.json:1: not valid JSON .*on_bad_row=skip"),

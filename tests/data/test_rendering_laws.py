@@ -352,13 +352,13 @@ def test_a_turn_without_an_end_is_said_and_turns_that_nobody_can_tell_are_refuse
     messages, _ = TURNS["talk"]
     encoder.encode(messages[:1], messages[1:], "f")
     with pytest.warns(UserWarning, match=r"writes '.*ST<\|end\|>' where a reply ends .* model\.eos_token='<\|end\|>'"):
-        encoder.left_out.say()
+        encoder.left_out.warn()
     counting = copy.deepcopy(base("bytes"))
     counting.chat_template = (
         "{% for m in messages %}{{ loop.revindex if m.role == 'user' and not loop.first }}{{ m.content }}<|im_end|>"
         "{% endfor %}"
     )
-    with pytest.raises(DataError, match="^f: the chat template renders a conversation otherwise .*on_bad_row=skip"):
+    with pytest.raises(DataError, match="^f: the chat template renders earlier turns differently .*on_bad_row=skip"):
         Encoder(counting).encode(messages[:1], messages[1:], "f")
 
 
@@ -375,7 +375,7 @@ def learned_of(name: str, **reply: Any) -> tuple[str, str] | None:
         return None
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        encoder.left_out.say()
+        encoder.left_out.warn()
     return text_of(tokenizer, text.ids).rpartition("QUESTION")[2], str([str(each.message) for each in heard])
 
 
@@ -422,4 +422,4 @@ def test_a_template_that_takes_no_thought_beside_a_call_leaves_it_out_and_that_i
     text = encoder.encode(ASKED, [reply], "f", tools=[SCHEMA])
     assert "zwei" in text_of(tokenizer, text.ids)
     with pytest.warns(UserWarning, match="reasoning_content of the assistant: hm"):
-        encoder.left_out.say()
+        encoder.left_out.warn()

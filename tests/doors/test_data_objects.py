@@ -126,7 +126,7 @@ def test_pairs_as_a_data_set(tokenizer: Any) -> None:
     data = PreferenceDataModule(datasets.Dataset.from_list(pairs), batch_size=2, val=pairs[:2])
     data.prepare(tokenizer)
     assert data.report["train"]["kept"] == 8 and data.report["val"]["kept"] == 2
-    with pytest.raises(ConfigError, match=r"data\.rows is in memory whole"):
+    with pytest.raises(ConfigError, match=r"data\.rows is in memory already"):
         PreferenceDataModule(pairs, stream_buffer=64)
 
 

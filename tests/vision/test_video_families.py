@@ -175,7 +175,7 @@ def test_rows_that_see_videos_images_and_nothing_are_what_each_is_alone(toy: Toy
 def test_a_model_that_is_told_times_needs_them_and_reads_them(toy_of: Any, kind: str) -> None:
     """Of one video that lasts longer than the text behind it, and one that does not."""
     toy: Toy = toy_of(kind)
-    with pytest.raises(DataError, match=rf"does not say how many frames a second has.*{kind}"):
+    with pytest.raises(DataError, match=rf"has no frame rate.*{kind}"):
         made(toy, [("What?", [replace(video(1), fps=None)])])
     said: Any = [("What?", [video(1, fps=0.05)]), ("What?", [video(1)])]
     slow, fast = made(toy, said)

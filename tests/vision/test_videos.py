@@ -99,7 +99,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "fewer": ({"prompt": asked(VIDEO_PART)}, "1 video parts without frames of their own, and the row has 0 videos"),
     "more": ({"prompt": asked(VIDEO_PART), "videos": [frames(1), frames(2)]}, "1 video parts .*the row has 2 videos"),
     "settings": ({"prompt": asked({"type": "video", "video": frames(1), "nframes": 4})}, "has the keys nframes"),
-    "rate alone": ({"prompt": asked({**VIDEO_PART, "fps": 2}), "video": frames(1)}, "says fps and lists no frames"),
+    "rate alone": ({"prompt": asked({**VIDEO_PART, "fps": 2}), "video": frames(1)}, "sets fps and lists no frames"),
 }
 
 

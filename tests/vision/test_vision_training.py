@@ -285,7 +285,7 @@ def test_prompts_that_are_too_long_with_their_images(toy_folder: Any, tmp_path: 
 
 def test_packing_and_images(toy_folder: Any, tmp_path: Path) -> None:
     data = SupervisedDataModule(rows=texts(), batch_size=6, val_fraction=0.0, packing="best_fit")
-    with pytest.raises(ConfigError, match=r"data\.packing=best_fit puts texts together"):
+    with pytest.raises(ConfigError, match=r"data\.packing=best_fit packs text only"):
         fitted(SFT(str(toy_folder("idefics3"))), data, tmp_path)
 
 

@@ -8,9 +8,8 @@ tokenizer and chat template.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from lit_rl.algorithms.rollouts.rollout_source import RolloutRequest, RolloutSource
-from lit_rl.core.errors import ConfigError, LitRLError
+from lit_rl.core.errors import ConfigError
 from lit_rl.core.process_state import preserve_generators
 from lit_rl.core.rollout import PromptBatch
 from lit_rl.data.message_forms import tools_argument
 from lit_rl.data.rendering import control_tokens, encode_prompt, row_template_kwargs
 from lit_rl.generation.collect import as_reward_input, response_ids, texts_of
+from lit_rl.models.hub_files import rename_keys
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.loaded_model import LoadedModel
 from lit_rl.rewards.jobs import TrainerState
@@ -31,6 +31,8 @@ from lit_rl.rewards.judges import Judge, ask_judge, check_verdicts
 
 BASE = "base"
 """The name of the policy before its first step."""
+
+_AS_EVALUATION = (r"\bmodel\.name\b", "eval.win_rate_against")
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class ComparedModel:
             )
         if against == BASE:
             return self.policy
-        with _keys_of_the_evaluation():
+        with rename_keys(_AS_EVALUATION):
             return LanguageModel(against, dtype=self.policy.dtype)
 
     @torch.no_grad()
@@ -126,7 +128,7 @@ class ComparedModel:
     def _load(self, against: str, drawing: ComparedDrawing) -> tuple[LanguageModel, nn.Module]:
         if self._loaded is None:
             description = self.describe(against)
-            with _keys_of_the_evaluation(), preserve_generators():
+            with rename_keys(_AS_EVALUATION), preserve_generators():
                 torch.manual_seed(drawing.asked.seed)  # fresh adapters are random, and change nothing yet
                 weights = description.load()
             self._loaded = description, weights.eval().requires_grad_(False).to(drawing.device)  # pyright: ignore
@@ -188,12 +190,3 @@ def _order_pairs(ours: Sequence[Any], theirs: Sequence[Any], swapped: Sequence[b
 
 def _or_none(values: Tensor) -> list[float | None]:
     return [None if math.isnan(value) else value for value in values.tolist()]
-
-
-@contextmanager
-def _keys_of_the_evaluation() -> Iterator[None]:
-    """Rename keys in the loader's errors from the policy's to the evaluation's."""
-    try:
-        yield
-    except LitRLError as error:
-        raise type(error)(re.sub(r"\bmodel\.name\b", "eval.win_rate_against", str(error))) from error

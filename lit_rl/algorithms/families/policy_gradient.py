@@ -46,7 +46,7 @@ from lit_rl.core.rollout import Completions, Rollout
 from lit_rl.environments.environment_base import Interactive
 from lit_rl.models.forward import TokenScores, score
 from lit_rl.models.loaded_model import ModelLike
-from lit_rl.models.loading import drops_out
+from lit_rl.models.modes import drops_out
 from lit_rl.ops.kl import k1
 from lit_rl.ops.reductions import Metrics, StepTokens, StepTotals, masked_sum
 from lit_rl.rewards.weighted_rewards import Rewards
