@@ -74,13 +74,13 @@ class SignalWatch:
     uses the store: a handler must not wait for it.
 
     Args:
-        came: Getter of the signal that this process has received; None before any.
+        received_here: Getter of the signal that this process has received; None before any.
         ranks: World size.
         rank: This rank.
     """
 
-    def __init__(self, came: Callable[[], int | None], ranks: int, rank: int = 0) -> None:
-        self._came, self._sent, self._over = came, 0, False
+    def __init__(self, received_here: Callable[[], int | None], ranks: int, rank: int = 0) -> None:
+        self._received_here, self._sent, self._over = received_here, 0, False
         self._began, self._rank = False, rank
         self._store: Any = callback_store("signal", rank) if ranks > 1 else None
         self._told = False
@@ -119,7 +119,7 @@ class SignalWatch:
             asked_at, known = time.monotonic(), False
             while not self._over:
                 time.sleep(POLL_SECONDS)
-                number = self._came()
+                number = self._received_here()
                 if number is None:
                     asked_at, number = time.monotonic(), self._received(_SIGNAL_KEY)
                     self._told = self._told or number is not None
@@ -160,15 +160,6 @@ class SignalWatch:
 
 
 # ---------------------------------------------------------------------- the stop
-
-
-def _announce(text: str) -> None:
-    """Print from a signal handler, in a thread of its own.
-
-    The handler may have interrupted a write: a second write to the same stream is refused in the same thread, and waits
-    in another. `_thread` starts one without a lock that the main thread might hold.
-    """
-    _thread.start_new_thread(rank_zero_info, (text,))
 
 
 class GracefulStop(SaveOnError):
@@ -217,8 +208,11 @@ class GracefulStop(SaveOnError):
             detach_from_terminal()
         self._watch.begin()
         what = "stopping and saving" if folder_of(trainer) else "stopping; nothing is saved, as checkpoints are off"
+        # The handler may have interrupted a write: a second write to the same stream is refused in the same thread, and
+        # waits in another. `_thread` starts one without a lock that the main thread might hold.
+        line = f"{signal.Signals(number).name}: {what}. Once more to stop at once."
         with contextlib.suppress(RuntimeError):  # no thread can be started: it stops silently
-            _announce(f"{signal.Signals(number).name}: {what}. Once more to stop at once.")
+            _thread.start_new_thread(rank_zero_info, (line,))
         interrupts.request_stop()
 
     def on_train_batch_end(
@@ -299,8 +293,8 @@ class GracefulStop(SaveOnError):
         if self._watch is not None:
             self._watch.end(leaves)
         for signum, handler in self._before.items():
-            said = signum == self.signum and signum in self._twice  # and the run is about to end
-            signal.signal(signum, signal.SIG_IGN if said else handler)
+            may_repeat = signum == self.signum and signum in self._twice  # and the run is about to end
+            signal.signal(signum, signal.SIG_IGN if may_repeat else handler)
         self._before = {}
         self._watch = None  # with its store: the next job of a sweep must find nothing of this one
 

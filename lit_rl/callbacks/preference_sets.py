@@ -119,20 +119,29 @@ class PreferenceSets(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         # Read anew: when a run is resumed, rows from after the checkpoint have just been cut off.
-        self._known = {name: _digests(self._path(trainer, name)) for name in self.sets}
+        self._known = {name: set() for name in self.sets}
+        for name, digests in self._known.items():
+            path = self._path(trainer, name)
+            if not path.is_file():
+                continue
+            try:
+                with path.open(encoding="utf-8") as lines:
+                    digests |= {_digest(json.loads(line)) for line in lines}
+            except (OSError, ValueError, KeyError) as error:
+                raise StorageError(f"{path} is damaged ({error}): remove it, or take another run_dir.") from error
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch.slot != 0 or pl_module.scored is None or trainer.fast_dev_run:  # pyright: ignore
             return
-        of_this_rank = self.rows(pl_module)
-        of_all_ranks = [of_this_rank]
+        local_rows = self.rows(pl_module)
+        rows_by_rank = [local_rows]
         if trainer.world_size > 1:
-            of_all_ranks = [{} for _ in range(trainer.world_size)]
-            torch.distributed.all_gather_object(of_all_ranks, of_this_rank)
-            of_all_ranks = of_all_ranks[:: tensor_parallel_size(trainer)]
+            rows_by_rank = [{} for _ in range(trainer.world_size)]
+            torch.distributed.all_gather_object(rows_by_rank, local_rows)
+            rows_by_rank = rows_by_rank[:: tensor_parallel_size(trainer)]
         if trainer.is_global_zero:
             for name in self.sets:
-                self._append(trainer, name, [row for rows in of_all_ranks for row in rows[name]])
+                self._append(trainer, name, [row for rows in rows_by_rank for row in rows[name]])
 
     def rows(self, module: Any) -> dict[str, list[Row]]:
         """Return the rows for each set from the last rollout of an `OnPolicyModule`, on this rank."""
@@ -158,9 +167,9 @@ class PreferenceSets(L.Callback):
 
     def _ranked(self, members: Sequence[Member]) -> Iterator[Row]:
         distinct = list({member.text: member for member in reversed(members)}.values())[::-1]
-        both = [(better, worse) for better in distinct if better.ended for worse in distinct]
-        both.sort(key=lambda pair: pair[1].reward - pair[0].reward)  # stable: among equals the first drawn
-        rows = (row for pair in both for row in self._pair(*pair))
+        pairs = [(better, worse) for better in distinct if better.ended for worse in distinct]
+        pairs.sort(key=lambda pair: pair[1].reward - pair[0].reward)  # stable: among equals the first drawn
+        rows = (row for pair in pairs for row in self._pair(*pair))
         yield from (row for row, _ in zip(rows, range(self.ranked_per_group)))
 
     def _pair(self, better: Member, worse: Member) -> Iterator[Row]:
@@ -216,21 +225,11 @@ def append_bytes(path: Path, data: bytes) -> None:
         raise StorageError(f"{path} could not be added to: {error}.") from error
 
 
-def _digests(path: Path) -> set[bytes]:
-    if not path.is_file():
-        return set()
-    try:
-        with path.open(encoding="utf-8") as lines:
-            return {_digest(json.loads(line)) for line in lines}
-    except (OSError, ValueError, KeyError) as error:
-        raise StorageError(f"{path} is damaged ({error}): remove it, or take another run_dir.") from error
-
-
 def _digest(row: Mapping[str, Any]) -> bytes:
     """Return a digest that is equal for equal prompts, images and completions; the first such row stays."""
     prompt: Prompt = row["prompt"]
-    said = [row.get(name) for name in ("chosen", "rejected", "completion", *IMAGE_COLUMNS, *VIDEO_COLUMNS)]
-    return hashlib.blake2b(json.dumps([prompt_key(prompt), said]).encode(), digest_size=16).digest()
+    answers = [row.get(name) for name in ("chosen", "rejected", "completion", *IMAGE_COLUMNS, *VIDEO_COLUMNS)]
+    return hashlib.blake2b(json.dumps([prompt_key(prompt), answers]).encode(), digest_size=16).digest()
 
 
 def forbidden_texts(module: Any) -> list[str]:

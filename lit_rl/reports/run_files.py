@@ -206,14 +206,14 @@ def version_of_run(folder: Path) -> str:
 @contextlib.contextmanager
 def note_other_version(folder: Path) -> Iterator[None]:
     """Add a note to errors about settings or a checkpoint of a run that another version of lit_rl made."""
-    theirs, ours = version_of_run(folder), installed_version()
+    made_by, installed = version_of_run(folder), installed_version()
     try:
         yield
     except (ConfigError, StorageError) as error:
-        if theirs and ours and theirs != ours:
+        if made_by and installed and made_by != installed:
             error.add_note(
-                f"The run in {folder} was made by lit_rl {theirs}, and this is {ours}: what one of the two knows, the "
-                f"other may not. lit_rl {theirs} reads it."
+                f"The run in {folder} was made by lit_rl {made_by}, and this is {installed}: what one of the two "
+                f"knows, the other may not. lit_rl {made_by} reads it."
             )
         raise
 
@@ -280,10 +280,14 @@ def read_run_files(run_dir: Path) -> RunFiles:
     if not (names.config.is_file() or names.metrics.is_file()):
         raise ConfigError(f"run_dir={run_dir} holds no run: neither config.yaml nor metrics.jsonl is there.")
     unread: list[str] = []
-    text = _read_text(names.config, unread)
+    text, config = _read_text(names.config, unread), None
+    try:
+        config = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError as error:
+        unread.append(f"config.yaml is damaged: {' '.join(str(error).split())}")
     return RunFiles(
         path=run_dir,
-        config=_parse_config(text, unread),
+        config=config if isinstance(config, dict) else {},
         config_text=text,
         series=_read_series(names.metrics, unread),
         summary=_read_object(names.summary, unread),
@@ -312,15 +316,6 @@ def _read_text(path: Path, unread: list[str]) -> str:
     except OSError as error:
         unread.append(f"{path.name} could not be read: {error.strerror}.")
         return ""
-
-
-def _parse_config(text: str, unread: list[str]) -> dict[str, Any]:
-    try:
-        found = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except yaml.YAMLError as error:
-        unread.append(f"config.yaml is damaged: {' '.join(str(error).split())}")
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _read_object(path: Path, unread: list[str]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def run_findings(run: RunFiles) -> list[RunFinding]:
     """Return all findings, the weightiest first."""
     found = [
         *_ends(run),
-        *(RunFinding("warning", said) for said in run.alarms),
+        *(RunFinding("warning", message) for message in run.alarms),
         *_counted(run),
         *_data(run),
         *_looks(run),
@@ -83,7 +83,7 @@ def _often(series: Series) -> str:
 
 
 def _data(run: RunFiles) -> Iterator[RunFinding]:
-    said = {
+    descriptions = {
         "bad": "could not be read",
         "empty": "were empty",
         "overlong": "were too long",
@@ -91,7 +91,7 @@ def _data(run: RunFiles) -> Iterator[RunFinding]:
         "overlap": "are also training prompts",
     }
     for name, counts in (run.summary.get("data") or {}).items():
-        for key, what in said.items():
+        for key, what in descriptions.items():
             if isinstance(counts, dict) and counts.get(key):
                 yield RunFinding("note", f"{counts[key]} of {counts.get('rows', '?')} rows of the set {name} {what}.")
 

@@ -54,10 +54,10 @@ def write_run_page(run_dir: Path) -> Path:
 def write_run_page_at_end(run_dir: Path) -> None:
     """Write the page of a run that has ended. Failures are printed in one line, and never change the exit code."""
     try:
-        said = console_line(write_run_page(run_dir))
+        line = console_line(write_run_page(run_dir))
     except Exception as error:
-        said = f"not written   {REPORT_FILE} ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
-    Console().print(said, soft_wrap=True, highlight=False, markup=False)
+        line = f"not written   {REPORT_FILE} ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+    Console().print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 def write_run_page_or_hint(run_dir: RunPaths) -> None:
@@ -66,8 +66,8 @@ def write_run_page_or_hint(run_dir: RunPaths) -> None:
     if run_dir.metrics.is_file():
         return write_run_page_at_end(run_dir.path)
     keys = f"--trainer.logger=lit_rl.callbacks.JsonlLogger --trainer.logger.path={run_dir.metrics}"
-    said = f"report        none without {run_dir.metrics.name}: add {keys}"
-    Console().print(said, soft_wrap=True, highlight=False, markup=False)
+    line = f"report        none without {run_dir.metrics.name}: add {keys}"
+    Console().print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 def console_line(target: Path) -> str:
@@ -129,10 +129,14 @@ LOWER_IS_BETTER = ("loss",)
 def run_page_html(run: RunFiles) -> str:
     """Return the whole page, of a few megabytes at most whatever the run's size."""
     found, written = run_findings(run), samples_of(run)
+    rows = list(_result_rows(run))
+    results = html_table(("", "first", "last", "best", "at step"), rows) if rows else _NO_RESULTS
+    drawn = [histograms(name, each) for name, each in completion_distributions(run)]
+    distributions = f"<h3>Distributions over the completions of a rollout</h3>{_grid(drawn)}" if drawn else ""
     body = (
         f"<header>{_head(run)}</header>{_contents(found, written)}<main>"
-        f'{alarm_list(found)}<h2 id="results">Results</h2>{_results(run)}'
-        f'<h2 id="curves">Curves</h2>{curve_section(chart_groups([("", run)]))}{_histograms(run)}'
+        f'{alarm_list(found)}<h2 id="results">Results</h2>{results}'
+        f'<h2 id="curves">Curves</h2>{curve_section(chart_groups([("", run)]))}{distributions}'
         f"{_samples(run, written)}{_time(run)}{_config(run)}</main>\n"
     )
     return document(f"{run.path.name}: report", PAGE_STYLE, body, PAGE_SCRIPT)
@@ -188,16 +192,16 @@ def _head(run: RunFiles) -> str:
     }
     by = run.summary.get("stopped_by") if status == "stopped" else None
     badge = f"{status} by {by}" if by else status
-    said = " · ".join(f'<span class="dim">{name}</span> {safe(value)}' for name, value in facts.items())
-    return f'<h1>{safe(run.path.name)} <span class="status {status}">{safe(badge)}</span></h1><p>{said}</p>\n'
+    listed = " · ".join(f'<span class="dim">{name}</span> {safe(value)}' for name, value in facts.items())
+    return f'<h1>{safe(run.path.name)} <span class="status {status}">{safe(badge)}</span></h1><p>{listed}</p>\n'
 
 
 def status_of(run: RunFiles) -> str:
     """Return finished, stopped, failed, running (or killed, which nothing records), or unknown."""
-    said = run.summary.get("status")
+    status = run.summary.get("status")
     if run.error:
         return "failed"
-    return str(said) if said in ("finished", "stopped", "failed", "running") else "unknown"
+    return str(status) if status in ("finished", "stopped", "failed", "running") else "unknown"
 
 
 def duration(seconds: Any) -> str:
@@ -224,16 +228,12 @@ def _data_name(node: Mapping[str, Any]) -> str:
     return str(node.get("path") or "") or (_short_target(node.get("task")) if node.get("task") else _short_target(node))
 
 
-def _results(run: RunFiles) -> str:
-    rows = [*_measured_rows(run), *_training_rows(run)]
-    if not rows:
-        return '<p class="dim">Nothing was measured yet.</p>\n'
-    head = ("", "first", "last", "best", "at step")
-    return html_table(head, rows)
+_NO_RESULTS = '<p class="dim">Nothing was measured yet.</p>\n'
 
 
-def _measured_rows(run: RunFiles) -> Iterator[Sequence[str]]:
-    """Yield the metrics that the run is judged by for each validation set, with intervals where there are any."""
+def _result_rows(run: RunFiles) -> Iterator[Sequence[str]]:
+    """Yield the metrics that the run is judged by: of each validation set, with intervals where there are any, and of
+    the training."""
     for name in validation_sets(run.series):
         for leaf in (*HIGHER_IS_BETTER, *LOWER_IS_BETTER):
             series = run.series.get(metric_of_set(leaf, name))
@@ -251,9 +251,6 @@ def _measured_rows(run: RunFiles) -> Iterator[Sequence[str]]:
             before, after = before_and_after(run.summary, name, decoding)
             cells = (_interval_of(before, "reward"), _interval_of(after, "reward"))
             yield (safe(f"{name or 'held-out'}: reward, {decoding}"), *cells, "", "")
-
-
-def _training_rows(run: RunFiles) -> Iterator[Sequence[str]]:
     # A policy gradient's loss is about 0 on policy, whatever is learned.
     for leaf in HIGHER_IS_BETTER if "train/reward" in run.series else (*HIGHER_IS_BETTER, *LOWER_IS_BETTER):
         if (series := run.series.get(f"train/{leaf}")) is not None:
@@ -302,28 +299,22 @@ def curve_section(groups: Sequence[ChartGroup]) -> str:
         parts.append(f"<h3>{group.title}</h3>" + _grid(drawn[:_FIRST]))
         if rest := drawn[_FIRST:]:
             parts.append(f"<details><summary>{len(rest)} more</summary>{_grid(rest)}</details>")
-        parts.append(_asides(group, len(group.charts) - len(taken)))
+        asides = []
+        if group.constant:
+            listed = ", ".join(f"{safe(name)} {number(value)}" for name, value in group.constant)
+            asides.append(f"always the same: {listed}")
+        if group.repeated:
+            listed = ", ".join(f"{safe(name)} = {safe(other)}" for name, other in group.repeated)
+            asides.append(f"equal curves: {listed}")
+        if left_out := len(group.charts) - len(taken):
+            asides.append(f"{left_out} more in metrics.jsonl")
+        if asides:
+            parts.append(f'<p class="aside">{"; ".join(asides)}</p>\n')
     return "".join(parts) if parts else '<p class="dim">metrics.jsonl holds no number yet.</p>'
 
 
 def _grid(charts: Sequence[str]) -> str:
     return f'<div class="charts">{"".join(charts)}</div>\n' if charts else ""
-
-
-def _asides(group: ChartGroup, left_out: int) -> str:
-    said = []
-    if group.constant:
-        said.append("always the same: " + ", ".join(f"{safe(name)} {number(value)}" for name, value in group.constant))
-    if group.repeated:
-        said.append("equal curves: " + ", ".join(f"{safe(name)} = {safe(other)}" for name, other in group.repeated))
-    if left_out:
-        said.append(f"{left_out} more in metrics.jsonl")
-    return f'<p class="aside">{"; ".join(said)}</p>\n' if said else ""
-
-
-def _histograms(run: RunFiles) -> str:
-    drawn = [histograms(name, rows) for name, rows in completion_distributions(run)]
-    return f"<h3>Distributions over the completions of a rollout</h3>{_grid(drawn)}" if drawn else ""
 
 
 # ---------------------------------------------------------------------- samples
@@ -433,9 +424,9 @@ _OF_DEVICES = {
 
 def _used(run: RunFiles) -> str:
     """Return a line about the utilisation of the devices."""
-    told = {words: _typical(run, name, form) for name, (words, form) in _OF_DEVICES.items()}
-    said = " · ".join(f"{value} {words}" for words, value in told.items() if value)
-    return f'<p class="dim">Medians over the lines of the log: {said}.</p>' if said else ""
+    medians = {words: _typical(run, name, form) for name, (words, form) in _OF_DEVICES.items()}
+    listed = " · ".join(f"{value} {words}" for words, value in medians.items() if value)
+    return f'<p class="dim">Medians over the lines of the log: {listed}.</p>' if listed else ""
 
 
 def _traces(run: RunFiles) -> str:
@@ -498,12 +489,12 @@ def _config(run: RunFiles) -> str:
         what = "other key" if len(others) == 1 else "other keys"
         shown += f"<details><summary>{len(others)} {what} that the chosen presets set</summary>"
         shown += f"{_changes_table(others, preset)}</details>"
-    said = "".join(f"<pre>{safe(each)}</pre>" for each in commands)
-    said = f"<h3>What was typed</h3>{said}" if said else ""
+    typed = "".join(f"<pre>{safe(each)}</pre>" for each in commands)
+    typed = f"<h3>What was typed</h3>{typed}" if typed else ""
     text, left = run.config_text[:_MOST_CONFIG], len(run.config_text) - _MOST_CONFIG
     more = f'<p class="dim">{left} characters more are in config.yaml.</p>' if left > 0 else ""
     return (
-        f'<h2 id="config">Config</h2>{said}<h3>What differs from the defaults</h3>{shown and _OF_NO_PRESET}{shown}'
+        f'<h2 id="config">Config</h2>{typed}<h3>What differs from the defaults</h3>{shown and _OF_NO_PRESET}{shown}'
         f"<details><summary>config.yaml</summary><pre>{safe(text)}</pre>{more}</details>\n"
     )
 
@@ -515,15 +506,11 @@ _OF_NO_PRESET = (
 
 
 def _changes_table(rows: Sequence[tuple[str, Any, Any]], preset: Mapping[str, str]) -> str:
-    cells = [
-        (*(f'<span class="mono">{safe(config_value(each))}</span>' for each in row), _set_by(preset.get(row[0])))
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        set_by = f'<span class="dim">set by model={preset[row[0]]}</span>' if row[0] in preset else ""
+        cells.append((*(f'<span class="mono">{safe(config_value(each))}</span>' for each in row), set_by))
     return html_table(("key", "this run", "default without presets", ""), cells, numbers=()) if cells else ""
-
-
-def _set_by(preset: str | None) -> str:
-    return f'<span class="dim">set by model={preset}</span>' if preset else ""
 
 
 def config_value(value: Any) -> str:

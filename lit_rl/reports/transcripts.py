@@ -178,19 +178,24 @@ def _number(value: float | None) -> str:
     return "-" if value is None or math.isnan(value) else f"{value:.3f}"
 
 
-def _turn(kind: str, who: str, said: str) -> str:
-    return f'<div class="turn {kind}"><div class="who">{who}</div><div class="said">{said}</div></div>\n'
+def _turn(kind: str, who: str, text: str) -> str:
+    return f'<div class="turn {kind}"><div class="who">{who}</div><div class="said">{text}</div></div>\n'
 
 
 def _turns(each: RecordedCompletion, scale: Scale, most_tokens: int) -> Iterator[str]:
     """Yield the policy's turns and their answers: by tokens where they were recorded, else by messages."""
-    said = by_turn(each.messages)
+    turns: list[tuple[dict, list[dict]]] = []  # each message of the policy, with its answers
+    for message in each.messages:
+        if message["role"] == "assistant":
+            turns.append((message, []))
+        elif turns:
+            turns[-1][1].append(message)
     last = each.tokens.turn[-1] if each.tokens else -1
-    for turn in range(max(len(said), last + 1)):
+    for turn in range(max(len(turns), last + 1)):
         # A turn has no message where the episode had failed before it was over.
-        message, answers = said[turn] if turn < len(said) else ({"role": "assistant"}, [])
-        given = each.turn_rewards[turn] if turn < len(each.turn_rewards) else None
-        who = f"{safe(message['role'])} · turn {turn}" + ("" if given is None else f"<br>reward {given:+.3f}")
+        message, answers = turns[turn] if turn < len(turns) else ({"role": "assistant"}, [])
+        reward = each.turn_rewards[turn] if turn < len(each.turn_rewards) else None
+        who = f"{safe(message['role'])} · turn {turn}" + ("" if reward is None else f"<br>reward {reward:+.3f}")
         if each.tokens is None:
             yield _turn("policy", who, safe(message_text(message)))
             yield from (_turn("env", safe(answer["role"]), safe(message_text(answer))) for answer in answers)
@@ -198,17 +203,6 @@ def _turns(each: RecordedCompletion, scale: Scale, most_tokens: int) -> Iterator
             yield from _turn_of_tokens(each.tokens, turn, who, answers, scale, most_tokens)
     if each.tokens is not None and len(each.tokens) > most_tokens:
         yield _turn("unread", "", f"{len(each.tokens) - most_tokens} tokens more are in the parquet file")
-
-
-def by_turn(messages: Sequence[dict]) -> list[tuple[dict, list[dict]]]:
-    """Return each turn of the policy with its answers."""
-    turns: list[tuple[dict, list[dict]]] = []
-    for message in messages:
-        if message["role"] == "assistant":
-            turns.append((message, []))
-        elif turns:
-            turns[-1][1].append(message)
-    return turns
 
 
 # ---------------------------------------------------------------------- tokens, and their colours

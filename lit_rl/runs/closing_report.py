@@ -34,7 +34,11 @@ def phase_totals(metrics: Path) -> dict[str, dict[str, float]]:
     """Return seconds and tokens per second of each phase, summed over a metrics.jsonl; for the update its `mfu` if
     logged."""
     seconds, tokens, used = dict.fromkeys(PHASES, 0.0), 0.0, 0.0
-    for row in read_metrics(metrics):
+    try:
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+    except json.JSONDecodeError as error:
+        raise StorageError(f"{metrics} is damaged: {error}.") from error
+    for row in rows:
         if "time/update" in row:
             spent = [row.get(f"time/{phase}") or 0.0 for phase in PHASES]
             for phase, value in zip(PHASES, spent):
@@ -49,16 +53,6 @@ def phase_totals(metrics: Path) -> dict[str, dict[str, float]]:
     if used:
         found["update"]["mfu"] = used / seconds["update"]
     return found
-
-
-def read_metrics(metrics: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics.jsonl; none where there is no file."""
-    if not metrics.is_file():
-        return []
-    try:
-        return [json.loads(line) for line in metrics.read_text().splitlines()]
-    except json.JSONDecodeError as error:
-        raise StorageError(f"{metrics} is damaged: {error}.") from error
 
 
 @contextmanager
@@ -180,7 +174,7 @@ def closing_lines(
         beside = "AutoProcessor" if loaded_by == _SEES else "AutoTokenizer"
         lines.append(f"use it        {loaded_by}.from_pretrained({str(written.model)!r}), {beside} likewise")
     lines += [f"average       {path}" for name in AVERAGES if (path := written.root / name).is_dir()]
-    if chat is not None and writes_text(loaded_by):
+    if chat is not None and loaded_by in (_SEES, "AutoModelForCausalLM"):  # it writes completions
         how = {"text": "  (each line is a prompt, as in training)", "messages": "  (a conversation)", None: ""}[prompts]
         lines.append(f"talk to it    {chat}{how}")
     return [*lines, f"evaluate it   {evaluation}"] if evaluation else lines
@@ -189,29 +183,23 @@ def closing_lines(
 _SEES = "AutoModelForImageTextToText"
 
 
-def writes_text(loaded_by: str) -> bool:
-    """Tell whether a model of this transformers class writes completions."""
-    return loaded_by in (_SEES, "AutoModelForCausalLM")
-
-
 def tracker_lines(loggers: Sequence[Logger]) -> Iterator[str]:
     """Yield a line for each of W&B, MLflow, Trackio and CSV with the place of its logs. A logger that fails to name it
     has none."""
     for logger in loggers:
+        line = None
         with contextlib.suppress(Exception):  # a logger that fails ends no run
-            if line := _where_it_wrote(logger):
-                yield line
-
-
-def _where_it_wrote(logger: Logger) -> str | None:
-    if isinstance(logger, WandbLogger):
-        folder = Path(logger.experiment.dir).parent
-        return f"wandb         {logger.experiment.url or f'{folder}  (wandb sync sends it)'}"
-    if isinstance(logger, MLFlowLogger):
-        uri = str(logger._tracking_uri)
-        if uri.startswith("sqlite:///"):  # of the current folder
-            uri = f"{Path(uri.removeprefix('sqlite:///')).absolute()}  (mlflow ui --backend-store-uri {uri})"
-        return f"mlflow        {uri}, run {logger.run_id}"
-    if isinstance(logger, TrackioLogger):
-        return f"trackio       trackio show --project {logger.project}  (run {logger.run})"
-    return f"csv           {Path(logger.log_dir) / 'metrics.csv'}" if isinstance(logger, CSVLogger) else None
+            if isinstance(logger, WandbLogger):
+                folder = Path(logger.experiment.dir).parent
+                line = f"wandb         {logger.experiment.url or f'{folder}  (wandb sync sends it)'}"
+            elif isinstance(logger, MLFlowLogger):
+                uri = str(logger._tracking_uri)
+                if uri.startswith("sqlite:///"):  # of the current folder
+                    uri = f"{Path(uri.removeprefix('sqlite:///')).absolute()}  (mlflow ui --backend-store-uri {uri})"
+                line = f"mlflow        {uri}, run {logger.run_id}"
+            elif isinstance(logger, TrackioLogger):
+                line = f"trackio       trackio show --project {logger.project}  (run {logger.run})"
+            elif isinstance(logger, CSVLogger):
+                line = f"csv           {Path(logger.log_dir) / 'metrics.csv'}"
+        if line is not None:
+            yield line

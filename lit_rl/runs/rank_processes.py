@@ -46,10 +46,10 @@ _gave_up: Callable[[BackendError], int] | None = None
 
 def end_with_parent() -> None:
     """Watch from now on, if rank 0 has started this process, that rank 0 is alive."""
-    told = os.environ.pop(STARTED_BY, None)  # what this process starts is not rank 0's
-    if told is None or os.environ.get("LOCAL_RANK", "0") == "0" or os.name != "posix":
+    parent = os.environ.pop(STARTED_BY, None)  # what this process starts is not rank 0's
+    if parent is None or os.environ.get("LOCAL_RANK", "0") == "0" or os.name != "posix":
         return
-    threading.Thread(target=_watch_parent, args=(int(told),), name="lit_rl-parent", daemon=True).start()
+    threading.Thread(target=_watch_parent, args=(int(parent),), name="lit_rl-parent", daemon=True).start()
 
 
 @contextlib.contextmanager
@@ -93,7 +93,11 @@ def _watch_parent(parent: int) -> None:
     )
     code = error.exit_code
     try:
-        code = (_gave_up or _print_error)(error)
+        if _gave_up is not None:
+            code = _gave_up(error)
+        else:
+            sys.stderr.write(f"{type(error).__name__}: {error}\n")
+            sys.stderr.flush()
     finally:  # also where the terminal is gone, and nothing can be said
         os._exit(code)
 
@@ -116,12 +120,6 @@ def ranks_have_met() -> bool:
         sys.modules.get("torch.distributed"), "is_initialized", None
     )  # while it loads there is none
     return is_initialized is not None and is_initialized()
-
-
-def _print_error(error: BackendError) -> int:
-    sys.stderr.write(f"{type(error).__name__}: {error}\n")
-    sys.stderr.flush()
-    return error.exit_code
 
 
 # ---------------------------------------------------------------------- rank 0 watches its children
@@ -196,14 +194,14 @@ def _watch_children(
             disarm_lightning_observer()
         if (failed := _first_failed()) is None:
             continue
-        given = seconds if ranks_have_met() else min(seconds, _EXIT_GRACE)
-        if over.wait(given):
+        grace = seconds if ranks_have_met() else min(seconds, _EXIT_GRACE)
+        if over.wait(grace):
             return
         code = BackendError.exit_code
         try:
             code = gave_up(
                 BackendError(
-                    f"{_exit_clause(failed, trainer.global_rank)}, and for {given:.0f} s this one has not heard of "
+                    f"{_exit_clause(failed, trainer.global_rank)}, and for {grace:.0f} s this one has not heard of "
                     "it: it stands where nothing fails. Start the same command with ckpt_path=last: the run goes on "
                     "from its newest checkpoint."
                 )
@@ -245,13 +243,13 @@ class OtherRankFailed(LitRLError):
     """Failure of another rank before this one, which noticed a lost connection. Its exit code is this one's too.
 
     Args:
-        said: That rank's `error.json`.
+        record: That rank's `error.json`.
     """
 
-    def __init__(self, said: Mapping[str, Any]) -> None:
-        self.exit_code = said["exit_code"]
-        words = said["traceback"] if said["exit_code"] == 1 else f"{said['error']}: {said['message']}"
-        super().__init__(f"rank {said['rank']} on {said['host']} failed first:\n{words}")
+    def __init__(self, record: Mapping[str, Any]) -> None:
+        self.exit_code = record["exit_code"]
+        reason = record["traceback"] if record["exit_code"] == 1 else f"{record['error']}: {record['message']}"
+        super().__init__(f"rank {record['rank']} on {record['host']} failed first:\n{reason}")
 
 
 def child_exit_reason(rank: int, seconds: float = _LOST_TO_EXIT) -> tuple[str, bool] | None:

@@ -86,45 +86,21 @@ def find_placement(num_nodes: int) -> ProcessPlacement | None:
         ConfigError: what the launcher set does not fit it, or does not say where to meet.
     """
     if TorchElasticEnvironment.detect():
-        found = _torchrun_placement()
+        environment, rank = TorchElasticEnvironment(), int(os.environ["RANK"])
+        nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+        opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        attempt = "/".join(os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
     elif SLURMEnvironment.detect():
-        found = _slurm_placement()
+        try:
+            environment = SLURMEnvironment()
+        except RuntimeError as error:
+            raise ConfigError(str(error)) from error
+        rank, attempt = environment.global_rank(), ""
+        nodes = int(os.environ.get("SLURM_STEP_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
+        opens = rank == 0
     else:
-        found = _manual_placement(num_nodes)
-    if found is None or found.size == 1:
-        return None
-    if found.nodes != num_nodes:
-        raise ConfigError(
-            f"trainer.num_nodes={num_nodes}, and the launcher has started {found.nodes} nodes: set "
-            f"trainer.num_nodes={found.nodes}."
-        )
-    return found
-
-
-def _torchrun_placement() -> ProcessPlacement:
-    environment, rank = TorchElasticEnvironment(), int(os.environ["RANK"])
-    attempt = "/".join(os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
-    return ProcessPlacement(
-        rank,
-        environment.world_size(),
-        environment.node_rank(),
-        int(os.environ.get("GROUP_WORLD_SIZE", "1")),
-        environment.main_address,
-        environment.main_port,
-        first_of_node=environment.local_rank() == 0,
-        opens=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-        attempt=attempt,
-    )
-
-
-def _slurm_placement() -> ProcessPlacement:
-    try:
-        environment = SLURMEnvironment()
-    except RuntimeError as error:
-        raise ConfigError(str(error)) from error
-    rank = environment.global_rank()
-    nodes = int(os.environ.get("SLURM_STEP_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
-    return ProcessPlacement(
+        return _manual_placement(num_nodes)
+    found = ProcessPlacement(
         rank,
         environment.world_size(),
         environment.node_rank(),
@@ -132,8 +108,17 @@ def _slurm_placement() -> ProcessPlacement:
         environment.main_address,
         environment.main_port,
         first_of_node=environment.local_rank() == 0,
-        opens=rank == 0,
+        opens=opens,
+        attempt=attempt,
     )
+    if found.size == 1:
+        return None
+    if found.nodes != num_nodes:
+        raise ConfigError(
+            f"trainer.num_nodes={num_nodes}, and the launcher has started {found.nodes} nodes: set "
+            f"trainer.num_nodes={found.nodes}."
+        )
+    return found
 
 
 def _manual_placement(num_nodes: int) -> ProcessPlacement | None:
@@ -273,10 +258,10 @@ class Rendezvous:
         if self._begun:
             return
         where = f"{self._name_of(self.placement.rank)} ({socket.gethostname()})"
-        said = [type(error).__name__, f"The run does not begin, as {where} has failed: {error}"]
+        message = [type(error).__name__, f"The run does not begin, as {where} has failed: {error}"]
         with contextlib.suppress(DistError):
-            self._store.set("failed", json.dumps(said))
-            if self.placement.opens:  # what was said is gone with this process
+            self._store.set("failed", json.dumps(message))
+            if self.placement.opens:  # the store is gone with this process
                 time.sleep(5 * _POLL_INTERVAL)
 
     # ------------------------------------------------------------------ waiting
@@ -432,14 +417,21 @@ def send_start(meeting: Rendezvous, run_dir: RunDir, ckpt_path: str | None, *, n
     )
     answers = meeting.gather_replies()
     lacking = [answer["host"] for answer in answers if answer["lacks"]]
-    _check_newest(path, [f"{answer['host']}:{answer['newer']}" for answer in answers if answer["newer"]])
+    if newer := [f"{answer['host']}:{answer['newer']}" for answer in answers if answer["newer"]]:
+        holds = f"node 0 would go on from {path.name}" if path is not None else "node 0 holds none and would begin anew"
+        raise StorageError(
+            f"ckpt_path=last: {holds}, and there is {' and '.join(newer)}. Where nodes have file systems of their own, "
+            "the run is in the folder of node 0: let the machine be node 0 that was it before, or copy the folder. To "
+            "go on without, remove it there."
+        )
     if path is not None and path.is_dir() and lacking:
         raise StorageError(
             f"{path} is a folder with a part of each process, and {', '.join(lacking)} does not see there what "
             "this node sees. A run with strategy=deepspeed_* goes on where all nodes share the file system of run_dir."
         )
     if path is not None and lacking:
-        meeting.send_chunks(_read_chunks(path), len(lacking))
+        with path.open("rb") as file:
+            meeting.send_chunks(iter(lambda: file.read(_CHUNK_BYTES), b""), len(lacking))
     meeting.broadcast("carried", {})
 
 
@@ -457,39 +449,27 @@ def receive_start(meeting: Rendezvous) -> tuple[RunDir, str | None] | None:
     Raises:
         LitRLError: why the run does not begin.
     """
-    told = meeting.receive("start")
-    if "finished" in told:
+    start = meeting.receive("start")
+    if "finished" in start:
         meeting.reply(None)
         return None
-    run_dir, path = RunDir(Path(told["run_dir"])), Path(told["ckpt_path"]) if told["ckpt_path"] else None
-    first = meeting.placement.first_of_node
-    lacks = first and path is not None and (not path.exists() or _checkpoint_digest(path) != told["mark"])
-    newer = _newer_checkpoint(run_dir, path) if first and told["newest"] else None
+    run_dir, path = RunDir(Path(start["run_dir"])), Path(start["ckpt_path"]) if start["ckpt_path"] else None
+    first, newer = meeting.placement.first_of_node, None
+    lacks = first and path is not None and (not path.exists() or _checkpoint_digest(path) != start["mark"])
+    if first and start["newest"]:
+        newest = max(run_dir.checkpoints.glob("*.ckpt"), key=step_of, default=None)
+        if newest is not None and (path is None or step_of(newest) > step_of(path)):
+            newer = newest
     if first and newer is None:
         run_dir.error.unlink(missing_ok=True)  # of the attempt before
-        if told["summary"] is not None and run_dir.read_summary() != told["summary"]:
+        if start["summary"] is not None and run_dir.read_summary() != start["summary"]:
             run_dir.path.mkdir(parents=True, exist_ok=True)
-            run_dir.write_summary(told["summary"])  # it decides what is measured, which takes all processes
+            run_dir.write_summary(start["summary"])  # it decides what is measured, which takes all processes
     meeting.reply({"host": socket.gethostname(), "lacks": lacks, "newer": newer and str(newer)})
     if lacks and path is not None:
         _write_chunks(path, meeting.receive_chunks())
     meeting.receive("carried")
     return run_dir, str(path) if path is not None else None
-
-
-def _check_newest(path: Path | None, newer: Sequence[str]) -> None:
-    if newer:
-        holds = f"node 0 would go on from {path.name}" if path is not None else "node 0 holds none and would begin anew"
-        raise StorageError(
-            f"ckpt_path=last: {holds}, and there is {' and '.join(newer)}. Where nodes have file systems of their own, "
-            "the run is in the folder of node 0: let the machine be node 0 that was it before, or copy the folder. To "
-            "go on without, remove it there."
-        )
-
-
-def _newer_checkpoint(run_dir: RunDir, path: Path | None) -> Path | None:
-    here = max(run_dir.checkpoints.glob("*.ckpt"), key=step_of, default=None)
-    return here if here is not None and (path is None or step_of(here) > step_of(path)) else None
 
 
 def _checkpoint_digest(path: Path) -> str | None:
@@ -504,12 +484,6 @@ def _checkpoint_digest(path: Path) -> str | None:
     except (OSError, zipfile.BadZipFile):
         return None
     return digest.hexdigest()
-
-
-def _read_chunks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while piece := file.read(_CHUNK_BYTES):
-            yield piece
 
 
 def _write_chunks(path: Path, pieces: Iterator[bytes]) -> None:
