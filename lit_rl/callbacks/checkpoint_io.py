@@ -121,8 +121,8 @@ def step_of(path: Path) -> int:
 
 
 def _file_version(path: Path) -> tuple[str, int, int, int]:
-    there = path.stat()
-    return os.path.realpath(path), there.st_ino, there.st_size, there.st_mtime_ns
+    status = path.stat()
+    return os.path.realpath(path), status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _find_fault(path: Path) -> str | None:

@@ -78,8 +78,8 @@ def requeue() -> None:
     """Put this job into the queue again; called by rank 0 once everything is saved. Slurm then ends it."""
     from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-    done, said = _requeue_job()
-    (rank_zero_info if done else rank_zero_warn)(said)
+    done, message = _requeue_job()
+    (rank_zero_info if done else rank_zero_warn)(message)
 
 
 def requeue_before_training() -> None:

@@ -74,9 +74,9 @@ class TimedCheckpoint(ModelCheckpoint):
         else:
             trained = (weight for weight in weights if weight.requires_grad)
             one = _bytes(trained) + sum(map(_state_size, trainer.optimizers))
-        there = any(Path(self.dirpath).glob("*.ckpt"))
+        has_checkpoint = any(Path(self.dirpath).glob("*.ckpt"))
         try:
-            check_free_space(self.dirpath, one * (1 if there else 2) + _bytes(weights))
+            check_free_space(self.dirpath, one * (1 if has_checkpoint else 2) + _bytes(weights))
         except OSError as error:
             raise StorageError(
                 f"There is no room for a checkpoint, the one before it and the export: {error}. Take a run_dir on "

@@ -164,9 +164,9 @@ def _validation_lines(run: RunFiles, leaf: str, name: str, label: str, colour: i
     second = next((stage for stage in SECOND_DECODINGS if metric_of_set(leaf, name, stage) in run.series), None)
     # The decodings of the validations at the ends of the run, the `eval` group's first; none without a summary.
     measured = "reward" if second else leaf
-    of_set = [_mapping(_mapping(run.summary.get(when)).get(name)) for when in ("before", "after")]
+    by_decoding = [_mapping(_mapping(run.summary.get(when)).get(name)) for when in ("before", "after")]
     decodings = list(
-        dict.fromkeys(key for each in of_set for key, numbers in each.items() if measured in _mapping(numbers))
+        dict.fromkeys(key for each in by_decoding for key, numbers in each.items() if measured in _mapping(numbers))
     )
     for number, stage in enumerate(("val", second) if second else ("val",)):
         full = metric_of_set(leaf, name, stage)

@@ -143,7 +143,7 @@ def run_page_html(run: RunFiles) -> str:
 
 
 def _contents(found: Sequence[RunFinding], written: SampleFiles) -> str:
-    there = {"alarms": bool(found), "samples-of-run": bool(written.files)}
+    present = {"alarms": bool(found), "samples-of-run": bool(written.files)}
     notes = sum(each.weight == "note" for each in found)
     counts = {"Alarms": len(found) - notes, "Notes": notes}
     names = {
@@ -154,7 +154,7 @@ def _contents(found: Sequence[RunFinding], written: SampleFiles) -> str:
         "time": "Time",
         "config": "Config",
     }
-    links = "".join(f'<a href="#{at}">{name}</a>' for at, name in names.items() if there.get(at, True))
+    links = "".join(f'<a href="#{at}">{name}</a>' for at, name in names.items() if present.get(at, True))
     return f'<nav aria-label="Contents">{links}</nav>\n'
 
 
@@ -399,32 +399,32 @@ def _time(run: RunFiles) -> str:
     sizes = (
         {name: _size(size) for name, size in held.items() if isinstance(size, int)} if isinstance(held, dict) else {}
     )
-    speeds = {name: _typical(run, f"tokens_per_second_per_device/{name}", ",.0f") for name in phases}
+    speeds = {name: _median_of(run, f"tokens_per_second_per_device/{name}", ",.0f") for name in phases}
     rows = [
-        (safe(name), f"{value:.1f}", _share(value, whole), speeds.get(name, ""), sizes.get(name, ""))
+        (safe(name), f"{value:.1f}", _percent(value, whole), speeds.get(name, ""), sizes.get(name, ""))
         for name, value in seconds.items()
     ]
     head = ("phase", "seconds", "of the run", "tokens a second and device", "rank 0 held")
-    shown = _shares(phases) + html_table(head, rows) + _used(run) if rows else ""
+    shown = _phase_bar(phases) + html_table(head, rows) + _utilisation(run) if rows else ""
     return f'<h2 id="time">Time and memory</h2>{shown}{_memory(run)}{_traces(run)}\n'
 
 
-def _typical(run: RunFiles, name: str, form: str) -> str:
+def _median_of(run: RunFiles, name: str, form: str) -> str:
     """Return the median of a metric over the lines of the log; empty where it was not logged."""
     found = run.series.get(name)
     return format(median(found.values), form) if found else ""
 
 
-_OF_DEVICES = {
+_DEVICE_METRICS = {
     "mfu": ("of a device's peak in the update (mfu)", ".1%"),
     "tflops_per_second": ("TFLOP/s a device in the update", ",.3g"),
     "idle_share": ("of the time in no phase (idle_share)", ".1%"),
 }
 
 
-def _used(run: RunFiles) -> str:
+def _utilisation(run: RunFiles) -> str:
     """Return a line about the utilisation of the devices."""
-    medians = {words: _typical(run, name, form) for name, (words, form) in _OF_DEVICES.items()}
+    medians = {words: _median_of(run, name, form) for name, (words, form) in _DEVICE_METRICS.items()}
     listed = " · ".join(f"{value} {words}" for words, value in medians.items() if value)
     return f'<p class="dim">Medians over the lines of the log: {listed}.</p>' if listed else ""
 
@@ -433,11 +433,11 @@ def _traces(run: RunFiles) -> str:
     """Return links to the files of debug=profile, beside the page."""
     files = sorted(path.name for path in (run.path / PROFILE).glob("*") if path.is_file())
     links = (f'<a href="{PROFILE}/{quote(name)}">{safe(name)}</a>' for name in files)
-    how = "a trace opens in ui.perfetto.dev, or chrome://tracing"
-    return f"<h3>Profile</h3><p>{' · '.join(links)} ({how})</p>" if files else ""
+    hint = "a trace opens in ui.perfetto.dev, or chrome://tracing"
+    return f"<h3>Profile</h3><p>{' · '.join(links)} ({hint})</p>" if files else ""
 
 
-_HELD = {
+_PEAKS = {
     "process": "memory of the process",
     "tensors": "tensors on the GPU",
     "reserved": "with what PyTorch keeps for the next",
@@ -448,7 +448,7 @@ def _memory(run: RunFiles) -> str:
     """Return a table of rank 0's peak memory, from the summary."""
     peaks = run.summary.get("peak_memory")
     peaks = peaks if isinstance(peaks, dict) else {}
-    rows = [(name, _size(peaks[key])) for key, name in _HELD.items() if isinstance(peaks.get(key), int)]
+    rows = [(name, _size(peaks[key])) for key, name in _PEAKS.items() if isinstance(peaks.get(key), int)]
     if not rows:
         return '<p class="dim">No memory was measured yet; lit-rl plan says what a step needs.</p>'
     return html_table(("rank 0 held", "at most"), rows)
@@ -460,7 +460,7 @@ def _size(size: int) -> str:
     return f"{size / 2**20:.0f} MiB" if size < 2**30 / 10 else f"{size / 2**30:.2f} GiB"
 
 
-def _shares(phases: Mapping[str, float]) -> str:
+def _phase_bar(phases: Mapping[str, float]) -> str:
     """Return a bar of the phases, its legend, and the total that they are shares of."""
     total = sum(phases.values()) or 1
     parts = [(f"c{i}", safe(name), value / total) for i, (name, value) in enumerate(phases.items())]
@@ -470,7 +470,7 @@ def _shares(phases: Mapping[str, float]) -> str:
     return f'<div class="share" aria-hidden="true">{bar}</div><p>{keys}</p><p class="dim">{of}</p>'
 
 
-def _share(value: float, whole: Any) -> str:
+def _percent(value: float, whole: Any) -> str:
     return f"{value / whole:.0%}" if isinstance(whole, (int, float)) and whole > 0 else ""
 
 
@@ -494,12 +494,12 @@ def _config(run: RunFiles) -> str:
     text, left = run.config_text[:_MOST_CONFIG], len(run.config_text) - _MOST_CONFIG
     more = f'<p class="dim">{left} characters more are in config.yaml.</p>' if left > 0 else ""
     return (
-        f'<h2 id="config">Config</h2>{typed}<h3>What differs from the defaults</h3>{shown and _OF_NO_PRESET}{shown}'
+        f'<h2 id="config">Config</h2>{typed}<h3>What differs from the defaults</h3>{shown and _DEFAULTS_NOTE}{shown}'
         f"<details><summary>config.yaml</summary><pre>{safe(text)}</pre>{more}</details>\n"
     )
 
 
-_OF_NO_PRESET = (
+_DEFAULTS_NOTE = (
     '<p class="dim">The default without presets is the constructor\'s, or what conf/trainer/default.yaml says. '
     "Without a word that was typed a key may have another value: that of the chosen data, model or experiment.</p>"
 )

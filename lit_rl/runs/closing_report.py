@@ -175,8 +175,10 @@ def closing_lines(
         lines.append(f"use it        {loaded_by}.from_pretrained({str(written.model)!r}), {beside} likewise")
     lines += [f"average       {path}" for name in AVERAGES if (path := written.root / name).is_dir()]
     if chat is not None and loaded_by in (_SEES, "AutoModelForCausalLM"):  # it writes completions
-        how = {"text": "  (each line is a prompt, as in training)", "messages": "  (a conversation)", None: ""}[prompts]
-        lines.append(f"talk to it    {chat}{how}")
+        hint = {"text": "  (each line is a prompt, as in training)", "messages": "  (a conversation)", None: ""}[
+            prompts
+        ]
+        lines.append(f"talk to it    {chat}{hint}")
     return [*lines, f"evaluate it   {evaluation}"] if evaluation else lines
 
 

@@ -130,8 +130,8 @@ def _kind_of_first_row(data: ExampleDataModule) -> Kind:
     reading = {"rename": data.options.rename, "map_row": data.options.map_row}
     if data.sources:  # one row of it: the file is parsed once, by `prepare`
         source = data.sources[0]
-        how = {"split": source.split, "name": source.name, "on_bad_row": data.on_bad_row, "own": source.own}
-        row, _ = first_row(source.path, **how, **reading)
+        options = {"split": source.split, "name": source.name, "on_bad_row": data.on_bad_row, "own": source.own}
+        row, _ = first_row(source.path, **options, **reading)
     else:
         rows = data.train_rows()[0]
         row = read_row(rows[0], rows.where(0), **reading).row

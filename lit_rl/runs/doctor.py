@@ -450,22 +450,25 @@ def advice(found: Findings) -> Iterator[str]:
 
 
 def _dtype(found: Findings) -> str:
-    ours, theirs = found.sides.trainer, found.sides.generator
-    own = found.compared[ours]
-    if _BYTES[theirs] < _BYTES[ours]:
+    trainer, engine = found.sides.trainer, found.sides.generator
+    own = found.compared[trainer]
+    if _BYTES[engine] < _BYTES[trainer]:
         return (
-            f"generator.dtype={ours}: the trainer computes in {ours} and the engine in {theirs}, so the mean "
-            f"difference is {own.mean:.2g} nats, where {ours} on both sides has about 1e-5. Where memory is short, "
-            f"{theirs} may stay: the effective share of the tokens is {own.share:.3f}."
+            f"generator.dtype={trainer}: the trainer computes in {trainer} and the engine in {engine}, so the mean "
+            f"difference is {own.mean:.2g} nats, where {trainer} on both sides has about 1e-5. Where memory is short, "
+            f"{engine} may stay: the effective share of the tokens is {own.share:.3f}."
         )
-    if _BYTES[theirs] > _BYTES[ours]:
+    if _BYTES[engine] > _BYTES[trainer]:
         return (
-            f"generator.dtype={ours}: the trainer computes in {ours}, and the engine in {theirs} is no nearer to it "
-            f"(mean difference {own.mean:.2g} nats) and takes twice the memory."
+            f"generator.dtype={trainer}: the trainer computes in {trainer}, and the engine in {engine} is no nearer to "
+            f"it (mean difference {own.mean:.2g} nats) and takes twice the memory."
         )
-    if theirs != ours:
-        return f"generator.dtype={ours}: the engine computes in {theirs}, and the trainer in {ours} rounds otherwise."
-    return f"generator.dtype={theirs} fits: mean difference {own.mean:.2g} nats, with the trainer in {ours}."
+    if engine != trainer:
+        return (
+            f"generator.dtype={trainer}: the engine computes in {engine}, and the trainer in {trainer} rounds "
+            "otherwise."
+        )
+    return f"generator.dtype={engine} fits: mean difference {own.mean:.2g} nats, with the trainer in {trainer}."
 
 
 def _correction(found: Findings) -> str:

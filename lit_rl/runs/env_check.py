@@ -347,14 +347,14 @@ def check_repeats(
             "a run of several processes, and a resumed one, make the environment anew", "run it with python by hand",
         )  # fmt: skip
         return
-    lines = next(
-        (_difference(played.lines, there) for played, there in zip(first, fresh) if list(played.lines) != there), None
+    changed = next(
+        (_difference(played.lines, lines) for played, lines in zip(first, fresh) if list(played.lines) != lines), None
     )
-    if lines is None:
+    if changed is None:
         yield EnvFinding(other, "ok", "the same episodes, with other hashes of texts (PYTHONHASHSEED) and a later time")
         return
     yield EnvFinding(
-        other, "WRONG", f"same seed, same turns: {lines}",
+        other, "WRONG", f"same seed, same turns: {changed}",
         "ranks and a resumed run are other processes: a resumed run would differ from the uninterrupted one",
         "leave hash() of texts, the order of sets, the time and the process's id out of it",
     )  # fmt: skip
@@ -535,11 +535,11 @@ def check_times(first: Sequence[PlayedEpisode], limit: float, rollout: EnvRollou
     longest = max(*resets, *answers)
     episode = statistics.mean(resets) + rollout.turns * statistics.mean(answers)
     whole = episode * max(1.0, rollout.episodes / rollout.at_once)
-    how = {1: "one call after another", math.inf: "all at once"}.get(rollout.at_once, f"{rollout.at_once} at a time")
+    order = {1: "one call after another", math.inf: "all at once"}.get(rollout.at_once, f"{rollout.at_once} at a time")
     seen = (
         f"a reset takes {_ms(resets)}, an answer {_ms(answers)}; the limit is env.step_timeout={limit:g} s. A rollout "
         f"of {rollout.episodes} episodes of {rollout.turns} turns waits {whole:.2g} s "
-        f"({how})"
+        f"({order})"
     )
     if longest < limit / 2:
         return EnvFinding("time", "ok", seen)

@@ -191,10 +191,10 @@ class Rendezvous:
 
     # ------------------------------------------------------------------ messages
 
-    def broadcast(self, name: str, what: Mapping[str, Any]) -> None:
-        """Send this to all others. Called by rank 0, once a name."""
+    def broadcast(self, name: str, message: Mapping[str, Any]) -> None:
+        """Send a message to all others. Called by rank 0, once a name."""
         with self._store_errors():
-            self._store.set(name, json.dumps(what))
+            self._store.set(name, json.dumps(message))
 
     def receive(self, name: str) -> dict[str, Any]:
         """Wait for a message of rank 0. Called by the others."""
@@ -202,10 +202,10 @@ class Rendezvous:
         with self._store_errors():
             return json.loads(self._store.get(name))
 
-    def reply(self, what: Any) -> None:
+    def reply(self, answer: Any) -> None:
         """Send an answer to rank 0. Called by the others, once."""
         with self._store_errors():
-            self._store.set(f"answer/{self.placement.rank}", json.dumps(what))
+            self._store.set(f"answer/{self.placement.rank}", json.dumps(answer))
 
     def gather_replies(self) -> list[Any]:
         """Wait for the answers of the others, in the order of ranks. Called by rank 0."""
@@ -214,10 +214,10 @@ class Rendezvous:
         with self._store_errors():
             return [json.loads(self._store.get(f"answer/{rank}")) for rank in others]
 
-    def all_gather(self, name: str, mine: Any) -> list[Any]:
+    def all_gather(self, name: str, value: Any) -> list[Any]:
         """Gather one value from every rank, in the order of ranks. Called by all, once a name."""
         with self._store_errors():
-            self._store.set(f"{name}/{self.placement.rank}", json.dumps(mine))
+            self._store.set(f"{name}/{self.placement.rank}", json.dumps(value))
         self._wait_for_all(name, range(self.placement.size))
         with self._store_errors():
             return [json.loads(self._store.get(f"{name}/{rank}")) for rank in range(self.placement.size)]
@@ -277,30 +277,30 @@ class Rendezvous:
             ) from error
 
     def _connect(self) -> Any:
-        address, why = (self.placement.address, self.placement.port), [""]
+        address, reason = (self.placement.address, self.placement.port), [""]
 
         def is_reachable() -> bool:
             try:
                 socket.create_connection(address, timeout=5).close()
             except OSError as error:
-                why[0] = f" ({error.strerror or error})"
+                reason[0] = f" ({error.strerror or error})"
                 return False
             return True
 
-        self._wait_until(is_reachable, lambda: f"{self._name_of(0)}{why[0]}")
+        self._wait_until(is_reachable, lambda: f"{self._name_of(0)}{reason[0]}")
         with self._store_errors():
             return _distributed.TCPStore(*address, is_master=False, wait_for_workers=False)
 
-    def _wait_for_all(self, what: str, ranks: Iterable[int]) -> None:
+    def _wait_for_all(self, key: str, ranks: Iterable[int]) -> None:
         missing = list(ranks)
 
         def arrived() -> bool:
-            missing[:] = [rank for rank in missing if not self._store.check([f"{what}/{rank}"])]
+            missing[:] = [rank for rank in missing if not self._store.check([f"{key}/{rank}"])]
             return not missing
 
         self._wait(arrived, lambda: _list(self._name_of(rank) for rank in missing))
 
-    def _wait(self, arrived: Callable[[], bool], whom: Callable[[], str]) -> None:
+    def _wait(self, arrived: Callable[[], bool], awaited: Callable[[], str]) -> None:
         """Wait until a condition holds, or raise the error of a rank that never gets ready."""
 
         def arrived_or_aborted() -> bool:
@@ -309,9 +309,9 @@ class Rendezvous:
                 raise getattr(errors, kind, BackendError)(message)
             return arrived()
 
-        self._wait_until(arrived_or_aborted, whom)
+        self._wait_until(arrived_or_aborted, awaited)
 
-    def _wait_until(self, arrived: Callable[[], bool], whom: Callable[[], str]) -> None:
+    def _wait_until(self, arrived: Callable[[], bool], awaited: Callable[[], str]) -> None:
         """Wait until a condition holds; print now and then which ranks are missing."""
         began, due = time.monotonic(), list(_REPORT_AFTER)
         while True:
@@ -320,10 +320,10 @@ class Rendezvous:
                     return
             waited = time.monotonic() - began
             if waited >= self._patience:
-                raise BackendError(f"{whom()} did not come to {self._address()} in {waited:.0f} s.{self._advice()}")
+                raise BackendError(f"{awaited()} did not come to {self._address()} in {waited:.0f} s.{self._advice()}")
             if due and waited >= due[0]:
                 due.pop(0)
-                self._print_waiting(whom(), waited)
+                self._print_waiting(awaited(), waited)
             time.sleep(_POLL_INTERVAL)
 
     @contextlib.contextmanager
@@ -338,15 +338,15 @@ class Rendezvous:
 
     # ------------------------------------------------------------------ what the user reads
 
-    def _print_waiting(self, whom: str, waited: float) -> None:
+    def _print_waiting(self, awaited: str, waited: float) -> None:
         if not self.placement.first_of_node:
             return
         size = self.placement.nodes if self.placement.by_hand else self.placement.size
         this = f"This is {self._name_of(self.placement.rank)} of {size}"
         if waited < _REPORT_AFTER[1]:
-            line = f"{this}, waiting for {whom} at {self._address()}.{self._commands_to_type()}"
+            line = f"{this}, waiting for {awaited} at {self._address()}.{self._commands_to_type()}"
         else:
-            line = f"{this}, still waiting for {whom} at {self._address()} after {waited:.0f} s.{self._advice()}"
+            line = f"{this}, still waiting for {awaited} at {self._address()} after {waited:.0f} s.{self._advice()}"
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
 
@@ -361,8 +361,8 @@ class Rendezvous:
         if not self.placement.by_hand or self.placement.rank != 0:
             return ""
         reachable = socket.gethostname() if is_loopback(self.placement.address) else self.placement.address
-        there = f"MASTER_ADDR={reachable} MASTER_PORT={self.placement.port}"
-        lines = [f"\n  {there} NODE_RANK={node} {self._command}" for node in range(1, self.placement.nodes)]
+        address = f"MASTER_ADDR={reachable} MASTER_PORT={self.placement.port}"
+        lines = [f"\n  {address} NODE_RANK={node} {self._command}" for node in range(1, self.placement.nodes)]
         return f" Type there:{''.join(lines)}"
 
     def _advice(self) -> str:
