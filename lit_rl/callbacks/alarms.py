@@ -58,8 +58,8 @@ class GoodCheckpoint:
             os.replace(partial, target)
         except OSError as error:
             rank_zero_warn(
-                f"The checkpoint that callbacks.{self.key} would go back to could not be kept ({error}): it goes back "
-                "to an earlier one, or stops."
+                f"The checkpoint that callbacks.{self.key} would roll back to could not be kept ({error}): a roll-back "
+                "takes an earlier one, or stops the run."
             )
 
     def go_back(self, trainer: L.Trainer, module: Any) -> int | None:
@@ -161,7 +161,9 @@ class Alarm(L.Callback, ABC):
 
     def __init__(self, then: Then = "warn", patience: int = 5, roll_backs: int = 2) -> None:
         if then not in get_args(Then):
-            raise ConfigError(f"callbacks.{self.key}.then={then!r} is none of {', '.join(get_args(Then))}.")
+            raise ConfigError(
+                f"callbacks.{self.key}.then={then!r} is unknown: allowed are {', '.join(get_args(Then))}."
+            )
         in_range(f"callbacks.{self.key}.patience", patience, low=1)
         in_range(f"callbacks.{self.key}.roll_backs", roll_backs, low=1)
         self.then: Then = then
@@ -207,15 +209,15 @@ class Alarm(L.Callback, ABC):
         instead = f"Set callbacks.{self.key}.then=stop, and go on by hand from the checkpoint that you want."
         if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
             name = type(trainer.strategy).__name__
-            raise ConfigError(f"{setting} is there for strategy=auto and ddp, and this run has {name}. {instead}")
+            raise ConfigError(
+                f"{setting} works with strategy=auto and strategy=ddp only, and this run uses {name}. {instead}"
+            )
         if getattr(getattr(pl_module, "generator", None), "lag", 0):
             raise ConfigError(
-                f"{setting} cannot throw away completions that are drawn ahead: set generator.lag=0. Or: {instead}"
+                f"{setting} does not work with completions that are generated ahead: set generator.lag=0. Or: {instead}"
             )
         if trainer.checkpoint_callback is None and not trainer.fast_dev_run:  # pyright: ignore
-            raise ConfigError(
-                f"{setting} needs checkpoints, and this run saves none: leave callbacks=none out. {instead}"
-            )
+            raise ConfigError(f"{setting} needs checkpoints, and this run saves none: remove callbacks=none. {instead}")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.stopped_at = None
@@ -301,8 +303,9 @@ class Alarm(L.Callback, ABC):
         trainer.should_stop, self.stopped_at = True, trainer.global_step
         if self.then == "stop":
             return "The run ends here. "
-        why = "went back as often as it may" if self.rolled_back else "has no checkpoint from before that"
-        return f"The run {why}, and ends here. "
+        if self.rolled_back >= self.roll_backs:
+            return f"It was rolled back as often as allowed (roll_backs={self.roll_backs}), and the run ends here. "
+        return "The run has no checkpoint from before that, and ends here. "
 
     @rank_zero_only
     def _write(self, trainer: L.Trainer, message: str) -> None:

@@ -129,12 +129,12 @@ def _find_fault(path: Path) -> str | None:
     """Describe the fault of a file or a folder; None where it is whole."""
     if path.is_dir() and (path / _DEEPSPEED).exists():
         if not (path / MANIFEST).exists():
-            return f"it is damaged: {MANIFEST} is missing, which says what was written"
-        return None if matches_manifest(path) else f"it is damaged: a piece is not as {MANIFEST} says, or is missing"
+            return f"it is damaged: {MANIFEST}, the list of its pieces, is missing"
+        return None if matches_manifest(path) else f"it is damaged: a piece is missing, or differs from {MANIFEST}"
     if path.is_dir() and (path / _FSDP).exists():
-        return None if (path / _INDEX).exists() else f"it is damaged: {_INDEX} is missing, the index of its pieces"
+        return None if (path / _INDEX).exists() else f"it is damaged: {_INDEX}, the index of its pieces, is missing"
     if path.is_dir():
-        return f"it is a folder with none of {_DEEPSPEED} and {_FSDP} in it"
+        return f"it is a folder that contains neither {_DEEPSPEED} nor {_FSDP}"
     try:
         torch._C.PyTorchFileReader(os.fspath(path))  # it is stricter with an archive's index than Python's own reader
         with zipfile.ZipFile(path) as archive:
@@ -193,9 +193,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         except OSError as error:
             saved, _ = newest_whole(list(Path(target).parent.glob("*.ckpt")))
             hint = (
-                "No checkpoint of this run was saved before: mend this, and start it anew."
+                "This run had saved no checkpoint before: fix this, and start it again."
                 if saved is None
-                else "What was saved before is as it was: mend this, and go on from there with ckpt_path=last."
+                else "Earlier checkpoints are unchanged: fix this, and resume from the newest with ckpt_path=last."
             )
             raise StorageError(f"The checkpoint {target} could not be written: {error}. {hint}") from error
 

@@ -331,9 +331,9 @@ class MergedWeights(AveragedWeights):
         model = getattr(pl_module, "model", None)
         if getattr(model, "lora", None) is not None or getattr(model, "adapter", None) is not None:
             raise ConfigError(
-                "callbacks=merge goes along a line between weights, and the two factors of an adapter multiply: their "
-                "line is another one. Merge a share of an adapter by its scale instead (lora_alpha in "
-                "adapter_config.json, times the share), or train without model.lora and model.adapter."
+                "callbacks=merge interpolates weights, and interpolating the two factors of an adapter does not "
+                "interpolate their product. Scale the adapter instead (lora_alpha in adapter_config.json, times the "
+                "share), or train without model.lora and model.adapter."
             )
 
     def move(self, kept: Mapping[str, Tensor], weight: Tensor, step: int) -> None:

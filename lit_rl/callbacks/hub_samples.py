@@ -236,5 +236,5 @@ def _check_name(repo: str) -> None:
         validate_repo_id(repo)
     except HFValidationError as error:
         raise ConfigError(
-            f"callbacks.hub_samples.repo={repo!r} is no name of the hub: {error} Write user/name."
+            f"callbacks.hub_samples.repo={repo!r} is not a valid name on the hub: {error} Write user/name."
         ) from error

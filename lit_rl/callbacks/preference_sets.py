@@ -97,7 +97,7 @@ class PreferenceSets(L.Callback):
             return
         if not hasattr(pl_module, "scored"):
             raise ConfigError(
-                f"callbacks=preference_sets is made of rollouts, and {type(pl_module).__name__} draws none: take "
+                f"callbacks=preference_sets needs rollouts, and {type(pl_module).__name__} generates none: use "
                 "callbacks=default."
             )
         if getattr(pl_module, "opponent_writes", False) and set(self.sets) - {"verdicts"}:
@@ -108,8 +108,8 @@ class PreferenceSets(L.Callback):
             )
         if getattr(pl_module, "env", None) is not None:
             raise ConfigError(
-                "callbacks.preference_sets writes completions of one turn, and env= makes episodes of several, which "
-                "no method here learns from as pairs: leave one of the two out."
+                "callbacks.preference_sets writes completions of one turn, and env= makes episodes of several turns, "
+                "which no method can learn from as pairs: remove one of the two."
             )
         if pl_module.group_size < 2 and set(self.sets) - {"verdicts"}:
             raise ConfigError(
@@ -199,7 +199,9 @@ class PreferenceSets(L.Callback):
             if digest in known:
                 continue
             if len(known) >= self.max_rows:
-                rank_zero_warn(f"{path} has callbacks.preference_sets.max_rows={self.max_rows} rows and stays so.")
+                rank_zero_warn(
+                    f"{path} has callbacks.preference_sets.max_rows={self.max_rows} rows: no more are added."
+                )
                 break
             known.add(digest)
             images.write(row)
@@ -222,7 +224,7 @@ def append_bytes(path: Path, data: bytes) -> None:
                 file.truncate(size)
                 raise OSError("no space is left")
     except OSError as error:
-        raise StorageError(f"{path} could not be added to: {error}.") from error
+        raise StorageError(f"Rows could not be added to {path}: {error}.") from error
 
 
 def _digest(row: Mapping[str, Any]) -> bytes:

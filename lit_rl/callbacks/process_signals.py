@@ -122,8 +122,8 @@ def _requeue_job() -> tuple[bool, str]:
     try:
         subprocess.run(["scontrol", "requeue", job], check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        return False, f"The job {job} could not be put into Slurm's queue again: {error}. Submit it by hand."
-    return True, f"The job {job} is in Slurm's queue again."
+        return False, f"The job {job} could not be requeued by Slurm: {error}. Submit it by hand."
+    return True, f"The job {job} was requeued by Slurm."
 
 
 def is_requeued() -> bool:

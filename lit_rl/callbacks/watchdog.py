@@ -230,11 +230,11 @@ class _Watch:
 
     def _message(self, waited: float, found: Mapping[int, dict[str, Any] | None], *, together: bool) -> str:
         here = f"rank {self._rank} waited {waited:.0f} s for it in optimizer step {self._trainer.global_step + 1}"
-        parts = [f"Rank {rank} did not come: {here}." for rank in found]
+        parts = [f"Rank {rank} did not arrive: {here}." for rank in found]
         if together:
             parts = [
-                f"All ranks wait for each other, rank {self._rank} for {waited:.0f} s: at different places, or over a "
-                "network that is gone."
+                f"All ranks wait for each other, rank {self._rank} for {waited:.0f} s: they are at different places in "
+                "the code, or the network between them is down."
             ]
         for rank, state in found.items():
             if state is None:
@@ -243,16 +243,16 @@ class _Watch:
                 )
                 continue
             name = f"Rank {rank} (process {state['pid']} on {state['host']})"
-            parts.append(f"{name} stands in optimizer step {state['step'] + 1}, here:\n{state['stack']}")
+            parts.append(f"{name} is in optimizer step {state['step'] + 1}, here:\n{state['stack']}")
         if together:
             own = self._state(waited)["stack"]
             return " ".join(parts) + (
-                f"\nRank {self._rank} stands here:\n{own}\nIf they only take that long, raise "
-                "callbacks.watchdog.all_wait. Go on with ckpt_path=last."
+                f"\nRank {self._rank} is here:\n{own}\nIf the ranks are only slow, raise "
+                "callbacks.watchdog.all_wait. Resume with ckpt_path=last."
             )
         return " ".join(parts) + (
-            "\nSet a limit for what did not return: reward.timeout, env.step_timeout or the deadlines of a server; or "
-            "raise callbacks.watchdog.limit, if it only takes that long. Go on with ckpt_path=last."
+            "\nSet a time limit for the call that did not return: reward.timeout, env.step_timeout or the deadlines of "
+            "a server; or raise callbacks.watchdog.limit, if it is only slow. Resume with ckpt_path=last."
         )
 
 

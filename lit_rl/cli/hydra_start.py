@@ -197,7 +197,7 @@ def _check(config: DictConfig) -> None:
     ):  # here, because data and algorithm take it by names of their own
         seed_in_range("seed", config.seed)
     elif isinstance(config.seed, str | float | bool):
-        raise ConfigError(f"seed={config.seed!r} is no whole number, such as seed=1.")
+        raise ConfigError(f"seed={config.seed!r} is not a whole number, such as seed=1.")
 
 
 def _is_over(config: DictConfig) -> bool:

@@ -47,11 +47,12 @@ def transcripts(run_dir: Path, files: str = "step_*", rollouts: int = 4, episode
     """
     for name, value in (("rollouts", rollouts), ("episodes", episodes), ("tokens", tokens)):
         if not isinstance(value, int) or isinstance(value, bool):
-            raise ConfigError(f"transcripts.{name}={value} is no whole number; it takes one from 1 on.")
+            raise ConfigError(f"transcripts.{name}={value} is not a whole number; it takes one from 1 on.")
         in_range(f"transcripts.{name}", value, low=1)
     if not isinstance(files, str) or not files or Path(files).name != files:
         raise ConfigError(
-            f"transcripts.files={files} is no name of files in {run_dir / 'samples'}: take such as 'step_*', 'val_*'."
+            f"transcripts.files={files} names no files of {run_dir / 'samples'}: give a name such as 'step_*' or "
+            "'val_*'."
         )
     found = read_rollouts(run_dir, files, rollouts, episodes)
     target = run_dir / TRANSCRIPTS_FILE

@@ -121,7 +121,7 @@ def _talk(job: Chat, policy: Any) -> None:
         elif line.split()[0] == "/image":
             history.waiting += _images(job, line.removeprefix("/image").strip())
         elif line.startswith("/"):
-            _note(f"{printable(line)} is no command: {job.commands}.")
+            _note(f"{printable(line)} is not a command: {job.commands}.")
         else:
             images = [*history.images, *history.waiting]
             parts = [*(dict(PART) for _ in history.waiting), {"type": "text", "text": line}]  # images before the words
@@ -142,8 +142,8 @@ def _images(job: Chat, path: str) -> list[ImageRef]:
     try:
         if not job.model.sees:
             raise DataError(
-                f"{job.model.name} is a language model over text, and sees no image. Take one that does, such as "
-                "model=digits or model=smolvlm_256m."
+                f"{job.model.name} reads text only, no images. Take a model that reads them, such as model=digits or "
+                "model=smolvlm_256m."
             )
         if not job.templated:
             raise DataError("Images are shown in messages: set a chat template, and chat.plain=false.")
@@ -196,8 +196,8 @@ def _reply(job: Chat, policy: Any, prompt: Prompt, images: Sequence[ImageRef], t
     left = most if context is None else min(most, context - len(ids))
     if left < max(1, job.sampling.min_new_tokens):
         raise DataError(
-            f"The conversation has {len(ids)} tokens, and the context of {job.model.name} holds {context}: nothing "
-            "more fits."
+            f"The conversation has {len(ids)} tokens, and the context of {job.model.name} holds {context}: there is no "
+            "room for a reply."
         )
     sampling = replace(job.sampling, max_new_tokens=left)
     drawn, written, ended = [], "", False

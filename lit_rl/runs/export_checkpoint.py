@@ -138,7 +138,9 @@ def _upload(folder: Path, repository: str, step: int, private: bool) -> str:
 
     whole = f"The folder {folder} is whole"
     if (why := machine.why_hub_is_unreachable()) is not None:
-        raise BackendError(f"export.push_to_hub={repository}: {why}. {whole}: say the command again with a network.")
+        raise BackendError(
+            f"export.push_to_hub={repository}: {why}. {whole}: run the command again once there is a network."
+        )
     try:
         api = HfApi()
         api.create_repo(repository, private=private, exist_ok=True)
@@ -149,6 +151,6 @@ def _upload(folder: Path, repository: str, step: int, private: bool) -> str:
         reason = " ".join(str(error).split())[:300]
         raise BackendError(
             f"export.push_to_hub={repository} failed: {reason}. {whole}: set HF_TOKEN to a token that may write there, "
-            "and say the command again."
+            "and run the command again."
         ) from error
     return str(sent.commit_url)

@@ -88,8 +88,8 @@ def _watch_parent(parent: int) -> None:
         while _over.is_set():  # until another job needs rank 0
             time.sleep(_PARENT_INTERVAL)
     error = BackendError(
-        f"Process {parent}, which was rank 0 and had started this one ({os.getpid()}), is gone. Start the same command "
-        "with ckpt_path=last: the run goes on from its newest checkpoint."
+        f"Process {parent}, rank 0, which had started this one ({os.getpid()}), has died. Start the same command with "
+        "ckpt_path=last to resume the run from its newest checkpoint."
     )
     code = error.exit_code
     try:
@@ -201,8 +201,8 @@ def _watch_children(
         try:
             code = on_loss(
                 BackendError(
-                    f"{_exit_clause(failed, trainer.global_rank)}, and for {grace:.0f} s this one has not heard of "
-                    "it: it stands where nothing fails. Start the same command with ckpt_path=last: the run goes on "
+                    f"{_exit_clause(failed, trainer.global_rank)}, and this one has not noticed in {grace:.0f} s: it "
+                    "waits where no connection fails. Start the same command with ckpt_path=last to resume the run "
                     "from its newest checkpoint."
                 )
             )

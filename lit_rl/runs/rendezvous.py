@@ -132,8 +132,8 @@ def _manual_placement(num_nodes: int) -> ProcessPlacement | None:
     lacking = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if node > 0 and lacking:
         raise ConfigError(
-            f"This is node {node} of trainer.num_nodes={num_nodes}, and {' and '.join(lacking)} is not set: it takes "
-            "the address of node 0, and the port that node 0 says it waits at."
+            f"This is node {node} of trainer.num_nodes={num_nodes}, and {' and '.join(lacking)} is not set: set the "
+            "address of node 0, and the port that node 0 prints while it waits."
         )
     port = environment.main_port
     os.environ["MASTER_PORT"] = str(port)  # Lightning would choose another one
@@ -182,8 +182,8 @@ class Rendezvous:
         with self._store_errors():
             if self._store.add(f"as/{placement.rank}", 1) > 1:
                 raise ConfigError(
-                    f"Two processes say that they are {self._name_of(placement.rank)}: give each machine a NODE_RANK "
-                    f"of its own, of 0 to {placement.nodes - 1}."
+                    f"Two processes claim to be {self._name_of(placement.rank)}: give each machine its own NODE_RANK, "
+                    f"from 0 to {placement.nodes - 1}."
                 )
             self._store.set(f"here/{placement.rank}", socket.gethostname())
         if placement.rank == 0:
@@ -258,7 +258,7 @@ class Rendezvous:
         if self._begun:
             return
         where = f"{self._name_of(self.placement.rank)} ({socket.gethostname()})"
-        message = [type(error).__name__, f"The run does not begin, as {where} has failed: {error}"]
+        message = [type(error).__name__, f"The run does not start because {where} failed: {error}"]
         with contextlib.suppress(DistError):
             self._store.set("failed", json.dumps(message))
             if self.placement.opens:  # the store is gone with this process
@@ -320,7 +320,7 @@ class Rendezvous:
                     return
             waited = time.monotonic() - began
             if waited >= self._patience:
-                raise BackendError(f"{awaited()} did not come to {self._address()} in {waited:.0f} s.{self._advice()}")
+                raise BackendError(f"{awaited()} did not reach {self._address()} in {waited:.0f} s.{self._advice()}")
             if due and waited >= due[0]:
                 due.pop(0)
                 self._print_waiting(awaited(), waited)
@@ -332,8 +332,8 @@ class Rendezvous:
             yield
         except DistError as error:
             raise BackendError(
-                f"{self._name_of(0)} is gone, where the processes of this run meet ({self._address()}): "
-                f"{_first_line(error)}. What it said last is the reason."
+                f"The connection to {self._name_of(0)}, where the processes of this run meet ({self._address()}), is "
+                f"lost: {_first_line(error)}. The last lines that it printed say why."
             ) from error
 
     # ------------------------------------------------------------------ what the user reads
@@ -363,14 +363,14 @@ class Rendezvous:
         reachable = socket.gethostname() if is_loopback(self.placement.address) else self.placement.address
         address = f"MASTER_ADDR={reachable} MASTER_PORT={self.placement.port}"
         lines = [f"\n  {address} NODE_RANK={node} {self._command}" for node in range(1, self.placement.nodes)]
-        return f" Type there:{''.join(lines)}"
+        return f" Start the others with:{''.join(lines)}"
 
     def _advice(self) -> str:
         here = f"here it is {self.placement.address}"
         if is_loopback(self.placement.address):
-            here += ", which leads every machine to itself"
+            here += ", which is each machine itself"
         return (
-            f" Where it was started: MASTER_ADDR has to be an address of node 0 that the others reach ({here}), "
+            f" If it was started: MASTER_ADDR must be an address of node 0 that the others can reach ({here}), "
             f"MASTER_PORT={self.placement.port} the same on every node and open in firewalls.{self._commands_to_type()}"
         )
 
@@ -418,16 +418,16 @@ def send_start(meeting: Rendezvous, run_dir: RunDir, ckpt_path: str | None, *, n
     answers = meeting.gather_replies()
     lacking = [answer["host"] for answer in answers if answer["lacks"]]
     if newer := [f"{answer['host']}:{answer['newer']}" for answer in answers if answer["newer"]]:
-        holds = f"node 0 would go on from {path.name}" if path is not None else "node 0 holds none and would begin anew"
+        plan = f"node 0 would resume from {path.name}" if path is not None else "node 0 has none and would start anew"
         raise StorageError(
-            f"ckpt_path=last: {holds}, and there is {' and '.join(newer)}. Where nodes have file systems of their own, "
-            "the run is in the folder of node 0: let the machine be node 0 that was it before, or copy the folder. To "
-            "go on without, remove it there."
+            f"ckpt_path=last: {plan}, and there is a newer one: {' and '.join(newer)}. If nodes do not share a file "
+            "system, the run is in the folder of node 0: make the machine node 0 that was it before, or copy the "
+            "folder. To resume without the newer one, remove it there."
         )
     if path is not None and path.is_dir() and lacking:
         raise StorageError(
-            f"{path} is a folder with a part of each process, and {', '.join(lacking)} does not see there what "
-            "this node sees. A run with strategy=deepspeed_* goes on where all nodes share the file system of run_dir."
+            f"{path} is a folder with a part of each process, and {', '.join(lacking)} does not see the same files. "
+            "To resume a run with strategy=deepspeed_*, all nodes must share the file system of run_dir."
         )
     if path is not None and lacking:
         with path.open("rb") as file:

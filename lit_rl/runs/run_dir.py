@@ -117,9 +117,9 @@ class RunDir(RunPaths):
             users_files += [path for name in replaced for path in sorted(self.path.glob(name))]
         if users_files:
             raise ConfigError(
-                f"run_dir={self.path} holds {users_files[0].relative_to(self.path)}, which a run would replace and "
-                "which no run wrote: the folder has no config.yaml of a run. Take another run_dir; a new folder is "
-                "best."
+                f"run_dir={self.path} contains {users_files[0].relative_to(self.path)}, which this run would "
+                "replace and no run wrote: the folder has no config.yaml of a run. Use another run_dir, best a new "
+                "folder."
             )
         if start == "new" and (self.finished or any(self.checkpoints.glob("*.ckpt")) or self.metrics.exists()):
             state = "a finished run" if self.finished else "a run that did not finish"

@@ -51,7 +51,7 @@ class RunLock:
             if self._is_at_path(file):
                 return file
             file.close()  # who held it before has removed the file in between
-        raise StorageError(f"{self.path} is another file each time that it is looked at. Take another {self._setting}.")
+        raise StorageError(f"{self.path} is replaced again and again by other processes. Take another {self._setting}.")
 
     def _lock_file(self) -> TextIO:
         folder = self.path.parent

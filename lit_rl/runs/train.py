@@ -119,7 +119,7 @@ def train(run: Run) -> int:
                     run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.ckpt_path, weights_only=True)
             except GenerationError:
                 if run.trainer.is_global_zero and not run.dry and run.run_dir.last_checkpoint() is not None:
-                    line = "A rollout failed. Once its cause is mended, go on from the newest checkpoint with:"
+                    line = "A rollout failed. Once its cause is fixed, resume from the newest checkpoint with:"
                     line += f"\n  {run.command} ckpt_path=last"
                     Console().print(line, soft_wrap=True, markup=False, highlight=False)
                 raise

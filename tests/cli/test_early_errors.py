@@ -34,20 +34,20 @@ from lit_rl.core.user_functions import check_function
 from lit_rl.rewards.contract import load_function
 
 REFUSED = {
-    "optimizer.lr=fast": (2, "optimizer.lr=fast is no number: type one, such as optimizer.lr=0.0005."),
-    "algo.group_size=two": (2, "algo.group_size=two is no whole number: type one, such as algo.group_size=8."),
-    "trainer.max_steps=few": (2, "trainer.max_steps=few is no whole number"),
+    "optimizer.lr=fast": (2, "optimizer.lr=fast is not a number: type one, such as optimizer.lr=0.0005."),
+    "algo.group_size=two": (2, "algo.group_size=two is not a whole number: type one, such as algo.group_size=8."),
+    "trainer.max_steps=few": (2, "trainer.max_steps=few is not a whole number"),
     "trainer.max_steps=1e3": (2, "without a point or an exponent. Type trainer.max_steps=1000."),
-    "trainer.max_steps=": (2, "trainer.max_steps= has nothing behind the =. It takes a whole number: type trainer.max"),
-    "trainer.max_steps=null": (2, "trainer.max_steps=null: it cannot be nothing: its default is 700."),
-    "trainer.detect_anomaly=si": (2, "trainer.detect_anomaly=si is no switch: type true or false."),
-    "algo.beta=None": (2, "algo.beta=None is no number: type one, such as algo.beta="),
-    "seed=1.5": (2, "seed=1.5 is no whole number, such as seed=1."),
+    "trainer.max_steps=": (2, "trainer.max_steps= has no value after the =. It takes a whole number: type trainer.max"),
+    "trainer.max_steps=null": (2, "trainer.max_steps=null: it cannot be null: its default is 700."),
+    "trainer.detect_anomaly=si": (2, "trainer.detect_anomaly=si is not a switch: type true or false."),
+    "algo.beta=None": (2, "algo.beta=None is not a number: type one, such as algo.beta="),
+    "seed=1.5": (2, "seed=1.5 is not a whole number, such as seed=1."),
     "@data=x": (2, "A choice is typed without an @: data=NAME."),
-    "+seed=1": (2, "+seed=... would add a key, and seed is there already. Type seed=..., without the +."),
+    "+seed=1": (2, "+seed=... would add a key, and seed exists already. Type seed=..., without the +."),
     "run_dir=${nope}": (2, "there is no key nope."),
     "run_dir=${oc.env:NO_SUCH}": (2, "the environment variable NO_SUCH, which is not set. Type export NO_SUCH=VALUE"),
-    "run_dir=${": (2, "run_dir=${: ${ begins a reference, such as ${data.path}, and this one does not end"),
+    "run_dir=${": (2, "run_dir=${: ${ begins a reference, such as ${data.path}, and this one is not closed"),
     "--config-name nope": (2, "is --config-dir FOLDER experiment=nope, with the file in FOLDER/experiment/."),
     "--config-path own": (2, "A folder of your own beside it is --config-dir FOLDER."),
     "--config-dir nowhere": (2, "--config-dir: there is no folder "),
@@ -55,10 +55,10 @@ REFUSED = {
     "--config-dir own experiment=listed": (2, "own/experiment/listed.yaml is no config: it holds a list"),
     "--config-dir own experiment=latin": (2, "own/experiment/latin.yaml is no config: it is no text in UTF-8"),
     "--config-dir own experiment=text": (2, "own/experiment/text.yaml: defaults has to be a list, a line each"),
-    "--config-dir own experiment=here": (2, "experiment/here.yaml: its first line has to be `# @package _global_`"),
+    "--config-dir own experiment=here": (2, "experiment/here.yaml: its first line must be `# @package _global_`"),
     "--config-dir own experiment=added": (2, "To choose another algo write `- override /algo: dpo`."),
-    "--config-dir own experiment=tab": (2, "YAML takes spaces in front of a line, and no tab."),
-    "trainer.devices=0": (2, "trainer.devices=0: a run takes one device at least."),
+    "--config-dir own experiment=tab": (2, "Indent YAML with spaces, not with tabs."),
+    "trainer.devices=0": (2, "trainer.devices=0: a run needs at least one device."),
     "trainer.precision=16.0": (2, "trainer.precision='16.0' is unknown: allowed is auto, 64, 32, 16,"),
     "trainer.max_time=5": (2, "trainer.max_time=5 is not a valid duration: expected is a text of the form DD:HH:MM:SS"),
     "trainer.profiler=foo": (2, "trainer.profiler='foo' is unknown: allowed is simple, advanced, pytorch, xla."),
@@ -66,14 +66,14 @@ REFUSED = {
     "allow_targets=mine": (2, "allow_targets=mine is no list of packages: type 'allow_targets=[mine]'."),
     "allow_targets=[5]": (2, "allow_targets=[5] is no list of packages: type 'allow_targets=[my_package]'."),
     "trainer.deterministic=si": (2, "trainer.deterministic='si': allowed is true, false or warn."),
-    "plan plan=5": (2, "plan=5 stands for no settings: type one of them, plan.memory_gb, plan.probe=..."),
-    "plan plan.probe=si": (2, "plan.probe=si is no switch: type true or false."),
-    "reward-test reward_test.rows=1.5": (2, "reward_test.rows=1.5 is no whole number, such as reward_test.rows=4."),
-    "chat chat.plain=si": (2, "chat.plain=si is no switch: type true or false."),
+    "plan plan=5": (2, "plan=5 sets nothing: type one of its keys, plan.memory_gb, plan.probe=..."),
+    "plan plan.probe=si": (2, "plan.probe=si is not a switch: type true or false."),
+    "reward-test reward_test.rows=1.5": (2, "reward_test.rows=1.5 is not a whole number, such as reward_test.rows=4."),
+    "chat chat.plain=si": (2, "chat.plain=si is not a switch: type true or false."),
     "plan plan.memory_gb=lots": (2, "plan.memory_gb='lots' is no number: allowed is (0, inf]."),
     "algo.loss=cispo": (2, "write algo/loss=cispo"),
     "seed=-1": (2, "seed=-1 is out of range"),
-    "seed=abc": (2, "seed='abc' is no whole number"),
+    "seed=abc": (2, "seed='abc' is not a whole number"),
     "data.path=none.jsonl": (3, "data.path=none.jsonl: no such file or folder. Did you mean 'nine.jsonl'?"),
     "data.path=hf://datasets/org/set/a.jsonl": (3, "read. Of the hub type the id: org/set."),
     "data.path=https://x.y/z.jsonl": (3, "data.path=https://x.y/z.jsonl is an address;"),
@@ -112,7 +112,7 @@ REFUSED = {
     "algo.group_size=0": (2, "algo.group_size=0 is out of range: allowed is [1, inf]."),
     "sampling.temperature=-1": (2, "sampling.temperature=-1.0 is out of range: allowed is [0, inf)."),
     "algo.loss.clip_low=2": (2, "algo.loss.clip_low=2.0 is out of range: allowed is (0, 1]."),
-    "trainer.devices=two": (2, "trainer.devices='two' is no number of devices. Allowed is auto, how many (2), or"),
+    "trainer.devices=two": (2, "trainer.devices='two' is not a number of devices. Allowed are auto, a number (2), and"),
     "eval.limit=0": (2, "eval.limit=0 is out of range: allowed is [1, inf]."),
     "model.dtype=fp23": (2, "model.dtype='fp23' is unknown: allowed is float32, bfloat16, float16, auto."),
     "trainer.max_time=1h": (
@@ -124,9 +124,9 @@ REFUSED = {
     "trainer.limit_val_batches=few": (2, "trainer.limit_val_batches='few' is no number: allowed is [0, inf]."),
     "algo.iterations=0": (2, "algo.iterations=0 is out of range: allowed is [1, inf]."),
     "model.lora.r=0": (2, "model.lora.r=0 is out of range: allowed is [1, inf]."),
-    "lr=abc": (2, "optimizer.lr=abc is no number: type one, such as optimizer.lr="),
+    "lr=abc": (2, "optimizer.lr=abc is not a number: type one, such as optimizer.lr="),
     "optimizer.lr=-1": (2, "optimizer.lr=-1.0 is out of range: allowed is (0, 1]."),
-    "temperature=hot": (2, "sampling.temperature=hot is no number: type one, such as sampling.temperature=1.0."),
+    "temperature=hot": (2, "sampling.temperature=hot is not a number: type one, such as sampling.temperature=1.0."),
     "sampling.temperature=0": (2, "sampling.temperature=0 draws one and the same completion for a whole group"),
     "trainer.max_steps=-5": (2, "trainer.max_steps=-5 must be a non-negative integer or -1 (infinite steps)."),
     "trainer.max_epochs=-2": (2, "trainer.max_epochs=-2 must be a non-negative integer or -1 (infinite epochs)."),
@@ -319,7 +319,7 @@ def test_what_a_config_may_say_is_let_through() -> None:
             config = OmegaConf.create({"trainer": {**trainer, "devices": devices, "precision": precision}})
             fast_checks.check_values(config, whole=True)
     for devices in ("two", "0 1", [0, "a"]):
-        with pytest.raises(ConfigError, match="is no number of devices"):
+        with pytest.raises(ConfigError, match="is not a number of devices"):
             fast_checks.check_values(OmegaConf.create({"trainer": {**trainer, "devices": devices}}), whole=False)
     config = OmegaConf.create({"trainer": trainer})
     config.data = {"_target_": "lit_rl.data.prompt_module.RolloutDataModule", "prompts_per_rollout": "${nowhere}"}
@@ -476,9 +476,9 @@ class Keys:
 @pytest.mark.parametrize(
     ("key", "told"),
     [
-        ("number", "number=None is no number: type one, such as number=0.5."),
-        ("perhaps", "perhaps=None is no number: type one, such as perhaps=0.1. Nothing is perhaps=null."),
-        ("several.0", "several[0]=None is no number: type one, such as several[0]=0.1."),
+        ("number", "number=None is not a number: type one, such as number=0.5."),
+        ("perhaps", "perhaps=None is not a number: type one, such as perhaps=0.1. To set nothing, type perhaps=null."),
+        ("several.0", "several[0]=None is not a number: type one, such as several[0]=0.1."),
     ],
 )
 def test_null_is_told_of_where_a_key_takes_it(key, told):
