@@ -64,7 +64,15 @@ def chart(title: str, lines: Sequence[ChartLine]) -> str:
     low, high = min(values), max(values)
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
     frame = _Frame(min(ends), max(ends), low - margin, high + margin)
-    drawn = "".join(_line_svg(line, frame) for line in lines)
+    axes = [_named_axes("optimizer step", title, _LEFT, HEIGHT)]
+    for value in ticks(frame.bottom, frame.top):
+        y = f"{frame.y(value):.1f}"
+        axes.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
+        axes.append(f'<text x="{_LEFT - 5}" y="{y}" dy=".35em" text-anchor="end">{_tick(value)}</text>')
+    for step in filter(float.is_integer, ticks(frame.left, frame.right, 5)):
+        x = f"{frame.x(step):.1f}"
+        axes.append(f'<text x="{x}" y="{HEIGHT - 19}" text-anchor="middle">{_tick(step)}</text>')
+    drawn = "".join([*axes, *(_line_svg(line, frame) for line in lines)])
     newest = "; ".join(f"{line.name} {number(line.series.values[-1])}" for line in lines)
     keys = "".join(
         f'<span class="key c{line.colour % COLOURS}{" hollow" * line.hollow}">{safe(line.name)} '
@@ -76,7 +84,7 @@ def chart(title: str, lines: Sequence[ChartLine]) -> str:
     return (
         f'<figure class="chart"><figcaption><span class="name">{name}</span>{keys}</figcaption>'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{name}, {steps}; last: {safe(newest)}" '
-        f'data-frame="{frame.left:g} {frame.right:g} {_LEFT} {WIDTH - _RIGHT}">{_axes(frame, title)}{drawn}'
+        f'data-frame="{frame.left:g} {frame.right:g} {_LEFT} {WIDTH - _RIGHT}">{drawn}'
         f'<line class="cursor" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}" hidden></line></svg>'
         '<output class="read" aria-hidden="true"></output></figure>\n'
     )
@@ -135,18 +143,6 @@ def ticks(low: float, high: float, most: int = 4) -> list[float]:
         found.append(value if abs(value) > 1e-9 * step else 0.0)
         first += 1
     return found
-
-
-def _axes(frame: _Frame, measured: str) -> str:
-    parts = [_named_axes("optimizer step", measured, _LEFT, HEIGHT)]
-    for value in ticks(frame.bottom, frame.top):
-        y = f"{frame.y(value):.1f}"
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text x="{_LEFT - 5}" y="{y}" dy=".35em" text-anchor="end">{_tick(value)}</text>')
-    for step in filter(float.is_integer, ticks(frame.left, frame.right, 5)):
-        x = f"{frame.x(step):.1f}"
-        parts.append(f'<text x="{x}" y="{HEIGHT - 19}" text-anchor="middle">{_tick(step)}</text>')
-    return "".join(parts)
 
 
 def _named_axes(across: str, up: str, left: int, height: int) -> str:

@@ -285,11 +285,24 @@ def read_run_files(run_dir: Path) -> RunFiles:
         config = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except yaml.YAMLError as error:
         unread.append(f"config.yaml is damaged: {' '.join(str(error).split())}")
+    series, bad = dict[str, Series](), 0
+    for row in _read_rows(names.metrics, unread):
+        step = row.get("step") if isinstance(row, dict) else None
+        if step is None or not _is_number(step):
+            bad += 1
+            continue
+        for name, value in row.items():
+            if name != "step" and _is_number(value):
+                numbers = series.setdefault(name, Series())
+                numbers.steps.append(step)
+                numbers.values.append(value)
+    if bad:
+        unread.append(f"{bad} line{'s' * (bad > 1)} of metrics.jsonl could not be read: left out.")
     return RunFiles(
         path=run_dir,
         config=config if isinstance(config, dict) else {},
         config_text=text,
-        series=_read_series(names.metrics, unread),
+        series=series,
         summary=_read_object(names.summary, unread),
         error=_read_object(names.error, unread),
         alarms=[
@@ -326,24 +339,6 @@ def _read_object(path: Path, unread: list[str]) -> dict[str, Any]:
         unread.append(f"{path.name} is damaged: {error}.")
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _read_series(path: Path, unread: list[str]) -> dict[str, Series]:
-    found: dict[str, Series] = {}
-    bad = 0
-    for row in _read_rows(path, unread):
-        step = row.get("step") if isinstance(row, dict) else None
-        if step is None or not _is_number(step):
-            bad += 1
-            continue
-        for name, value in row.items():
-            if name != "step" and _is_number(value):
-                series = found.setdefault(name, Series())
-                series.steps.append(step)
-                series.values.append(value)
-    if bad:
-        unread.append(f"{bad} line{'s' * (bad > 1)} of metrics.jsonl could not be read: left out.")
-    return found
 
 
 def _read_rows(path: Path, unread: list[str]) -> Iterator[Any]:

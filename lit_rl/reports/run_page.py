@@ -182,11 +182,11 @@ def html_table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequ
 
 
 def _head(run: RunFiles) -> str:
-    status = status_of(run)
+    status, data_node = status_of(run), _part(run.config, "data")
     facts = {
         "algorithm": _short_target(run.config.get("algo")),
         "model": str(_part(run.config, "model").get("name") or "-"),
-        "data": _data_name(_part(run.config, "data")),
+        "data": str(data_node.get("path") or "") or _short_target(data_node.get("task") or data_node),
         "steps": f"{run.summary.get('steps') or run.last_step}",
         "time": duration(run.summary.get("seconds")),
     }
@@ -222,10 +222,6 @@ def _part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 def _short_target(node: Any) -> str:
     target = node.get("_target_") if isinstance(node, Mapping) else None
     return str(target).rpartition(".")[2] if target else "-"
-
-
-def _data_name(node: Mapping[str, Any]) -> str:
-    return str(node.get("path") or "") or (_short_target(node.get("task")) if node.get("task") else _short_target(node))
 
 
 _NO_RESULTS = '<p class="dim">Nothing was measured yet.</p>\n'
@@ -400,13 +396,21 @@ def _time(run: RunFiles) -> str:
         {name: _size(size) for name, size in held.items() if isinstance(size, int)} if isinstance(held, dict) else {}
     )
     speeds = {name: _median_of(run, f"tokens_per_second_per_device/{name}", ",.0f") for name in phases}
-    rows = [
-        (safe(name), f"{value:.1f}", _percent(value, whole), speeds.get(name, ""), sizes.get(name, ""))
-        for name, value in seconds.items()
-    ]
+    rows = []
+    for name, value in seconds.items():
+        share = f"{value / whole:.0%}" if isinstance(whole, (int, float)) and whole > 0 else ""
+        rows.append((safe(name), f"{value:.1f}", share, speeds.get(name, ""), sizes.get(name, "")))
     head = ("phase", "seconds", "of the run", "tokens a second and device", "rank 0 held")
-    shown = _phase_bar(phases) + html_table(head, rows) + _utilisation(run) if rows else ""
-    return f'<h2 id="time">Time and memory</h2>{shown}{_memory(run)}{_traces(run)}\n'
+    shown = _phase_bar(phases) + html_table(head, rows) if rows else ""
+    medians = {words: _median_of(run, name, form) for name, (words, form) in _DEVICE_METRICS.items()}
+    listed = " · ".join(f"{value} {words}" for words, value in medians.items() if value)
+    if rows and listed:
+        shown += f'<p class="dim">Medians over the lines of the log: {listed}.</p>'
+    files = sorted(path.name for path in (run.path / PROFILE).glob("*") if path.is_file())  # of debug=profile
+    links = " · ".join(f'<a href="{PROFILE}/{quote(name)}">{safe(name)}</a>' for name in files)
+    hint = "a trace opens in ui.perfetto.dev, or chrome://tracing"
+    traces = f"<h3>Profile</h3><p>{links} ({hint})</p>" if files else ""
+    return f'<h2 id="time">Time and memory</h2>{shown}{_memory(run)}{traces}\n'
 
 
 def _median_of(run: RunFiles, name: str, form: str) -> str:
@@ -420,21 +424,6 @@ _DEVICE_METRICS = {
     "tflops_per_second": ("TFLOP/s a device in the update", ",.3g"),
     "idle_share": ("of the time in no phase (idle_share)", ".1%"),
 }
-
-
-def _utilisation(run: RunFiles) -> str:
-    """Return a line about the utilisation of the devices."""
-    medians = {words: _median_of(run, name, form) for name, (words, form) in _DEVICE_METRICS.items()}
-    listed = " · ".join(f"{value} {words}" for words, value in medians.items() if value)
-    return f'<p class="dim">Medians over the lines of the log: {listed}.</p>' if listed else ""
-
-
-def _traces(run: RunFiles) -> str:
-    """Return links to the files of debug=profile, beside the page."""
-    files = sorted(path.name for path in (run.path / PROFILE).glob("*") if path.is_file())
-    links = (f'<a href="{PROFILE}/{quote(name)}">{safe(name)}</a>' for name in files)
-    hint = "a trace opens in ui.perfetto.dev, or chrome://tracing"
-    return f"<h3>Profile</h3><p>{' · '.join(links)} ({hint})</p>" if files else ""
 
 
 _PEAKS = {
@@ -468,10 +457,6 @@ def _phase_bar(phases: Mapping[str, float]) -> str:
     keys = " ".join(f'<span class="key {colour}">{name} <b>{share:.0%}</b></span>' for colour, name, share in parts)
     of = f"Shares of {total:.1f} s, the phases together; the table's are of the whole run."
     return f'<div class="share" aria-hidden="true">{bar}</div><p>{keys}</p><p class="dim">{of}</p>'
-
-
-def _percent(value: float, whole: Any) -> str:
-    return f"{value / whole:.0%}" if isinstance(whole, (int, float)) and whole > 0 else ""
 
 
 # ---------------------------------------------------------------------- config

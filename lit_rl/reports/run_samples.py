@@ -413,8 +413,16 @@ def _browser_row(each: RecordedCompletion, prompt: int, mask_cut: bool) -> tuple
         texts = (f"{'' if alone else message['role'] + ': '}{message_text(message)}" for message in each.messages)
         row["c"], row["cut"] = _shortened("\n".join(texts))
         return row, size + len(row["c"])
-    row["t"], row["cut"] = _token_columns(each, each.tokens, mask_cut), len(each.tokens) > TOKENS
-    return row, size + 8 * sum(map(len, row["t"].values()))
+    columns: dict[str, Sequence[float] | None] = {
+        "advantage": each.tokens.advantages,
+        "logprob": each.tokens.sampler_logprobs,
+        **token_measures(each.tokens),
+    }
+    tokens: dict[str, list[Any]] = {"text": [escape_control(text) for text in each.tokens.text[:TOKENS]]}
+    tokens["mask"] = list(mask_reasons(each, each.tokens, mask_cut))[:TOKENS]
+    tokens |= {name: [_rounded(value) for value in values[:TOKENS]] for name, values in columns.items() if values}
+    row["t"], row["cut"] = tokens, len(each.tokens) > TOKENS
+    return row, size + 8 * sum(map(len, tokens.values()))
 
 
 def _shortened(text: str) -> tuple[str, bool]:
@@ -443,19 +451,6 @@ MASK_REASONS = {
     "left": "not in the loss: the algorithm left it out (groups, rejection)",
 }
 """Reasons why a token is not learned from, by the page's names for them."""
-
-
-def _token_columns(each: RecordedCompletion, tokens: RecordedTokens, mask_cut: bool) -> dict[str, list[Any]]:
-    """Return lists of one length: texts, reasons, and the numbers that the file holds."""
-    columns: dict[str, Sequence[float] | None] = {
-        "advantage": tokens.advantages,
-        "logprob": tokens.sampler_logprobs,
-        **token_measures(tokens),
-    }
-    found: dict[str, list[Any]] = {"text": [escape_control(text) for text in tokens.text[:TOKENS]]}
-    found["mask"] = list(mask_reasons(each, tokens, mask_cut))[:TOKENS]
-    found |= {name: [_rounded(value) for value in values[:TOKENS]] for name, values in columns.items() if values}
-    return found
 
 
 def token_measures(tokens: RecordedTokens) -> dict[str, list[float]]:

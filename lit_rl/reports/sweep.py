@@ -111,7 +111,12 @@ def lower_is_better(measure: str) -> bool:
 
 def note_job(folder: Path, row: Mapping[str, Any]) -> None:
     """Append a line about a job. A sweep continues where that cannot be written."""
-    line = json.dumps(redact({**row, "overrides": [_redact_override(each) for each in row["overrides"]]})) + "\n"
+    overrides = []
+    for override in row["overrides"]:
+        key, equals, value = override.partition("=")
+        name = key.rpartition(".")[2]
+        overrides.append(f"{key}{equals}{redact({name: value})[name]}")  # without a secret that its key names
+    line = json.dumps(redact({**row, "overrides": overrides})) + "\n"
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / JOBS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -164,12 +169,6 @@ def _measure_of(run: RunFiles) -> tuple[str, float | None, float | None]:
             values = series.first_of_each_step().values
             return name, values[-1], (min if lower_is_better(name) else max)(values)
     return "", None, None
-
-
-def _redact_override(override: str) -> str:
-    """Return an override without a secret that its key names."""
-    key, between, value = override.partition("=")
-    return f"{key}{between}{redact({key.rpartition('.')[2]: value})[key.rpartition('.')[2]]}"
 
 
 # ---------------------------------------------------------------------- the table: console, Markdown, CSV
@@ -341,18 +340,13 @@ def _key_charts(sweep: Sweep) -> str:
             for job in sweep.jobs:
                 if job.measure == measure and job.last is not None:
                     found.setdefault(job.overrides.get(key, "-"), []).append(job.last)
+            order = list(found)
+            with contextlib.suppress(ValueError):  # numbers by size; anything else in the order of jobs
+                order = sorted(found, key=float)
             if len(found) > 1:
-                drawn.append(dots(measure, key, [(each, found[each]) for each in _ordered(found)]))
+                drawn.append(dots(measure, key, [(each, found[each]) for each in order]))
     none = '<p class="dim">No key has two values that ended with a number of the same metric.</p>'
     return f'<div class="charts">{"".join(drawn)}</div>\n' if drawn else none
-
-
-def _ordered(values: Iterable[str]) -> list[str]:
-    """Sort numbers by size; keep the order of anything else."""
-    try:
-        return sorted(values, key=float)
-    except ValueError:
-        return list(values)
 
 
 def _job_curves(sweep: Sweep) -> str:

@@ -71,7 +71,15 @@ def closing_table(summary: dict[str, Any]) -> None:
     console = Console()
     _measured_table(console, summary, "reward", "Held-out reward, mean and 95 % interval")
     _measured_table(console, summary, "win_rate", "Held-out win rate, mean and 95 % interval")
-    _losses_table(console, summary.get("losses", {}))
+    before, after = (summary.get("losses", {}).get(when, {}) for when in ("before", "after"))
+    if after:
+        losses = Table(title="Held-out loss", title_justify="left")
+        losses.add_column("metric", no_wrap=True)
+        losses.add_column("before", justify="right")
+        losses.add_column("after", justify="right")
+        for name, value in after.items():
+            losses.add_row(Text(one_line(name)), f"{before[name]:.4f}" if name in before else "-", f"{value:.4f}")
+        console.print(losses)
     times = Table(title="Where the time went", title_justify="left")
     for column, justify in (("phase", "left"), ("seconds", "right"), ("tokens per second", "right")):
         times.add_column(column, justify=justify)  # pyright: ignore
@@ -100,19 +108,6 @@ def _measured_table(console: Console, summary: dict[str, Any], measure: str, tit
                 table.add_row(Text(one_line(name or "held-out")), decoding, *row)
     if table.row_count:
         console.print(table)
-
-
-def _losses_table(console: Console, losses: dict[str, dict[str, float]]) -> None:
-    before, after = losses.get("before", {}), losses.get("after", {})
-    if not after:
-        return
-    table = Table(title="Held-out loss", title_justify="left")
-    table.add_column("metric", no_wrap=True)
-    table.add_column("before", justify="right")
-    table.add_column("after", justify="right")
-    for name, value in after.items():
-        table.add_row(Text(one_line(name)), f"{before[name]:.4f}" if name in before else "-", f"{value:.4f}")
-    console.print(table)
 
 
 def _interval_cell(numbers: dict[str, float] | None, measure: str) -> str:

@@ -88,7 +88,12 @@ def replay(job: Replay) -> int:
         cosines=cosines,
     )
     print_replay(report)
-    write_replay(report, job.folder)
+    path = job.folder / f"replay_{datetime.now():%Y-%m-%d_%H%M%S_%f}.json"
+    try:
+        path.write_text(json.dumps(nan_to_null(asdict(report)), indent=2, allow_nan=False) + "\n")
+    except OSError as error:
+        raise StorageError(f"{path} could not be written: {error.strerror}.") from error
+    Console().print(f"numbers  {path}", soft_wrap=True, highlight=False)
     write_tokens(measured[0].tokens, job.rollout.step, job.folder, job.modules[0][1].tokenizer)
     return 0
 
@@ -311,16 +316,6 @@ def _columns(first: str, numbers: list[str]) -> list[Column]:
 
 def _share(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.3f}"
-
-
-def write_replay(report: ReplayReport, folder: Path) -> None:
-    """Write `replay_<time>.json` in the run's folder, and print its path."""
-    path = folder / f"replay_{datetime.now():%Y-%m-%d_%H%M%S_%f}.json"
-    try:
-        path.write_text(json.dumps(nan_to_null(asdict(report)), indent=2, allow_nan=False) + "\n")
-    except OSError as error:
-        raise StorageError(f"{path} could not be written: {error.strerror}.") from error
-    Console().print(f"numbers  {path}", soft_wrap=True, highlight=False)
 
 
 # ---------------------------------------------------------------------- the tokens of the first objective

@@ -241,23 +241,20 @@ def _finish(run: Run, summary: dict[str, Any], earlier: float, started: float) -
     summary["export"] = export(run, summary)
     summary["data"] = run.data.report  # pyright: ignore
     summary["phases"] = closing_report.phase_totals(run.run_dir.metrics)
-    alarm = _stopping_alarm(run.trainer)
-    summary |= {"status": "stopped", "stopped_by": alarm} if alarm else {"status": "finished"}
+    alarms = (each for each in run.trainer.callbacks if isinstance(each, Alarm))  # pyright: ignore
+    alarm = next((each for each in alarms if each.stopped_at is not None), None)
+    if alarm is None:
+        summary["status"] = "finished"
+    else:
+        planned = f" of {run.trainer.max_steps}" if run.trainer.max_steps > 0 else ""
+        by = f"alarm {alarm.key} at step {alarm.stopped_at}{planned}"
+        summary |= {"status": "stopped", "stopped_by": by}
     summary["seconds"] = earlier + time.time() - started
     _save(run, summary)
     if run.trainer.is_global_zero:
         closing_report.closing_table(summary)
         run_page.write_run_page_at_end(run.run_dir.path)
         _print_closing_lines(run, summary)
-
-
-def _stopping_alarm(trainer: L.Trainer) -> str | None:
-    """Return the alarm that ended the run, and its step: `alarm dead_groups at step 11 of 30`; None where none did."""
-    for each in trainer.callbacks:  # pyright: ignore
-        if isinstance(each, Alarm) and each.stopped_at is not None:
-            planned = f" of {trainer.max_steps}" if trainer.max_steps > 0 else ""
-            return f"alarm {each.key} at step {each.stopped_at}{planned}"
-    return None
 
 
 def export(

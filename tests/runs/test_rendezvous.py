@@ -142,7 +142,7 @@ def test_a_folder_that_is_not_on_every_node_is_refused(tmp_path):
             meeting.abort_others(error)
 
     _, other_node = together(main, other)
-    with pytest.raises(StorageError, match="all nodes share the file system"):
+    with pytest.raises(StorageError, match="all nodes must share the file system"):
         other_node.result()
 
 
@@ -163,7 +163,7 @@ def test_whom_it_waits_for_is_said_with_what_to_type_and_in_vain_it_ends(capsys,
     first, again = capsys.readouterr().out.split("This is ")[1:]
     there = f"MASTER_ADDR={socket.gethostname()} MASTER_PORT={port} NODE_RANK=1 python train.py seed=1\n"
     assert first == f"node 0 of 2, waiting for node 1 at 127.0.0.1:{port}. Start the others with:\n  {there}"
-    assert "still waiting for node 1" in again and "leads every machine to itself" in again and again.endswith(there)
+    assert "still waiting for node 1" in again and "is each machine itself" in again and again.endswith(there)
     with pytest.raises(BackendError, match=rf"node 0 \(Connection refused\) did not reach 127.0.0.1:{port}"):
         Rendezvous(at(1, port), "", patience=0.5)
 
