@@ -12,7 +12,7 @@ import json
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -28,25 +28,6 @@ from lit_rl.core.errors import ConfigError, StorageError, in_range, nearest
 
 BEFORE_ALARM_FOLDER = "before_alarm"
 """The folder of kept checkpoints, in the folder of checkpoints."""
-
-
-def check_can_roll_back(key: str, trainer: L.Trainer, module: Any) -> None:
-    """Refuse a run that could not be rolled back.
-
-    Raises:
-        ConfigError: its strategy spreads weights, nothing is saved, or completions are drawn ahead.
-    """
-    what = f"callbacks.{key}.then=roll_back"
-    instead = f"Set callbacks.{key}.then=stop, and go on by hand from the checkpoint that you want."
-    if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
-        name = type(trainer.strategy).__name__
-        raise ConfigError(f"{what} is there for strategy=auto and ddp, and this run has {name}. {instead}")
-    if getattr(getattr(module, "generator", None), "lag", 0):
-        raise ConfigError(
-            f"{what} cannot throw away completions that are drawn ahead: set generator.lag=0. Or: {instead}"
-        )
-    if trainer.checkpoint_callback is None and not trainer.fast_dev_run:  # pyright: ignore
-        raise ConfigError(f"{what} needs checkpoints, and this run saves none: leave callbacks=none out. {instead}")
 
 
 class GoodCheckpoint:
@@ -77,8 +58,8 @@ class GoodCheckpoint:
             os.replace(partial, target)
         except OSError as error:
             rank_zero_warn(
-                f"The checkpoint that callbacks.{self.key} would go back to could not be kept ({error}): it goes back "
-                "to an earlier one, or stops."
+                f"The checkpoint that callbacks.{self.key} would roll back to could not be kept ({error}): a roll-back "
+                "takes an earlier one, or stops the run."
             )
 
     def go_back(self, trainer: L.Trainer, module: Any) -> int | None:
@@ -142,18 +123,6 @@ def metric_stage(name: str) -> str:
     return "val" if name.startswith("val") else "train"
 
 
-def describe_missing(key: str, missing: Sequence[str], named_by: Mapping[str, str], logged: Collection[str]) -> str:
-    """Describe an alarm's missing metrics, with similar names that are logged, and the key that names the metric."""
-    said = []
-    for name in missing:
-        prefix, setting = name[: name.find("/") + 1], named_by.get(name)
-        alike = (each.removeprefix(prefix) for each in logged if each.startswith(prefix))
-        near = nearest(name.removeprefix(prefix), alike)  # a common prefix makes no two names alike
-        hint = "" if near is None else f", did you mean {prefix}{near}?"
-        said.append(f"{name}{hint}" + (f" Set callbacks.{key}.{setting}" if hint and setting else ""))
-    return f"{key} ({'; '.join(said)})"
-
-
 # ---------------------------------------------------------------------- the base
 
 
@@ -192,7 +161,9 @@ class Alarm(L.Callback, ABC):
 
     def __init__(self, then: Then = "warn", patience: int = 5, roll_backs: int = 2) -> None:
         if then not in get_args(Then):
-            raise ConfigError(f"callbacks.{self.key}.then={then!r} is none of {', '.join(get_args(Then))}.")
+            raise ConfigError(
+                f"callbacks.{self.key}.then={then!r} is unknown: allowed are {', '.join(get_args(Then))}."
+            )
         in_range(f"callbacks.{self.key}.patience", patience, low=1)
         in_range(f"callbacks.{self.key}.roll_backs", roll_backs, low=1)
         self.then: Then = then
@@ -227,8 +198,26 @@ class Alarm(L.Callback, ABC):
     # ------------------------------------------------------------------ the clock
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if stage == "fit" and self.then == "roll_back":
-            check_can_roll_back(self.key, trainer, pl_module)
+        """Refuse a run that could not be rolled back, where the alarm would do that.
+
+        Raises:
+            ConfigError: the strategy spreads weights, nothing is saved, or completions are drawn ahead.
+        """
+        if stage != "fit" or self.then != "roll_back":
+            return
+        setting = f"callbacks.{self.key}.then=roll_back"
+        instead = f"Set callbacks.{self.key}.then=stop, and go on by hand from the checkpoint that you want."
+        if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+            name = type(trainer.strategy).__name__
+            raise ConfigError(
+                f"{setting} works with strategy=auto and strategy=ddp only, and this run uses {name}. {instead}"
+            )
+        if getattr(getattr(pl_module, "generator", None), "lag", 0):
+            raise ConfigError(
+                f"{setting} does not work with completions that are generated ahead: set generator.lag=0. Or: {instead}"
+            )
+        if trainer.checkpoint_callback is None and not trainer.fast_dev_run:  # pyright: ignore
+            raise ConfigError(f"{setting} needs checkpoints, and this run saves none: remove callbacks=none. {instead}")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.stopped_at = None
@@ -238,18 +227,18 @@ class Alarm(L.Callback, ABC):
     ) -> None:
         if self.then == "roll_back":
             self._good.keep(trainer, quiet=self.in_a_row == 0)
-        told = {name: value for name, value in trainer.callback_metrics.items() if name in self.watched}
+        logged = {name: value for name, value in trainer.callback_metrics.items() if name in self.watched}
         # Tensors are compared by identity: a new line of the log has new ones, of equal value or not.
-        new = {name for name, value in told.items() if self._seen.get(name) is not value}
-        self._seen = told
-        numbers = {name: float(value) for name, value in told.items()} if new else {}
+        new = {name for name, value in logged.items() if self._seen.get(name) is not value}
+        self._seen = logged
+        numbers = {name: float(value) for name, value in logged.items()} if new else {}
         if self.notice(new, numbers):
             self._look(trainer, pl_module, {name: value for name, value in numbers.items() if math.isfinite(value)})
-        self._say_who_is_silent(trainer)
+        self._report_silent_alarms(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.should_stop:  # a stopped run may not have reached its first validation
-            self._say_who_is_silent(trainer, ended=True)
+            self._report_silent_alarms(trainer, ended=True)
 
     def notice(self, new: set[str], metrics: Mapping[str, float]) -> bool:
         """Take in new metrics, and tell whether to look now.
@@ -260,19 +249,27 @@ class Alarm(L.Callback, ABC):
         """
         return bool(new)
 
-    def _say_who_is_silent(self, trainer: L.Trainer, *, ended: bool = False) -> None:
-        """Report alarms that cannot ring, in one line for all, printed by the first."""
+    def _report_silent_alarms(self, trainer: L.Trainer, *, ended: bool = False) -> None:
+        """Report alarms that cannot ring, in one line for all, printed by the first; with similar names that are
+        logged, and the key that names the metric."""
         alarms = [each for each in trainer.callbacks if isinstance(each, Alarm)]  # pyright: ignore
         if self is not alarms[0] or not (known := self._logged.now_known(trainer, ended=ended)):
             return
-        logged, said = trainer.callback_metrics, []
+        logged, silent = trainer.callback_metrics, []
         for each in alarms:
-            if missing := [name for name in each.missing(logged) if metric_stage(name) in known]:
+            missing = []
+            for name in (name for name in each.missing(logged) if metric_stage(name) in known):
+                prefix, setting = name[: name.find("/") + 1], each.named_by.get(name)
+                candidates = (other.removeprefix(prefix) for other in logged if other.startswith(prefix))
+                near = nearest(name.removeprefix(prefix), candidates)  # a common prefix makes no two names alike
+                hint = "" if near is None else f", did you mean {prefix}{near}?"
+                missing.append(f"{name}{hint}" + (f" Set callbacks.{each.key}.{setting}" if hint and setting else ""))
+            if missing:
                 then = "" if each.then == "warn" else f", then={each.then}"
-                said.append(describe_missing(each.key, missing, each.named_by, logged) + then)
-        if said:
+                silent.append(f"{each.key} ({'; '.join(missing)}){then}")
+        if silent:
             rank_zero_info(
-                f"Alarms that cannot ring, as this run does not log what they watch: {'; '.join(said)}. "
+                f"Alarms that cannot ring, as this run does not log what they watch: {'; '.join(silent)}. "
                 "callbacks.<name>=null leaves one out."
             )
 
@@ -289,9 +286,9 @@ class Alarm(L.Callback, ABC):
             return
         often = "" if self.patience == 1 else f", {self.patience} times in a row"
         done = self._act(trainer, pl_module)
-        said = f"Alarm {self.key} at optimizer step {trainer.global_step}: {found}{often}. {done}{self.advice}"
-        rank_zero_info(said)  # a warning would show a path and a line of code
-        self._write(trainer, said)
+        message = f"Alarm {self.key} at optimizer step {trainer.global_step}: {found}{often}. {done}{self.advice}"
+        rank_zero_info(message)  # a warning would show a path and a line of code
+        self._write(trainer, message)
 
     def _act(self, trainer: L.Trainer, pl_module: Any) -> str:
         """Do what the user chose, and return a sentence about it."""
@@ -306,14 +303,15 @@ class Alarm(L.Callback, ABC):
         trainer.should_stop, self.stopped_at = True, trainer.global_step
         if self.then == "stop":
             return "The run ends here. "
-        why = "went back as often as it may" if self.rolled_back else "has no checkpoint from before that"
-        return f"The run {why}, and ends here. "
+        if self.rolled_back >= self.roll_backs:
+            return f"It was rolled back as often as allowed (roll_backs={self.roll_backs}), and the run ends here. "
+        return "The run has no checkpoint from before that, and ends here. "
 
     @rank_zero_only
-    def _write(self, trainer: L.Trainer, said: str) -> None:
+    def _write(self, trainer: L.Trainer, message: str) -> None:
         if trainer.fast_dev_run:  # pyright: ignore
             return
-        row = {"step": trainer.global_step, "alarm": self.key, "then": self.then, "message": said}
+        row = {"step": trainer.global_step, "alarm": self.key, "then": self.then, "message": message}
         try:
             with (Path(trainer.default_root_dir) / ALARMS).open("a") as file:
                 file.write(json.dumps(row) + "\n")

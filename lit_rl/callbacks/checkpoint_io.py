@@ -121,14 +121,20 @@ def step_of(path: Path) -> int:
 
 
 def _file_version(path: Path) -> tuple[str, int, int, int]:
-    there = path.stat()
-    return os.path.realpath(path), there.st_ino, there.st_size, there.st_mtime_ns
+    status = path.stat()
+    return os.path.realpath(path), status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _find_fault(path: Path) -> str | None:
     """Describe the fault of a file or a folder; None where it is whole."""
+    if path.is_dir() and (path / _DEEPSPEED).exists():
+        if not (path / MANIFEST).exists():
+            return f"it is damaged: {MANIFEST}, the list of its pieces, is missing"
+        return None if matches_manifest(path) else f"it is damaged: a piece is missing, or differs from {MANIFEST}"
+    if path.is_dir() and (path / _FSDP).exists():
+        return None if (path / _INDEX).exists() else f"it is damaged: {_INDEX}, the index of its pieces, is missing"
     if path.is_dir():
-        return _find_folder_fault(path)
+        return f"it is a folder that contains neither {_DEEPSPEED} nor {_FSDP}"
     try:
         torch._C.PyTorchFileReader(os.fspath(path))  # it is stricter with an archive's index than Python's own reader
         with zipfile.ZipFile(path) as archive:
@@ -136,16 +142,6 @@ def _find_fault(path: Path) -> str | None:
         return None if damaged is None else f"it is damaged: {damaged} in it does not have its checksum"
     except (zipfile.BadZipFile, OSError, EOFError, ValueError, RuntimeError, zlib.error):
         return _describe_non_archive(path)
-
-
-def _find_folder_fault(path: Path) -> str | None:
-    if (path / _DEEPSPEED).exists():
-        if not (path / MANIFEST).exists():
-            return f"it is damaged: {MANIFEST} is missing, which says what was written"
-        return None if matches_manifest(path) else f"it is damaged: a piece is not as {MANIFEST} says, or is missing"
-    if (path / _FSDP).exists():
-        return None if (path / _INDEX).exists() else f"it is damaged: {_INDEX} is missing, the index of its pieces"
-    return f"it is a folder with none of {_DEEPSPEED} and {_FSDP} in it"
 
 
 def _describe_non_archive(path: Path) -> str:
@@ -157,7 +153,11 @@ def _describe_non_archive(path: Path) -> str:
         return f"it cannot be read ({error.strerror})"
     if not head:
         return "it is empty"
-    if _has_an_index(path):
+    try:
+        has_index = zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # it has one at its end, which is not sound
+        has_index = True
+    if has_index:
         return "it is damaged, or an archive of another kind"
     if head.startswith(b"PK"):
         return "it is cut short: the index at its end is missing"
@@ -173,14 +173,6 @@ def _describe_non_archive(path: Path) -> str:
     except UnicodeDecodeError:
         return "it is no file of torch.save"
     return "it is a file of text"
-
-
-def _has_an_index(path: Path) -> bool:
-    """Tell whether an archive's index is at the end of a file, sound or not."""
-    try:
-        return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:
-        return True
 
 
 # ---------------------------------------------------------------------- writing and reading
@@ -201,9 +193,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         except OSError as error:
             saved, _ = newest_whole(list(Path(target).parent.glob("*.ckpt")))
             hint = (
-                "No checkpoint of this run was saved before: mend this, and start it anew."
+                "This run had saved no checkpoint before: fix this, and start it again."
                 if saved is None
-                else "What was saved before is as it was: mend this, and go on from there with ckpt_path=last."
+                else "Earlier checkpoints are unchanged: fix this, and resume from the newest with ckpt_path=last."
             )
             raise StorageError(f"The checkpoint {target} could not be written: {error}. {hint}") from error
 

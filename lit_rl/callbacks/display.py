@@ -10,12 +10,13 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from lit_rl.core.episode import message_text, transcript_of
@@ -56,22 +57,19 @@ class ShownConversation:
 
     def lines(self) -> list[ShownMessage]:
         """Return a line for each message, dim where it is not learned from, and marked so where the policy wrote it."""
-        lines = list(self._lines())
+        lines, turns = [], iter(self.learned)
+        for message in self.messages:
+            role = str(message["role"])
+            style, by_policy = STYLES.get(role, ""), role == "assistant"
+            if by_policy and next(turns, True):
+                lines.append(ShownMessage(role, message_text(message), style))
+            else:
+                author = f"{role} (not learned)" if by_policy else role
+                lines.append(ShownMessage(author, message_text(message), f"dim {style}".strip()))
         if len(lines) <= MOST_MESSAGES:
             return lines
         left_out = ShownMessage("...", f"{len(lines) - MOST_MESSAGES} messages more", "dim")
         return [*lines[: MOST_MESSAGES // 2], left_out, *lines[-MOST_MESSAGES // 2 :]]
-
-    def _lines(self) -> Iterator[ShownMessage]:
-        turns = iter(self.learned)
-        for message in self.messages:
-            role = str(message["role"])
-            style, of_policy = STYLES.get(role, ""), role == "assistant"
-            if of_policy and next(turns, True):
-                yield ShownMessage(role, message_text(message), style)
-            else:
-                author = f"{role} (not learned)" if of_policy else role
-                yield ShownMessage(author, message_text(message), f"dim {style}".strip())
 
 
 def conversation_of(table: Mapping[str, Sequence[Any]], row: int) -> ShownConversation:
@@ -169,6 +167,18 @@ def file_name_part(name: str) -> str:
 
 
 # ---------------------------------------------------------------------- tables
+
+
+def ruled_table(title: str | Text, columns: Iterable[Column]) -> Table:
+    """Return a console table for the numbers of a report: a rule under its heads, and no frame. Rows are added to it.
+
+    Args:
+        title: Title, on the left; a `str` may hold rich's markup.
+        columns: Columns with their heads.
+    """
+    return Table(
+        *columns, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False
+    )
 
 
 def _mean_reward(rows: Sequence[dict[str, Any]]) -> float:

@@ -77,17 +77,13 @@ def unfinished_card(trainer: L.Trainer, pl_module: Any, what: str) -> dict[str, 
     base, algorithm = pl_module.model.name, type(pl_module).__name__.lower()
     title = f"{ModelName.of(base)} trained with {algorithm}{what}"
     facts = {"base_model": base, "algorithm": algorithm, "title": title}
-    form = getattr(trainer.datamodule, "prompt_form", None)  # pyright: ignore
-    facts |= {"dataset": data} if (data := _data_name(trainer.datamodule)) else {}  # pyright: ignore
+    data: Any = trainer.datamodule  # pyright: ignore
+    form, task = getattr(data, "prompt_form", None), getattr(data, "task", None)
+    paths = [str(source.path) for source in getattr(data, "sources", ())]
+    name = ", ".join(paths) or (type(task).__name__.lower() if task is not None else "")
+    facts |= {"dataset": name} if name else {}
     facts |= {"command": pl_module.command} if getattr(pl_module, "command", "") else {}
     return facts | ({"prompts": form} if form else {})
-
-
-def _data_name(data: Any) -> str:
-    """Return the name of the rows: their paths, or the task that made them; empty where they have none."""
-    task = getattr(data, "task", None)
-    paths = [str(source.path) for source in getattr(data, "sources", ())]
-    return ", ".join(paths) or (type(task).__name__.lower() if task is not None else "")
 
 
 class AveragedWeights(L.Callback, ABC):
@@ -335,9 +331,9 @@ class MergedWeights(AveragedWeights):
         model = getattr(pl_module, "model", None)
         if getattr(model, "lora", None) is not None or getattr(model, "adapter", None) is not None:
             raise ConfigError(
-                "callbacks=merge goes along a line between weights, and the two factors of an adapter multiply: their "
-                "line is another one. Merge a share of an adapter by its scale instead (lora_alpha in "
-                "adapter_config.json, times the share), or train without model.lora and model.adapter."
+                "callbacks=merge interpolates weights, and interpolating the two factors of an adapter does not "
+                "interpolate their product. Scale the adapter instead (lora_alpha in adapter_config.json, times the "
+                "share), or train without model.lora and model.adapter."
             )
 
     def move(self, kept: Mapping[str, Tensor], weight: Tensor, step: int) -> None:

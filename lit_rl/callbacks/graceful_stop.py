@@ -74,16 +74,16 @@ class SignalWatch:
     uses the store: a handler must not wait for it.
 
     Args:
-        came: Getter of the signal that this process has received; None before any.
+        received_here: Getter of the signal that this process has received; None before any.
         ranks: World size.
         rank: This rank.
     """
 
-    def __init__(self, came: Callable[[], int | None], ranks: int, rank: int = 0) -> None:
-        self._came, self._sent, self._over = came, 0, False
+    def __init__(self, received_here: Callable[[], int | None], ranks: int, rank: int = 0) -> None:
+        self._received_here, self._sent, self._over = received_here, 0, False
         self._began, self._rank = False, rank
         self._store: Any = callback_store("signal", rank) if ranks > 1 else None
-        self._told = False
+        self._forwarded = False
         self._ended = False
         self._leaves: int | None = None
         if self._store is not None:
@@ -119,21 +119,21 @@ class SignalWatch:
             asked_at, known = time.monotonic(), False
             while not self._over:
                 time.sleep(POLL_SECONDS)
-                number = self._came()
+                number = self._received_here()
                 if number is None:
                     asked_at, number = time.monotonic(), self._received(_SIGNAL_KEY)
-                    self._told = self._told or number is not None
+                    self._forwarded = self._forwarded or number is not None
                     self._send(number)
                     continue
                 if not known:  # the handler has run, for the signal sent here or for the user's own at the same moment
                     known, self._sent = True, 0
-                if self._store is not None and not self._told:
-                    self._told = True
+                if self._store is not None and not self._forwarded:
+                    self._forwarded = True
                     self._store.set(_SIGNAL_KEY, str(number))
                 if (last := self._received(_SECOND_SIGNAL_KEY)) is not None:
                     if self._rank == 0:  # it holds the store: the others poll first
                         time.sleep(1.5 * POLL_SECONDS)
-                    return self._send(last, mine=False)
+                    return self._send(last, own=False)
                 if interrupts.is_interruptible() and time.monotonic() - asked_at > RESEND_SECONDS:
                     asked_at = time.monotonic()
                     self._send(number)
@@ -150,25 +150,16 @@ class SignalWatch:
             return None
         return int(self._store.get(key))
 
-    def _send(self, number: int | None, *, mine: bool = True) -> None:
-        """Send a signal to the main thread; with `mine` false its handler takes it for one from outside."""
+    def _send(self, number: int | None, *, own: bool = True) -> None:
+        """Send a signal to the main thread; with `own` false its handler takes it for one from outside."""
         if number is not None and not self._over:
-            self._sent = number if mine else 0
+            self._sent = number if own else 0
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, number)
 
 
 # ---------------------------------------------------------------------- the stop
-
-
-def _announce(text: str) -> None:
-    """Print from a signal handler, in a thread of its own.
-
-    The handler may have interrupted a write: a second write to the same stream is refused in the same thread, and waits
-    in another. `_thread` starts one without a lock that the main thread might hold.
-    """
-    _thread.start_new_thread(rank_zero_info, (text,))
 
 
 class GracefulStop(SaveOnError):
@@ -189,7 +180,7 @@ class GracefulStop(SaveOnError):
         self.saved: Path | None = None
         """The checkpoint of the step that the run stopped at; None while there is none."""
         self._watch: SignalWatch | None = None
-        self._twice: tuple[int | None, ...] = (signal.SIGHUP,)
+        self._repeatable: tuple[int | None, ...] = (signal.SIGHUP,)
         """Signals that may come twice from one cause: an ending shell and the kernel; Slurm, and torchrun for it."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -198,7 +189,7 @@ class GracefulStop(SaveOnError):
         if threading.current_thread() is not threading.main_thread():
             return
         interrupts.enable_interrupts(lambda: self._give_up(trainer), several=trainer.world_size > 1)
-        self._twice = (signal.SIGHUP, requeue_signal(trainer))
+        self._repeatable = (signal.SIGHUP, requeue_signal(trainer))
         self._watch = SignalWatch(lambda: self.signum, trainer.world_size, trainer.global_rank)
         for signum in stop_signals(trainer):
             self._before[signum] = signal.signal(signum, lambda number, frame: self._on_signal(trainer, number))
@@ -206,7 +197,7 @@ class GracefulStop(SaveOnError):
     def _on_signal(self, trainer: L.Trainer, number: int) -> None:
         assert self._watch is not None
         again = self.signum is not None and self._watch.was_sent_here()
-        if again or (number == self.signum and number in self._twice):
+        if again or (number == self.signum and number in self._repeatable):
             return interrupts.request_stop()
         if self.signum is not None:
             self._restore(leaves=number)
@@ -217,8 +208,11 @@ class GracefulStop(SaveOnError):
             detach_from_terminal()
         self._watch.begin()
         what = "stopping and saving" if folder_of(trainer) else "stopping; nothing is saved, as checkpoints are off"
+        # The handler may have interrupted a write: a second write to the same stream is refused in the same thread, and
+        # waits in another. `_thread` starts one without a lock that the main thread might hold.
+        line = f"{signal.Signals(number).name}: {what}. Once more to stop at once."
         with contextlib.suppress(RuntimeError):  # no thread can be started: it stops silently
-            _announce(f"{signal.Signals(number).name}: {what}. Once more to stop at once.")
+            _thread.start_new_thread(rank_zero_info, (line,))
         interrupts.request_stop()
 
     def on_train_batch_end(
@@ -240,8 +234,8 @@ class GracefulStop(SaveOnError):
     def _is_to_end(self, trainer: L.Trainer) -> bool:
         """Tell whether a signal ends the run, the same on every rank, and set `signum` to it. A collective."""
         if trainer.world_size > 1:
-            mine = torch.tensor(float(self.signum or 0), device=trainer.strategy.root_device)
-            self.signum = int(trainer.strategy.reduce(mine, reduce_op="max")) or None  # pyright: ignore
+            local = torch.tensor(float(self.signum or 0), device=trainer.strategy.root_device)
+            self.signum = int(trainer.strategy.reduce(local, reduce_op="max")) or None  # pyright: ignore
         if self.signum is not None:
             interrupts.record_stop_request()
         return self.signum is not None
@@ -299,8 +293,8 @@ class GracefulStop(SaveOnError):
         if self._watch is not None:
             self._watch.end(leaves)
         for signum, handler in self._before.items():
-            said = signum == self.signum and signum in self._twice  # and the run is about to end
-            signal.signal(signum, signal.SIG_IGN if said else handler)
+            may_repeat = signum == self.signum and signum in self._repeatable  # and the run is about to end
+            signal.signal(signum, signal.SIG_IGN if may_repeat else handler)
         self._before = {}
         self._watch = None  # with its store: the next job of a sweep must find nothing of this one
 

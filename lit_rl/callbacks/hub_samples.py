@@ -181,22 +181,24 @@ class HubSamples(L.Callback):
         with self.unwritten.spared(self._pushes.what):
             run_dir = Path(trainer.default_root_dir).resolve()
             files = [path for pattern in SAMPLE_FILES for path in (run_dir / "samples").glob(pattern)]
-            there = {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
-            if not there or there == self._sent:
+            current = {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
+            if not current or current == self._sent:
                 return
             copy = tempfile.TemporaryDirectory(prefix="lit_rl_samples_", ignore_cleanup_errors=True)
-            for name in sorted(there.keys() if self._sent is None else _changed_files(there, self._sent)):
+            for name in sorted(current.keys() if self._sent is None else _changed_files(current, self._sent)):
                 shutil.copyfile(run_dir / "samples" / name, Path(copy.name) / name)
             folder = f"{run_dir.parent.name}_{run_dir.name}"  # jobs of sweeps are called 0, 1, ...
-            push = partial(self._send, copy, folder, f"lit_rl, {folder}, step {trainer.global_step}", there, self._sent)
+            push = partial(
+                self._send, copy, folder, f"lit_rl, {folder}, step {trainer.global_step}", current, self._sent
+            )
 
             def over(done: bool) -> None:
-                self._sent = there if done else None  # after a failed commit the hub is asked again for its files
+                self._sent = current if done else None  # after a failed commit the hub is asked again for its files
 
             self._pushes.start(push, over)
 
     def _send(
-        self, copy: tempfile.TemporaryDirectory[str], folder: str, message: str, there: Files, sent: Files | None
+        self, copy: tempfile.TemporaryDirectory[str], folder: str, message: str, current: Files, sent: Files | None
     ) -> None:
         """Commit the files of the copy, then remove it. Runs in a thread of its own."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
@@ -214,14 +216,14 @@ class HubSamples(L.Callback):
                 sent = dict.fromkeys(names, (-1, -1))
                 if "README.md" not in held:
                     operations.append(CommitOperationAdd("README.md", CARD.encode()))
-            new, gone = _changed_files(there, sent), sorted(sent.keys() - there.keys())
+            new, gone = _changed_files(current, sent), sorted(sent.keys() - current.keys())
             operations += [CommitOperationAdd(f"{folder}/{name}", Path(copy.name) / name) for name in new]
             operations += [CommitOperationDelete(f"{folder}/{name}") for name in gone]
             api.create_commit(self.repo, operations, repo_type="dataset", commit_message=message)
 
 
-def _changed_files(there: Files, sent: Files) -> list[str]:
-    return sorted(name for name in there if there[name] != sent.get(name))
+def _changed_files(current: Files, sent: Files) -> list[str]:
+    return sorted(name for name in current if current[name] != sent.get(name))
 
 
 def _check_name(repo: str) -> None:
@@ -234,5 +236,5 @@ def _check_name(repo: str) -> None:
         validate_repo_id(repo)
     except HFValidationError as error:
         raise ConfigError(
-            f"callbacks.hub_samples.repo={repo!r} is no name of the hub: {error} Write user/name."
+            f"callbacks.hub_samples.repo={repo!r} is not a valid name on the hub: {error} Write user/name."
         ) from error

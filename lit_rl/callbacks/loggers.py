@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import itertools
 import json
 import math
 import os
@@ -143,12 +144,12 @@ class _FaultTolerantLogger:
             found = getattr(_NoOpLogger(), name)
         if name == "experiment":
             return _FaultTolerantLogger(found, self.unwritten)
-        return self._spared(found, name) if callable(found) and not isinstance(found, type) else found
+        if not callable(found) or isinstance(found, type):
+            return found
 
-    def _spared(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*args: Any, **keywords: Any) -> Any:
             with self.unwritten.spared(name):
-                return function(*args, **keywords)
+                return found(*args, **keywords)
 
         return call
 
@@ -339,18 +340,18 @@ def log_tables(
             _log_table(logger, key, rows, step, pictured)
 
 
-def _log_table(logger: Any, key: str, made: Callable[..., list[Row]], step: int, pictured: Sequence[Row]) -> None:
+def _log_table(logger: Any, key: str, rows_of: Callable[..., list[Row]], step: int, pictured: Sequence[Row]) -> None:
     takes_tables = isinstance(logger, MLFlowLogger | WandbLogger | CSVLogger) or hasattr(logger, "log_table")
     if not takes_tables:  # text with some images beside it, `samples/image_1` and so on
         experiment: Any = getattr(logger, "experiment", None)
         if hasattr(experiment, "add_text"):
-            experiment.add_text(key, markdown_table(made(TENSORBOARD_CELL), sys.maxsize), global_step=step)
+            experiment.add_text(key, markdown_table(rows_of(TENSORBOARD_CELL), sys.maxsize), global_step=step)
             strips = (row["image"].strip() if "image" in row else None for row in pictured)
             for number, strip in enumerate(strips, 1):
                 if strip is not None:
                     experiment.add_image(f"{key}/image_{number}", np.array(strip), global_step=step, dataformats="HWC")
         return
-    rows = made()
+    rows = rows_of()
     columns = list(rows[0])
     if isinstance(logger, MLFlowLogger):
         data = {name: [_plain_cell(row[name]) for row in rows] for name in columns}
@@ -388,15 +389,16 @@ def table_rows(table: Mapping[str, Sequence[Any]], longest: int = sys.maxsize) -
 def _column(values: Sequence[Any], longest: int) -> list[Any]:
     if all(value is None or isinstance(value, bool | int | float) for value in values):
         return list(values)
-    return [None if value is None else _text_cell(value, longest) for value in values]
-
-
-def _text_cell(value: Any, longest: int) -> str:
-    if found := visuals_in(value):
-        return str(Pictures(tuple(found)))
-    messages = isinstance(value, list) and all(isinstance(each, dict) and "role" in each for each in value)
-    whole = value if messages or isinstance(value, str) else str(value)
-    return printable(whole, longest)
+    column: list[Any] = []
+    for value in values:
+        if value is None:
+            column.append(None)
+        elif found := visuals_in(value):
+            column.append(str(Pictures(tuple(found))))
+        else:
+            messages = isinstance(value, list) and all(isinstance(each, dict) and "role" in each for each in value)
+            column.append(printable(value if messages or isinstance(value, str) else str(value), longest))
+    return column
 
 
 def _plain_cell(value: Any) -> Any:
@@ -422,9 +424,13 @@ def _for_wandb(rows: Sequence[Row]) -> Iterator[list[Any]]:
 
 def _to_csv(folder: Path, key: str, rows: Sequence[Sequence[Any]], columns: Sequence[str]) -> None:
     """Append to `key.csv`; where that has other columns, to `key_2.csv`, and so on: written rows are unchanged."""
-    number, path = 1, folder / f"{key}.csv"
-    while path.exists() and _header(path) != list(columns):
-        number += 1
+    path = folder / f"{key}.csv"
+    for number in itertools.count(2):
+        if not path.exists():
+            break
+        with path.open(newline="", encoding="utf-8") as file:
+            if next(csv.reader(file), []) == list(columns):
+                break
         path = folder / f"{key}_{number}.csv"
     folder.mkdir(parents=True, exist_ok=True)
     with path.open("a", newline="", encoding="utf-8") as file:
@@ -432,8 +438,3 @@ def _to_csv(folder: Path, key: str, rows: Sequence[Sequence[Any]], columns: Sequ
         if file.tell() == 0:
             writer.writerow(columns)
         writer.writerows(rows)
-
-
-def _header(path: Path) -> list[str]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return next(csv.reader(file), [])

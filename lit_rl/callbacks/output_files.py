@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lit_rl.core.durable_files import flush, replacing
 from lit_rl.core.episode import TOKENS
 from lit_rl.core.errors import StorageError
-from lit_rl.core.visuals import ImageRef, VideoRef, Visual, videos_in, visuals_in
+from lit_rl.core.visuals import ImageRef, VideoRef, videos_in, visuals_in
 
 if TYPE_CHECKING:
     import pyarrow
@@ -57,19 +57,11 @@ def arrow_images(values: Sequence[Any]) -> pyarrow.Array | None:
 def _stored_value(value: Any) -> Any:
     if value is None:
         return None
-    return (
-        _stored_visual(value)
-        if isinstance(value, ImageRef | VideoRef)
-        else [_stored_visual(ref) for ref in visuals_in(value)]
-    )
-
-
-def _stored_visual(ref: Visual) -> Any:
-    if isinstance(ref, VideoRef):
-        return [_stored_visual(frame) for frame in ref.frames]
-    if ref.path is not None:
-        return {"bytes": None, "path": str(ref.path.resolve())}
-    return {"bytes": ref.data, "path": ref.name}
+    if isinstance(value, ImageRef):
+        if value.path is not None:
+            return {"bytes": None, "path": str(value.path.resolve())}
+        return {"bytes": value.data, "path": value.name}
+    return [_stored_value(ref) for ref in (value.frames if isinstance(value, VideoRef) else visuals_in(value))]
 
 
 def image_features(table: pyarrow.Table, names: Sequence[str]) -> pyarrow.Table:
@@ -109,7 +101,16 @@ class ImageWriter:
         shown = [ref for value in row.values() for ref in visuals_in(value)]
         images = (image for ref in shown for image in (ref.frames if isinstance(ref, VideoRef) else (ref,)))
         for image in (image for image in images if image.path is None):
-            _write_image(self._folder / _image_names(image), image.read())
+            path, data = self._folder / _image_names(image), image.read()
+            if path.exists():  # named by content
+                continue
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                partial = f".{path.name}.{os.getpid()}.partial"  # ranks may write one image at once
+                with replacing(path, partial) as unfinished:
+                    unfinished.write_bytes(data)
+            except OSError as error:
+                raise StorageError(f"The image {path} could not be written: {error}.") from error
 
 
 def _image_names(value: Any) -> Any:
@@ -119,17 +120,6 @@ def _image_names(value: Any) -> Any:
         frames = [_image_names(frame) for frame in value.frames]
         return frames if value.fps is None else {"frames": frames, "fps": value.fps}
     return [_image_names(each) for each in value] if visuals_in(value) else value
-
-
-def _write_image(path: Path, data: bytes) -> None:
-    if path.exists():  # named by content
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path, f".{path.name}.{os.getpid()}.partial") as partial:  # ranks may write one image at once
-            partial.write_bytes(data)
-    except OSError as error:
-        raise StorageError(f"The image {path} could not be written: {error}.") from error
 
 
 # ---------------------------------------------------------------------- tables of samples
@@ -404,27 +394,21 @@ def _split_joined(path: Path, last: int) -> None:
     Raises:
         StorageError: it is damaged, or cannot be written.
     """
-    import pyarrow
+    import pyarrow.parquet
 
     try:
-        _write_split(path, last)
+        images = _image_columns(pyarrow.parquet.read_schema(path))
+        for table in _tables_of(path):
+            kind, own = _FileName.of(table.name), path.with_name(f"{table.name}.parquet")
+            if kind is None or kind.joined or kind.first > last or own.exists():
+                continue
+            shown = [name for name in images if name not in table.lacks]
+            with replacing(own, f"{own.stem}.partial") as partial:
+                _write_arrow(table.read().replace_schema_metadata(None), shown, partial)
+                flush(partial)
     except (OSError, pyarrow.ArrowException) as error:
         raise StorageError(
             f"{path} holds rollouts from before the checkpoint and cannot be taken apart ({error}). If it is damaged, "
             "remove it: the run goes on without those samples."
         ) from error
     path.unlink()
-
-
-def _write_split(path: Path, last: int) -> None:
-    import pyarrow.parquet
-
-    images = _image_columns(pyarrow.parquet.read_schema(path))
-    for table in _tables_of(path):
-        kind, own = _FileName.of(table.name), path.with_name(f"{table.name}.parquet")
-        if kind is None or kind.joined or kind.first > last or own.exists():
-            continue
-        shown = [name for name in images if name not in table.lacks]
-        with replacing(own, f"{own.stem}.partial") as partial:
-            _write_arrow(table.read().replace_schema_metadata(None), shown, partial)
-            flush(partial)

@@ -97,7 +97,7 @@ class PreferenceSets(L.Callback):
             return
         if not hasattr(pl_module, "scored"):
             raise ConfigError(
-                f"callbacks=preference_sets is made of rollouts, and {type(pl_module).__name__} draws none: take "
+                f"callbacks=preference_sets needs rollouts, and {type(pl_module).__name__} generates none: use "
                 "callbacks=default."
             )
         if getattr(pl_module, "opponent_writes", False) and set(self.sets) - {"verdicts"}:
@@ -108,8 +108,8 @@ class PreferenceSets(L.Callback):
             )
         if getattr(pl_module, "env", None) is not None:
             raise ConfigError(
-                "callbacks.preference_sets writes completions of one turn, and env= makes episodes of several, which "
-                "no method here learns from as pairs: leave one of the two out."
+                "callbacks.preference_sets writes completions of one turn, and env= makes episodes of several turns, "
+                "which no method can learn from as pairs: remove one of the two."
             )
         if pl_module.group_size < 2 and set(self.sets) - {"verdicts"}:
             raise ConfigError(
@@ -119,15 +119,24 @@ class PreferenceSets(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         # Read anew: when a run is resumed, rows from after the checkpoint have just been cut off.
-        self._known = {name: _digests(self._path(trainer, name)) for name in self.sets}
+        self._known = {name: set() for name in self.sets}
+        for name, digests in self._known.items():
+            path = self._path(trainer, name)
+            if not path.is_file():
+                continue
+            try:
+                with path.open(encoding="utf-8") as lines:
+                    digests |= {_digest(json.loads(line)) for line in lines}
+            except (OSError, ValueError, KeyError) as error:
+                raise StorageError(f"{path} is damaged ({error}): remove it, or take another run_dir.") from error
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch.slot != 0 or pl_module.scored is None or trainer.fast_dev_run:  # pyright: ignore
             return
-        of_all_ranks = gather_objects(self.rows(pl_module))[:: tensor_parallel_size(trainer)]
+        rows_by_rank = gather_objects(self.rows(pl_module))[:: tensor_parallel_size(trainer)]
         if trainer.is_global_zero:
             for name in self.sets:
-                self._append(trainer, name, [row for rows in of_all_ranks for row in rows[name]])
+                self._append(trainer, name, [row for rows in rows_by_rank for row in rows[name]])
 
     def rows(self, module: Any) -> dict[str, list[Row]]:
         """Return the rows for each set from the last rollout of an `OnPolicyModule`, on this rank."""
@@ -153,9 +162,9 @@ class PreferenceSets(L.Callback):
 
     def _ranked(self, members: Sequence[Member]) -> Iterator[Row]:
         distinct = list({member.text: member for member in reversed(members)}.values())[::-1]
-        both = [(better, worse) for better in distinct if better.ended for worse in distinct]
-        both.sort(key=lambda pair: pair[1].reward - pair[0].reward)  # stable: among equals the first drawn
-        rows = (row for pair in both for row in self._pair(*pair))
+        pairs = [(better, worse) for better in distinct if better.ended for worse in distinct]
+        pairs.sort(key=lambda pair: pair[1].reward - pair[0].reward)  # stable: among equals the first drawn
+        rows = (row for pair in pairs for row in self._pair(*pair))
         yield from (row for row, _ in zip(rows, range(self.ranked_per_group)))
 
     def _pair(self, better: Member, worse: Member) -> Iterator[Row]:
@@ -185,7 +194,9 @@ class PreferenceSets(L.Callback):
             if digest in known:
                 continue
             if len(known) >= self.max_rows:
-                rank_zero_warn(f"{path} has callbacks.preference_sets.max_rows={self.max_rows} rows and stays so.")
+                rank_zero_warn(
+                    f"{path} has callbacks.preference_sets.max_rows={self.max_rows} rows: no more are added."
+                )
                 break
             known.add(digest)
             images.write(row)
@@ -208,24 +219,14 @@ def append_bytes(path: Path, data: bytes) -> None:
                 file.truncate(size)
                 raise OSError("no space is left")
     except OSError as error:
-        raise StorageError(f"{path} could not be added to: {error}.") from error
-
-
-def _digests(path: Path) -> set[bytes]:
-    if not path.is_file():
-        return set()
-    try:
-        with path.open(encoding="utf-8") as lines:
-            return {_digest(json.loads(line)) for line in lines}
-    except (OSError, ValueError, KeyError) as error:
-        raise StorageError(f"{path} is damaged ({error}): remove it, or take another run_dir.") from error
+        raise StorageError(f"Rows could not be added to {path}: {error}.") from error
 
 
 def _digest(row: Mapping[str, Any]) -> bytes:
     """Return a digest that is equal for equal prompts, images and completions; the first such row stays."""
     prompt: Prompt = row["prompt"]
-    said = [row.get(name) for name in ("chosen", "rejected", "completion", *IMAGE_COLUMNS, *VIDEO_COLUMNS)]
-    return hashlib.blake2b(json.dumps([prompt_key(prompt), said]).encode(), digest_size=16).digest()
+    answers = [row.get(name) for name in ("chosen", "rejected", "completion", *IMAGE_COLUMNS, *VIDEO_COLUMNS)]
+    return hashlib.blake2b(json.dumps([prompt_key(prompt), answers]).encode(), digest_size=16).digest()
 
 
 def forbidden_texts(module: Any) -> list[str]:

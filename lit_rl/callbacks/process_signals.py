@@ -78,8 +78,8 @@ def requeue() -> None:
     """Put this job into the queue again; called by rank 0 once everything is saved. Slurm then ends it."""
     from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-    done, said = _requeue_job()
-    (rank_zero_info if done else rank_zero_warn)(said)
+    done, message = _requeue_job()
+    (rank_zero_info if done else rank_zero_warn)(message)
 
 
 def requeue_before_training() -> None:
@@ -122,8 +122,8 @@ def _requeue_job() -> tuple[bool, str]:
     try:
         subprocess.run(["scontrol", "requeue", job], check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        return False, f"The job {job} could not be put into Slurm's queue again: {error}. Submit it by hand."
-    return True, f"The job {job} is in Slurm's queue again."
+        return False, f"The job {job} could not be requeued by Slurm: {error}. Submit it by hand."
+    return True, f"The job {job} was requeued by Slurm."
 
 
 def is_requeued() -> bool:

@@ -40,8 +40,8 @@ class Profile(L.Callback):
         if not (whole and 0 <= numbers[0] < numbers[1]):
             shown = ",".join(map(str, numbers))
             raise ConfigError(
-                f"profile.steps=[{shown}] is no part of a run: allowed are two whole numbers from 0 on, the second "
-                "above the first, such as profile.steps=[3,5], the two optimizer steps behind the first three."
+                f"profile.steps=[{shown}]: give two whole numbers from 0 on, the second larger than the first, such "
+                "as profile.steps=[3,5] for the two optimizer steps after the first three."
             )
         self.begin, self.end = numbers
         self.folder = Path(folder)
@@ -51,7 +51,7 @@ class Profile(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit" and 0 <= trainer.max_steps < self.end and not trainer.fast_dev_run:  # pyright: ignore
             raise ConfigError(
-                f"profile.steps=[{self.begin},{self.end}] ends behind the run's last step, trainer.max_steps="
+                f"profile.steps=[{self.begin},{self.end}] ends after the run's last step, trainer.max_steps="
                 f"{trainer.max_steps}: take earlier steps, or raise trainer.max_steps."
             )
 

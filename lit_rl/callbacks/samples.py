@@ -73,16 +73,16 @@ class _Periodic(L.Callback):
 Table = dict[str, list[Any]]
 
 
-def gather_on_rank_zero(trainer: L.Trainer, mine: Any, unwritten: WriteFailures) -> list[Any]:
+def gather_on_rank_zero(trainer: L.Trainer, local: Any, unwritten: WriteFailures) -> list[Any]:
     """Gather a value of every rank with rows of its own on rank 0, in the order of ranks; elsewhere an empty list.
 
     A collective. None stands for a value that could not be sent, such as a reward's extra that cannot be pickled.
     """
     if trainer.world_size == 1:
-        return [mine]
+        return [local]
     sent = pickle.dumps(None)
     with unwritten.spared("sending rows to rank 0"):
-        sent = pickle.dumps(mine)
+        sent = pickle.dumps(local)
     parts = [b""] * trainer.world_size if trainer.is_global_zero else None
     torch.distributed.gather_object(sent, parts, dst=0)
     received: list[Any] = []
@@ -98,10 +98,10 @@ def stack_tables(tables: Sequence[Mapping[str, list[Any]] | None]) -> Table:
 
     A column that a rank lacks, such as an extra that its rewards did not log, is None there.
     """
-    there = [(rank, table) for rank, table in enumerate(tables) if table]
-    names = dict.fromkeys(name for _, table in there for name in table)
+    present = [(rank, table) for rank, table in enumerate(tables) if table]
+    names = dict.fromkeys(name for _, table in present for name in table)
     whole: Table = {"step": [], "rank": [], **{name: [] for name in names}}
-    for rank, table in there:
+    for rank, table in present:
         rows = len(table["prompt"])
         for name, values in whole.items():
             values.extend(table.get(name) or [rank if name == "rank" else None] * rows)
@@ -216,8 +216,8 @@ class Samples(_Periodic):
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         if trainer.sanity_checking or trainer.fast_dev_run:  # pyright: ignore
             return
-        mine = {index: (table, self._rows[index]) for index, table in self._evaluated.items()}
-        parts = gather_on_rank_zero(trainer, mine, self.unwritten)
+        local = {index: (table, self._rows[index]) for index, table in self._evaluated.items()}
+        parts = gather_on_rank_zero(trainer, local, self.unwritten)
         for index in sorted({index for part in parts for index in part or ()}):
             table = merge_validation([part and part.get(index) for part in parts])
             name = file_name_part(trainer.datamodule.val_names[index])  # pyright: ignore
@@ -300,11 +300,11 @@ class TokenSamples(_Periodic):
         step = trainer.global_step - plan.steps_per_rollout
         if not self._due.at(step):
             return
-        mine: Table | None = None
+        local: Table | None = None
         with self.unwritten.spared("the tokens of this rank"):
             rollout, tokenizer = pl_module.dealt_out(batch)[0], pl_module.tokenizer
-            mine = token_table(step, rollout, seen, self.completions, tokenizer, pl_module.plain_columns)
-        table = stack_tables(gather_on_rank_zero(trainer, mine, self.unwritten))
+            local = token_table(step, rollout, seen, self.completions, tokenizer, pl_module.plain_columns)
+        table = stack_tables(gather_on_rank_zero(trainer, local, self.unwritten))
         if table["step"]:
             with self.unwritten.spared(f"samples/tokens_{step:08d}.parquet"):
                 folder = Path(trainer.default_root_dir) / "samples"
@@ -354,13 +354,13 @@ def token_table(
 
     reference = {} if chosen.ref_logprobs is None else {"ref_logprobs": chosen.ref_logprobs}
     scores, width = seen.scores, chosen.loss_mask.shape[1]
-    said = {"logprobs": scores.logprobs, "entropies": scores.entropy, "values": scores.values}
-    now = {name: _values_of_rows(values, learned, rows, width) for name, values in said.items() if values is not None}
+    scored = {"logprobs": scores.logprobs, "entropies": scores.entropy, "values": scores.values}
+    now = {name: _values_of_rows(values, learned, rows, width) for name, values in scored.items() if values is not None}
     table |= token_columns(completions, chosen, tokenizer, reference | now)
     computed = torch.isin(rows, learned).tolist()
     for name in now:
         column = table[TOKENS + name]
-        table[TOKENS + name] = [values if there else None for values, there in zip(column, computed)]
+        table[TOKENS + name] = [values if known else None for values, known in zip(column, computed)]
     return table | {name: values for name, values in kept.items() if name not in table}
 
 
@@ -370,8 +370,8 @@ def _values_of_rows(values: Tensor, seen: Tensor, rows: Tensor, width: int) -> T
     for place, row in enumerate(rows.tolist()):
         at = (seen == row).nonzero().flatten()
         if len(at):
-            mine = values[at[0], :width]
-            found[place, : len(mine)] = mine
+            row_values = values[at[0], :width]
+            found[place, : len(row_values)] = row_values
     return found
 
 

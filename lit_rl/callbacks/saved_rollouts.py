@@ -128,9 +128,9 @@ class Rollouts(L.Callback):
         target = folder / f"step_{rollout.step:08d}.pt"
         with self.unwritten.spared(f"rollouts/{target.name}"):
             rollout.write(target)
-            there = saved_rollouts(folder)
-            up_to_now = [path for path in there if path.name <= target.name]
-            for path in there:
+            files = saved_rollouts(folder)
+            up_to_now = [path for path in files if path.name <= target.name]
+            for path in files:
                 if path not in up_to_now[-self.keep :]:  # those of a later step are of another run
                     path.unlink(missing_ok=True)
 

@@ -74,9 +74,9 @@ class TimedCheckpoint(ModelCheckpoint):
         else:
             trained = (weight for weight in weights if weight.requires_grad)
             one = _bytes(trained) + sum(map(_state_size, trainer.optimizers))
-        there = any(Path(self.dirpath).glob("*.ckpt"))
+        has_checkpoint = any(Path(self.dirpath).glob("*.ckpt"))
         try:
-            check_free_space(self.dirpath, one * (1 if there else 2) + _bytes(weights))
+            check_free_space(self.dirpath, one * (1 if has_checkpoint else 2) + _bytes(weights))
         except OSError as error:
             raise StorageError(
                 f"There is no room for a checkpoint, the one before it and the export: {error}. Take a run_dir on "
@@ -103,21 +103,18 @@ class TimedCheckpoint(ModelCheckpoint):
         """
         key, before = os.path.realpath(path), dict(self.best_k_models)
         if self.monitor == "step" and self.mode == "max" and self.save_top_k > 0:
-            self._count(key, trainer.global_step)
+            # It counts among the newest checkpoints: a resume reads that from the file itself.
+            steps = {**self.best_k_models, key: torch.tensor(float(trainer.global_step))}
+            newest = sorted(steps, key=lambda name: float(steps[name]), reverse=True)[: self.save_top_k]
+            self.best_k_models = {name: steps[name] for name in newest}
+            self.best_model_path, self.best_model_score = newest[0], steps[newest[0]]
+            if len(newest) == self.save_top_k:
+                self.kth_best_model_path, self.kth_value = newest[-1], steps[newest[-1]]
         trainer.save_checkpoint(path, weights_only=False)
         self._last_global_step_saved = trainer.global_step
         for name in before.keys() - self.best_k_models.keys():
             if self._should_remove_checkpoint(trainer, name, key):
                 self._remove_checkpoint(trainer, name)
-
-    def _count(self, key: str, step: int) -> None:
-        """Count it among the newest checkpoints: a resume reads that from the file itself."""
-        steps = {**self.best_k_models, key: torch.tensor(float(step))}
-        newest = sorted(steps, key=lambda name: float(steps[name]), reverse=True)[: self.save_top_k]
-        self.best_k_models = {name: steps[name] for name in newest}
-        self.best_model_path, self.best_model_score = newest[0], steps[newest[0]]
-        if len(newest) == self.save_top_k:
-            self.kth_best_model_path, self.kth_value = newest[-1], steps[newest[-1]]
 
     def _should_remove_checkpoint(self, trainer: L.Trainer, previous: str, current: str) -> bool:
         """Tell whether to remove a checkpoint: any in this folder, also the resumed one, which Lightning keeps."""

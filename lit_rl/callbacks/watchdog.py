@@ -92,10 +92,10 @@ class Watchdog(L.Callback):
         self._end()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        said = self._watch.said if self._watch is not None else None
+        reason = self._watch.end_reason if self._watch is not None else None
         self._end()
-        if said is not None:  # the failure is that of waiting for the named rank
-            raise BackendError(said) from exception
+        if reason is not None:  # the failure is that of waiting for the named rank
+            raise BackendError(reason) from exception
 
     def on_train_batch_start(self, *args: Any, **keywords: Any) -> None:
         if self._watch is not None:
@@ -114,13 +114,13 @@ class _Watch:
 
     def __init__(self, trainer: L.Trainer, store: Any, limit: float, all_wait: float) -> None:
         self.moves = 0
-        self.said: str | None = None
+        self.end_reason: str | None = None
         """The reason why the run ends, once a rank is missing."""
         self.over = threading.Event()
         self._trainer, self._store, self._limit, self._all_wait = trainer, store, limit, all_wait
         self._rank, self._size, self._thread = trainer.global_rank, trainer.world_size, threading.get_ident()
         self._tick = min(_LOOK_EVERY, limit / 10, all_wait / 10)
-        self._stood: tuple[Any, float, float] = None, 0.0, 0.0
+        self._waiting_at: tuple[Any, float, float] = None, 0.0, 0.0
         """Place where this rank waits, the time since when, and the CPU time of its process then."""
         self._asks_again = 0.0
         self._round, self._answered = 0, False
@@ -135,9 +135,9 @@ class _Watch:
     def _run(self) -> None:
         looked = time.monotonic()
         try:
-            while self.said is None and not self.over.wait(self._tick):
+            while self.end_reason is None and not self.over.wait(self._tick):
                 if time.monotonic() - looked > _STOPPED * self._tick:
-                    self._stood = None, 0.0, 0.0  # suspended, not waiting
+                    self._waiting_at = None, 0.0, 0.0  # suspended, not waiting
                 self._look()
                 looked = time.monotonic()
         except DistError:
@@ -145,10 +145,13 @@ class _Watch:
 
     def _look(self) -> None:
         waited = self._waited()
-        if self._has_to_ask(waited) and self._store.add(f"{self._round}/asks", 1) == 1:
+        asks = waited > self._limit
+        if not asks and self._idle(waited) > self._all_wait and time.monotonic() >= self._asks_again:
+            asks, self._asks_again = True, time.monotonic() + self._all_wait / 4
+        if asks and self._store.add(f"{self._round}/asks", 1) == 1:
             self._ask()
         if not self._answered and self._store.check([f"{self._round}/asks"]):
-            self._store.set(f"{self._round}/answer/{self._rank}", json.dumps(self._standing(waited)))
+            self._store.set(f"{self._round}/answer/{self._rank}", json.dumps(self._state(waited)))
             self._answered = True
         if self._store.check([f"{self._round}/verdict"]):
             self._take(json.loads(self._store.get(f"{self._round}/verdict")))
@@ -159,17 +162,17 @@ class _Watch:
         """Return the seconds spent in one call that waits for others; 0 where it computes."""
         frames = self._stack()
         if not waits_for_ranks(frames):
-            self._stood = None, 0.0, 0.0
+            self._waiting_at = None, 0.0, 0.0
             return 0.0
         # A later call may be at the same place: then a batch has begun or ended in between.
         place, now = (self.moves, *((id(frame), frame.f_lasti) for frame in frames)), time.monotonic()
-        if place != self._stood[0]:
-            self._stood = place, now, time.process_time()
-        return now - self._stood[1]
+        if place != self._waiting_at[0]:
+            self._waiting_at = place, now, time.process_time()
+        return now - self._waiting_at[1]
 
     def _idle(self, waited: float) -> float:
         """Return `waited` where the process computed nothing meanwhile, and can only be waiting for ranks; else 0."""
-        place, _, computed = self._stood
+        place, _, computed = self._waiting_at
         computes = time.process_time() - computed > _IDLE * waited
         return 0.0 if place is None or computes or may_wait_for_others_than_ranks(self._stack()) else waited
 
@@ -178,21 +181,13 @@ class _Watch:
         frame = sys._current_frames().get(self._thread)
         return [] if frame is None else [each for each, _ in traceback.walk_stack(frame)]
 
-    def _standing(self, waited: float) -> dict[str, Any]:
+    def _state(self, waited: float) -> dict[str, Any]:
         frame = sys._current_frames().get(self._thread)
         stack = [] if frame is None else traceback.format_stack(frame)[-_FRAMES:]
-        said = {"host": socket.gethostname(), "pid": os.getpid(), "step": self._trainer.global_step}
-        return said | {"waits": waited > 0, "idle": self._idle(waited), "stack": "".join(stack).rstrip()}
+        process = {"host": socket.gethostname(), "pid": os.getpid(), "step": self._trainer.global_step}
+        return process | {"waits": waited > 0, "idle": self._idle(waited), "stack": "".join(stack).rstrip()}
 
     # ------------------------------------------------------------------ the query and its verdict
-
-    def _has_to_ask(self, waited: float) -> bool:
-        if waited > self._limit:
-            return True
-        if self._idle(waited) <= self._all_wait or time.monotonic() < self._asks_again:
-            return False
-        self._asks_again = time.monotonic() + self._all_wait / 4
-        return True
 
     def _ask(self) -> None:
         """Collect the states of all ranks, and publish which are missing. Called by the first that waited too long."""
@@ -218,9 +213,9 @@ class _Watch:
         if self._rank in verdict["ends"]:
             time.sleep(max(1.0, 3 * self._tick))  # until the others have read the verdict
             self._leave()
-        self.said = verdict["message"]
+        self.end_reason = verdict["message"]
         if not self.over.wait(_LAST):
-            sys.stderr.write(f"{BackendError.__name__}: {self.said}\n")
+            sys.stderr.write(f"{BackendError.__name__}: {self.end_reason}\n")
             sys.stderr.flush()
             if (launcher := self._trainer.strategy.launcher) is not None:
                 launcher.kill(signal.SIGKILL)  # the processes started here: a suspended one would remain
@@ -235,22 +230,29 @@ class _Watch:
 
     def _message(self, waited: float, found: Mapping[int, dict[str, Any] | None], *, together: bool) -> str:
         here = f"rank {self._rank} waited {waited:.0f} s for it in optimizer step {self._trainer.global_step + 1}"
-        parts = [f"Rank {rank} did not come: {here}." for rank in found]
+        parts = [f"Rank {rank} did not arrive: {here}." for rank in found]
         if together:
             parts = [
-                f"All ranks wait for each other, rank {self._rank} for {waited:.0f} s: at different places, or over a "
-                "network that is gone."
+                f"All ranks wait for each other, rank {self._rank} for {waited:.0f} s: they are at different places in "
+                "the code, or the network between them is down."
             ]
-        parts += [_describe_rank(rank, each) for rank, each in found.items()]
+        for rank, state in found.items():
+            if state is None:
+                parts.append(
+                    f"Rank {rank} does not answer either: its process is stopped, or its code lets no thread run."
+                )
+                continue
+            name = f"Rank {rank} (process {state['pid']} on {state['host']})"
+            parts.append(f"{name} is in optimizer step {state['step'] + 1}, here:\n{state['stack']}")
         if together:
-            own = self._standing(waited)["stack"]
+            own = self._state(waited)["stack"]
             return " ".join(parts) + (
-                f"\nRank {self._rank} stands here:\n{own}\nIf they only take that long, raise "
-                "callbacks.watchdog.all_wait. Go on with ckpt_path=last."
+                f"\nRank {self._rank} is here:\n{own}\nIf the ranks are only slow, raise "
+                "callbacks.watchdog.all_wait. Resume with ckpt_path=last."
             )
         return " ".join(parts) + (
-            "\nSet a limit for what did not return: reward.timeout, env.step_timeout or the deadlines of a server; or "
-            "raise callbacks.watchdog.limit, if it only takes that long. Go on with ckpt_path=last."
+            "\nSet a time limit for the call that did not return: reward.timeout, env.step_timeout or the deadlines of "
+            "a server; or raise callbacks.watchdog.limit, if it is only slow. Resume with ckpt_path=last."
         )
 
 
@@ -287,10 +289,3 @@ def may_wait_for_others_than_ranks(frames: list[FrameType]) -> bool:
         frame.f_code.co_filename.startswith((*_BESIDE, _FILES)) or frame.f_code.co_name == "_engine_run_backward"
         for frame in frames
     )
-
-
-def _describe_rank(rank: int, found: dict[str, Any] | None) -> str:
-    if found is None:
-        return f"Rank {rank} does not answer either: its process is stopped, or its code lets no thread run."
-    who = f"Rank {rank} (process {found['pid']} on {found['host']})"
-    return f"{who} stands in optimizer step {found['step'] + 1}, here:\n{found['stack']}"

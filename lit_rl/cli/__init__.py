@@ -55,8 +55,8 @@ def run(arguments: list[str]) -> int:
 
         return report_errors(lambda: _lightning(command, arguments))
     rest = arguments[1:] if command else arguments
-    if said := _said(command, rest):
-        sys.stdout.write(said)
+    if text := _help_or_version(command, rest):
+        sys.stdout.write(text)
         return 0
     from lit_rl.cli.messages import command_stands_first, report_errors, usage
 
@@ -103,12 +103,12 @@ def _hydra(command: str | None, rest: list[str]) -> int:
     from lit_rl.cli.typed_words import after_settings
 
     typed_secrets.check_typed_secrets(rest)
-    said = ""
+    note = ""
     if command == "export":
-        rest, said = expand_export(rest)
+        rest, note = expand_export(rest)
     rest, read = expand_aliases(rest)
-    if said and is_rank_zero():
-        sys.stderr.write(f"{said}\n")
+    if note and is_rank_zero():
+        sys.stderr.write(f"{note}\n")
     if read and is_rank_zero():
         sys.stderr.write(f"Read as {' '.join(read)}\n")
     _say_what_loads(command or "train", "composing the config")
@@ -134,7 +134,7 @@ def _say_what_loads(command: str, what: str = "loading torch, lightning and tran
         sys.stderr.flush()
 
 
-def _said(command: str | None, rest: Sequence[str]) -> str:
+def _help_or_version(command: str | None, rest: Sequence[str]) -> str:
     """Return a help page, or the version, where that is asked for; `lit-rl` alone asks for help, `train.py` alone
     trains."""
     if "--version" in rest:
@@ -169,4 +169,4 @@ def _light(command: str | None, rest: list[str], commands: Sequence[str]) -> int
         return listing.print_completion(rest, commands)
     from lit_rl.cli import surroundings
 
-    return surroundings.run()
+    return surroundings.print_environment()

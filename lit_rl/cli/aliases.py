@@ -194,8 +194,8 @@ def expand_aliases(words: Sequence[str]) -> tuple[list[str], list[str]]:
             continue
         if not value and (key in found or key in _NEVER_EMPTY):
             raise ConfigError(
-                f"{key}= has nothing behind the =; a shell's variable that is not set looks so. Type {key}=VALUE, or "
-                "leave the word out for its default."
+                f"{key}= has no value after the =; an unset variable of the shell looks like this. Type {key}=VALUE, "
+                "or leave it out for its default."
             )
         if value == "~" or value.startswith("~/"):  # which shells leave as it is behind a `=`, and Hydra cannot read
             value = quoted(str(Path(value).expanduser()))

@@ -24,7 +24,7 @@ def name_of(data: dict[str, Any]) -> str:
     return str(data.get("path") or task or ", ".join(paths) or "several sources")
 
 
-def run(config: DictConfig) -> int:
+def run_data_check(config: DictConfig) -> int:
     """Run `lit-rl data-check`: choose the group, build the data module and look at it."""
     config, note = with_data_group(config)
     tree = plain(config)

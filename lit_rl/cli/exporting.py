@@ -30,7 +30,7 @@ KEYS = ("run_dir", "ckpt_path", "export", "trust_run", "model.name")
 """Keys that may be typed; all others are the run's. A base model may have moved since."""
 
 
-def run(config: DictConfig) -> int:
+def run_export(config: DictConfig) -> int:
     """Find the run and its checkpoint, and export it."""
     key_checks.check_command_keys("lit-rl export", key_checks.overridden_keys(), KEYS)
     run_dir = RunDir(Path(str(config.run_dir)).expanduser())

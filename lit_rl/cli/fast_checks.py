@@ -157,8 +157,8 @@ def _check_first_stage(config: DictConfig) -> None:
     shipped = (listing.conf_folder() / "experiment" / f"{first}.yaml").is_file()
     line = f" Run it: {training_command([f'experiment={first}', f'run_dir={folder}'])}." if shipped else ""
     raise ConfigError(
-        f"sft_dir={folder}: there is no {model}. The run begins with the model of a finished SFT run.{line} For one "
-        "that you have, type sft_dir=RUN_DIR."
+        f"sft_dir={folder}: there is no {model}. This run starts from the model of a finished SFT run.{line} If you "
+        "have one elsewhere, type sft_dir=RUN_DIR."
     )
 
 
@@ -204,7 +204,7 @@ def check_checkpoint(path: str) -> None:
         ConfigError: names it.
     """
     if not Path(path).exists():
-        raise ConfigError(f"ckpt_path={path} does not exist. Allowed is a checkpoint, or `last`.")
+        raise ConfigError(f"ckpt_path={path} does not exist: give the file of a checkpoint, or `last`.")
 
 
 def _check_folder(config: DictConfig) -> None:
@@ -263,8 +263,8 @@ def check_sweep(words: Sequence[str]) -> None:
 def no_sweep_error(task: str, run_dir: str) -> ConfigError:
     """Return the error about such a sweep."""
     return ConfigError(
-        f"lit-rl {task.replace('_', '-')} over the run of {run_dir} takes no sweep (-m): start it once for each "
-        "setting. Each start writes a folder of its own there."
+        f"lit-rl {task.replace('_', '-')} over the run of {run_dir} cannot be a sweep (-m): start it once for each "
+        "setting. Each start writes its own folder there."
     )
 
 
@@ -368,13 +368,13 @@ def _check_commands(config: DictConfig) -> None:
         keys = config.get(command)
         if not OmegaConf.is_dict(keys):
             names = ", ".join(f"{command}.{name}" for name in types) or f"{command}.KEY"
-            raise ConfigError(f"{command}={keys} stands for no settings: type one of them, {names}=...")
+            raise ConfigError(f"{command}={keys} sets nothing: type one of its keys, {names}=...")
         for name, kind in types.items():
             value = keys.get(name)
             if value is not None and kind is bool and not isinstance(value, bool):
-                raise ConfigError(f"{command}.{name}={value} is no switch: type true or false.")
+                raise ConfigError(f"{command}.{name}={value} is not a switch: type true or false.")
             if kind is int and isinstance(value, float | bool):
-                raise ConfigError(f"{command}.{name}={value} is no whole number, such as {command}.{name}=4.")
+                raise ConfigError(f"{command}.{name}={value} is not a whole number, such as {command}.{name}=4.")
             if kind is float and value is not None:
                 in_range(f"{command}.{name}", value, low=0, open_low=True)
 
@@ -448,8 +448,8 @@ def check_warmup(config: DictConfig, typed: Collection[str]) -> None:
         return
     if isinstance(warmup, int) and isinstance(steps, int) and 0 < steps < warmup:
         raise ConfigError(
-            f"scheduler.warmup_steps={warmup} is more than trainer.max_steps={steps}: the learning rate would end at "
-            f"{steps / warmup:.0%} of optimizer.lr, still rising. Lower the first, or raise the second."
+            f"scheduler.warmup_steps={warmup} is more than trainer.max_steps={steps}: the learning rate would still be "
+            f"rising at the end, at {steps / warmup:.0%} of optimizer.lr. Lower the first, or raise the second."
         )
 
 
@@ -512,14 +512,14 @@ def _check_devices(trainer: Mapping[str, Any]) -> None:
     devices = trainer.get("devices")
     if devices in (0, "0", "", [], False) or (isinstance(devices, int) and devices < -1):
         raise ConfigError(
-            f"trainer.devices={devices!r}: a run takes one device at least. Allowed is auto, how many (2), or which "
-            "(trainer.devices=[0,2]). Their kind is trainer.accelerator: trainer.accelerator=cpu takes no GPU."
+            f"trainer.devices={devices!r}: a run needs at least one device. Allowed are auto, a number (2), and a list "
+            "(trainer.devices=[0,2]). trainer.accelerator chooses their kind: trainer.accelerator=cpu uses no GPU."
         )
     words = devices if isinstance(devices, list) else [devices]
     if any(isinstance(word, str) and word != "auto" and not _NUMBERS.fullmatch(word) for word in words):
         raise ConfigError(
-            f"trainer.devices={devices!r} is no number of devices. Allowed is auto, how many (2), or which "
-            "(trainer.devices=[0,2]). Their kind is trainer.accelerator."
+            f"trainer.devices={devices!r} is not a number of devices. Allowed are auto, a number (2), and a list "
+            "(trainer.devices=[0,2]). trainer.accelerator chooses their kind."
         )
 
 

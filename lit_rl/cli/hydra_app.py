@@ -80,18 +80,18 @@ TASKS = {
     "plan": lambda run: plan.plan(run, **run.options["plan"]),
 }
 _WITHOUT_A_RUN = {
-    "data_check": data_choice.run,
+    "data_check": data_choice.run_data_check,
     "chat": model_commands.run_chat,
     "serve": model_commands.run_serve,
     "doctor": model_commands.run_doctor,
-    "export": exporting.run,
+    "export": exporting.run_export,
 }
 """Tasks that need no Trainer and no folder. Rank 0 runs them, and builds its objects."""
 _TOGETHER = ("fit", "eval", "validate", "test", "predict", "best_of_n")
 """Tasks that take all processes of a run."""
 
 
-def run(config: DictConfig) -> int:
+def run_job(config: DictConfig) -> int:
     """Run one job."""
     process.filter_warnings()
     if config.task in _TOGETHER:
@@ -104,7 +104,7 @@ def run(config: DictConfig) -> int:
 
 def _run_task(config: DictConfig) -> int:
     if config.task == "replay":
-        return replays.run(config) if is_rank_zero() else 0
+        return replays.run_replay(config) if is_rank_zero() else 0
     if config.task in _WITHOUT_A_RUN:
         return _WITHOUT_A_RUN[config.task](config) if is_rank_zero() else 0
     if not is_rank_zero() and TOLD_FOLDER in os.environ:

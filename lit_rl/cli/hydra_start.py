@@ -81,7 +81,7 @@ def _main() -> int:
             return _job_elsewhere(config, entry)
         with _one_job():
             # Reported here and not raised: a sweep goes on with its next job, and Hydra adds no line of its own.
-            codes.append(report_errors(lambda: _noted(config)))
+            codes.append(report_errors(lambda: _run_and_note(config)))
 
     if note and is_rank_zero():  # before Hydra composes, which may refuse a key that the group lacks
         sys.stdout.write(f"{note}\n")
@@ -116,7 +116,7 @@ def _job_elsewhere(config: DictConfig, entry: str) -> None:
 
     sys.argv, __main__.__spec__ = [entry], None
     with _one_job():
-        if code := _noted(config):
+        if code := _run_and_note(config):
             raise BackendError(f"The job {HydraConfig.get().job.num} of the sweep ended with the exit code {code}.")
 
 
@@ -152,8 +152,8 @@ def _one_job() -> Iterator[None]:
 # ---------------------------------------------------------------------- one job
 
 
-def run(config: DictConfig) -> int:
-    """Run one job."""
+def check_and_run(config: DictConfig) -> int:
+    """Check the settings of one job, and run it."""
     _check(config)
     fast_checks.check_config(config)
     data_kinds.check(config)
@@ -165,7 +165,7 @@ def run(config: DictConfig) -> int:
     with process.without_root_handlers():
         from lit_rl.cli import hydra_app
 
-    return hydra_app.run(config)
+    return hydra_app.run_job(config)
 
 
 def _check(config: DictConfig) -> None:
@@ -197,7 +197,7 @@ def _check(config: DictConfig) -> None:
     ):  # here, because data and algorithm take it by names of their own
         seed_in_range("seed", config.seed)
     elif isinstance(config.seed, str | float | bool):
-        raise ConfigError(f"seed={config.seed!r} is no whole number, such as seed=1.")
+        raise ConfigError(f"seed={config.seed!r} is not a whole number, such as seed=1.")
 
 
 def _is_over(config: DictConfig) -> bool:
@@ -240,11 +240,11 @@ def sweep_began(config: DictConfig) -> None:
     os.environ[_FOLDER] = str(Path(str(folder)).expanduser().absolute())
 
 
-def _noted(config: DictConfig) -> int:
+def _run_and_note(config: DictConfig) -> int:
     """Run one job, and add a line to the sweep's table where it is a training of a sweep."""
     if not is_sweep() or config.task != "fit" or writes_nothing(config) or not is_rank_zero():
-        return run(config)
-    return run_noted_job(run, config, folder_of(config))
+        return check_and_run(config)
+    return run_noted_job(check_and_run, config, folder_of(config))
 
 
 def run_noted_job(run: Callable[[DictConfig], int], config: DictConfig, folder: Path) -> int:
@@ -269,9 +269,9 @@ def run_noted_job(run: Callable[[DictConfig], int], config: DictConfig, folder: 
     try:
         code = run(config)
     except BaseException as error:
-        said = describe(error)
+        described = describe(error)
         interrupted = {"exit_code": INTERRUPTED} if isinstance(error, KeyboardInterrupt) else {}
-        end = {name: said[name] for name in ("exit_code", "error", "message")} | interrupted
+        end = {name: described[name] for name in ("exit_code", "error", "message")} | interrupted
         note_job(Path(sweep), begin | end)
         raise
     note_job(Path(sweep), begin | {"exit_code": code})

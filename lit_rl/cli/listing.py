@@ -80,25 +80,25 @@ def no_choice_message(group: str, choice: str, options: Sequence[str]) -> str:
     own = _OWN[group](choice, near) if group in _OWN else ""
     near = own or near
     if own or (near and len(options) > _MANY):
-        return f"{group}={choice} is not a choice.{near} `lit-rl list {group}` says what the {len(options)} are."
+        return f"{group}={choice} is not a choice.{near} `lit-rl list {group}` lists all {len(options)}."
     return f"{group}={choice} is not a choice.{near} {group} has: {', '.join(options)}."
 
 
 def _own_model(choice: str, near: str) -> str:
-    return "" if near else f" A folder, or a model of the hub, is model=local model.name={choice}."
+    return "" if near else f" A folder, or a model of the hub, is written model=local model.name={choice}."
 
 
 def _own_data(choice: str, near: str) -> str:
     """Return how to name own data, for a text that looks like a file or a hub id, however near it is to a choice."""
     looks = "/" in choice or Path(choice).suffix or Path(choice).exists()
-    return f" Rows of your own are data.path={choice}." if looks else ""
+    return f" For rows of your own, type data.path={choice}." if looks else ""
 
 
 def _own_reward(choice: str, near: str) -> str:
     if Path(choice).suffix != ".py":
-        return "" if near else " A function of yours is reward=./FILE.py:NAME."
+        return "" if near else " For a function of your own, type reward=./FILE.py:NAME."
     file = choice if Path(choice).is_absolute() else f"./{Path(choice)}"
-    return f" A function of yours is reward={file}:NAME."
+    return f" For a function of your own, type reward={file}:NAME."
 
 
 _OWN = {"model": _own_model, "data": _own_data, "reward": _own_reward}
@@ -146,10 +146,10 @@ def _no_group(name: str, names: Sequence[str], found: dict[str, dict[str, str]])
     for group in names:
         if name in found.get(group, {}):
             return (
-                f"{name!r} is no group: it is a choice of {group}, and `lit-rl list {group}` says what it is. Its "
+                f"{name!r} is not a group: it is a choice of {group}, which `lit-rl list {group}` describes. Its "
                 f"keys: `lit-rl train {group}={name} --cfg job --package {group.replace('/', '.')}`."
             )
-    return f"{name!r} is no group.{did_you_mean(name, found)} `lit-rl list` names the {len(found)} that there are."
+    return f"{name!r} is not a group.{did_you_mean(name, found)} `lit-rl list` lists all {len(found)}."
 
 
 def _config_folders(words: Sequence[str]) -> tuple[list[Path], list[str]]:
@@ -158,7 +158,7 @@ def _config_folders(words: Sequence[str]) -> tuple[list[Path], list[str]]:
     if "--config-dir" in rest:
         at = rest.index("--config-dir")
         if at + 1 == len(rest) or not Path(rest[at + 1]).is_dir():
-            raise ConfigError(f"--config-dir needs a folder, and got {' '.join(rest[at + 1 : at + 2]) or 'nothing'}.")
+            raise ConfigError(f"--config-dir needs a folder, but got {' '.join(rest[at + 1 : at + 2]) or 'nothing'}.")
         folders.append(Path(rest[at + 1]))
         del rest[at : at + 2]
     return folders, rest
@@ -168,9 +168,9 @@ def _overview(found: dict[str, dict[str, str]], taken: dict[str, str]) -> list[s
     wide = max(map(len, found))
     lines = [f"  {name:<{wide}}  {len(choices):>3}  {taken.get(name, '')}".rstrip() for name, choices in found.items()]
     return [
-        "Groups of the config, how many choices each has, and the one that is taken where none is typed:",
+        "Groups of the config, the number of choices of each, and its default:",
         *lines,
-        "`lit-rl list algo` says what the choices of one are; `algo=NAME` takes one, `algo/loss=NAME` one inside it.",
+        "`lit-rl list algo` lists the choices of one; `algo=NAME` chooses one, `algo/loss=NAME` one inside it.",
     ]
 
 
@@ -187,7 +187,7 @@ _FAMILIES = {
 
 def _choices(name: str, choices: dict[str, str], taken: str | None) -> list[str]:
     wide = max(map(len, choices))
-    lines = [f"{name}=...{f'   ({taken} where none is typed)' if taken else ''}"]
+    lines = [f"{name}=...{f'   (default: {taken})' if taken else ''}"]
     for title, members in _families(choices).items() if name == "algo" else [("", list(choices))]:
         lines += ["", f"{title}:"] if title else []
         for choice in members:
@@ -333,7 +333,7 @@ def print_completion(words: Sequence[str], commands: Sequence[str]) -> int:
         return 0
     if len(words) != 1 or words[0] not in SHELLS:
         raise ConfigError(
-            f"lit-rl completion knows {', '.join(SHELLS)}, and got {' '.join(words) or 'no shell'}. Type: "
+            f"lit-rl completion knows {', '.join(SHELLS)}, but got {' '.join(words) or 'no shell'}. Type: "
             'eval "$(lit-rl completion bash)", the same with zsh, or: lit-rl completion fish | source'
         )
     sys.stdout.write(SHELLS[words[0]])

@@ -40,7 +40,7 @@ def usage(words: Sequence[str], commands: Sequence[str]) -> int:
     if not commands:
         key = "run_dir" if Path(word).is_dir() else "data.path" if Path(word).is_file() else ""
         meant = f" Did you mean {key}={word}?" if key else ""
-        raise ConfigError(f"{word!r} is no setting: settings are written key=value.{meant}")
+        raise ConfigError(f"{word!r} is not a setting: settings are written key=value.{meant}")
     near = did_you_mean(word, commands)
     raise ConfigError(f"{word!r} is neither a command nor key=value.{near} Commands: {', '.join(commands)}.")
 
@@ -48,7 +48,7 @@ def usage(words: Sequence[str], commands: Sequence[str]) -> int:
 def command_stands_first(command: str, words: Sequence[str]) -> int:
     """Refuse a command behind its options."""
     rest = shlex.join(word for word in words if word != command)
-    raise ConfigError(f"{command} is a command, which stands before its options: lit-rl {command} {rest}")
+    raise ConfigError(f"{command} is a command and comes before its options: lit-rl {command} {rest}")
 
 
 def report_errors(function: Callable[[], int | None]) -> int:
@@ -114,7 +114,7 @@ def _yaml(error: BaseException) -> LitRLError | None:
     import yaml
 
     if isinstance(error, yaml.YAMLError):
-        tab = " YAML takes spaces in front of a line, and no tab." if "'\\t' that cannot start" in str(error) else ""
+        tab = " Indent YAML with spaces, not with tabs." if "'\\t' that cannot start" in str(error) else ""
         return ConfigError(f"A config file is not plain YAML (tags that make objects are refused): {error}{tab}")
     return None
 
@@ -146,7 +146,8 @@ def _hydra(error: BaseException) -> LitRLError | None:
             return ConfigError(no_choice_message(group, choice, [option for option in link.options if option != "_"]))
     if isinstance(error, ValueError) and str(error).startswith("Config group override must be"):
         return ConfigError(
-            f"A group takes the name of a choice, and one of the words is no key=value, or has another value: {error}."
+            f"A group takes the name of a choice, and one of the arguments is not key=value, or its value is not a "
+            f"name: {error}."
         )
     if isinstance(error, ValueError) and str(error).startswith("Unable to configure"):  # logging, of its own factories
         error = next((link for link in chain if isinstance(link, HydraException)), error)
@@ -161,20 +162,22 @@ def _hydra(error: BaseException) -> LitRLError | None:
 
 _SAID = {
     r"In '([^']+)': Could not override '([^'@]+)@[^']+'": (
-        "{0}.yaml: its first line has to be `# @package _global_`, for its keys and `override /{1}` to be those of the "
+        "{0}.yaml: its first line must be `# @package _global_`, so that its keys and `override /{1}` apply to the "
         "whole config."
     ),
     r"In 'experiment/([^']+)': Could not find 'experiment/([^'/]+)/([^']+)'": (
-        "experiment/{0}.yaml: its list of defaults names {1}: {2} as a file of its own. To choose another {1} write "
+        "experiment/{0}.yaml: its defaults list includes {1}: {2} as a file of its own. To choose another {1}, write "
         "`- override /{1}: {2}`."
     ),
     r"Could not override '@?([\w/]+)@?'.*No match in the defaults.*use \+(?:@\w|\w+@)": (
         "A choice is typed without an @: {0}=NAME."
     ),
     r"The (--\w+) flag can only be used": "{0} is an option of --cfg: type --cfg job {0}.",
-    r"Could not override ''": "A word begins with =: settings are written key=value, without a space before the =.",
+    r"Could not override ''": (
+        "An argument begins with =: settings are written key=value, without a space before the =."
+    ),
     r"Could not append to config\. An item is already at '([^']+)'": (
-        "+{0}=... would add a key, and {0} is there already. Type {0}=..., without the +."
+        "+{0}=... would add a key, and {0} exists already. Type {0}=..., without the +."
     ),
     r"Interpolation key '([^']+)' not found.*full_key: (\S+)": (
         "{1} refers to ${{{0}}}, and there is no key {0}. Write the whole key, such as ${{data.path}}."
@@ -189,25 +192,25 @@ _SAID = {
         "or give a default: ${{oc.env:{0},DEFAULT}}."
     ),
     r"Error merging override ([^=\s]+)='(.*\$\{.*)'": (
-        "{0}={1}: ${{ begins a reference, such as ${{data.path}}, and this one does not end or cannot be read. A $ "
-        "that is text is written \\$."
+        "{0}={1}: ${{ begins a reference, such as ${{data.path}}, and this one is not closed or cannot be parsed. "
+        "Write a literal $ as \\$."
     ),
     r"(no viable alternative at input '\$\{{?.*?')\s+full_key: (\S+)": (
-        "{1} begins a reference, ${{...}}, that does not end or cannot be read ({0}). A $ that is text is written \\$."
+        "{1} begins a reference, ${{...}}, that is not closed or cannot be parsed ({0}). Write a literal $ as \\$."
     ),
     r"^((?:mismatched|extraneous|missing|no viable|token recognition)[^\n]*)": (
-        "A word of the command line cannot be read as key=value ({0}). A value with other signs than letters, digits "
-        "and ./:- stands in quotes: 'key=\"a text\"'."
+        "An argument cannot be parsed as key=value ({0}). Quote a value with characters other than letters, digits "
+        "and ./:-, as in 'key=\"a text\"'."
     ),
     r"Cannot find primary config '([^']+)'": (
-        "--config-name {0}: there is no config of this name beside those of the package. A file {0}.yaml of your own "
-        "is --config-dir FOLDER experiment={0}, with the file in FOLDER/experiment/."
+        "--config-name {0}: the package has no config of this name. To use {0}.yaml of your own, put it into "
+        "FOLDER/experiment/ and type --config-dir FOLDER experiment={0}."
     ),
     r"Primary config module '\S+' not found": (
-        "--config-path takes the place of the whole config. A folder of your own beside it is --config-dir FOLDER."
+        "--config-path would replace the whole config. To add a folder of your own, type --config-dir FOLDER."
     ),
     r"Additional config directory '([^']+)' not found": (
-        "--config-dir: there is no folder {0}. It takes one with groups in it, such as FOLDER/experiment/mine.yaml."
+        "--config-dir: there is no folder {0}. Give a folder with groups in it, such as FOLDER/experiment/mine.yaml."
     ),
 }
 """Messages of Hydra and OmegaConf as patterns, each with ours in its place, with the groups of the pattern."""
@@ -238,7 +241,7 @@ def _of_its_type(error: Any, reason: str) -> ConfigError:
     )
     if nothing:
         shown = "" if default is None else f": its default is {default!s:.80}"
-        return ConfigError(f"{key}=null: it cannot be nothing{shown}. Type {key}=VALUE, or leave the word out.")
+        return ConfigError(f"{key}=null: it cannot be null{shown}. Type {key}=VALUE, or leave it out.")
     if wrong is None:
         return ConfigError(f"{key}: {reason}.")
     value, came, kind = wrong[1], wrong[2], wrong[3] or wrong[4]
@@ -248,7 +251,7 @@ def _of_its_type(error: Any, reason: str) -> ConfigError:
     example = such if default is None or isinstance(default, str) else str(default).lower()
     if not value:
         return ConfigError(
-            f"{key}= has nothing behind the =. It takes a {what}: type {key}={example}, or leave the word out for its "
+            f"{key}= has no value after the =. It takes a {what}: type {key}={example}, or leave it out for its "
             "default."
         )
     if kind == "Integer" and came == "float" and float(wrong[1]).is_integer():
@@ -256,20 +259,20 @@ def _of_its_type(error: Any, reason: str) -> ConfigError:
         return ConfigError(
             f"{key}={value}: it takes a whole number, without a point or an exponent. Type {key}={whole}."
         )
-    nothing = f" Nothing is {key}=null." if optional and value.lower() in ("none", "nil", "~") else ""
+    nothing = f" To set nothing, type {key}=null." if optional and value.lower() in ("none", "nil", "~") else ""
     one = "true or false" if kind == "bool" else f"one, such as {key}={example}"
-    return ConfigError(f"{key}={value} is no {what}: type {one}.{nothing}")
+    return ConfigError(f"{key}={value} is not a {what}: type {one}.{nothing}")
 
 
 def _of_command_line(text: str) -> ConfigError:
-    """Return Hydra's error about a word of the command line in our words; others stay."""
+    """Return Hydra's error about an argument of the command line in our words; others stay."""
     if comma := re.match(r"Ambiguous value for argument '(.*)'\n1\. ", text, re.DOTALL):
         return ambiguous(comma[1])
     if removed := re.match(r"Error merging override ~([^\s=]+)", text):
         key = removed[1]
         return ConfigError(
-            f"~{key} takes {key} away, and that is a setting that is always there. Leave the word out for its default, "
-            f"or type {key}=VALUE ({key}=null where it may be nothing)."
+            f"~{key} would remove {key}, a setting that is always there. Leave it out for its default, or type "
+            f"{key}=VALUE ({key}=null where it may be null)."
         )
     for pattern, said in _SAID.items():
         if found := re.search(pattern, text, re.DOTALL):
@@ -277,7 +280,7 @@ def _of_command_line(text: str) -> ConfigError:
     if wrong := re.match(r"Could not override '(?:.*@)?([^'@]+)/([^'/@]+)'.*No match in the defaults", text, re.DOTALL):
         group, part = wrong.groups()
         return ConfigError(
-            f"{group}/{part} chooses nothing here: the {group} of this run has no {part}. Leave it out, or take "
+            f"{group}/{part} has no effect here: the {group} of this run has no {part}. Leave it out, or choose "
             f"another {group}."
         )
     return ConfigError(re.split(r"\n\s*(?:full_key|object_type|Config search path)\b|\nSee https", text)[0].strip())
@@ -359,15 +362,15 @@ def _memory(error: BaseException) -> LitRLError | None:
 def _full_disk(error: BaseException) -> LitRLError | None:
     if not is_full(error):
         return None
-    return StorageError(f"The disk is full: {error}. Make room, and go on with ckpt_path=last.")
+    return StorageError(f"The disk is full: {error}. Free some space, and resume with ckpt_path=last.")
 
 
 def _failing_disk(error: BaseException) -> LitRLError | None:
     if not is_failing(error):
         return None
     return StorageError(
-        f"The disk, or the server whose folder it is, has failed: {error}. What was saved before is as it was: go on "
-        "with ckpt_path=last once it is well again."
+        f"The disk, or the server of this folder, has failed: {error}. What was saved before is unchanged: resume with "
+        "ckpt_path=last once the disk works again."
     )
 
 
@@ -388,9 +391,9 @@ def _chain(error: BaseException) -> Iterable[BaseException]:
 
 
 _GO_ON = (
-    "If it ended by itself, what it said last is the reason; if it said nothing, it was killed, as the kernel does "
-    "when memory is out. Once that is mended, start the same command on every node with ckpt_path=last: the run goes "
-    "on from its newest checkpoint."
+    "If it ended by itself, the last lines that it printed say why; if it printed nothing, it was killed, as the "
+    "kernel does when memory runs out. Once that is fixed, start the same command on every node with ckpt_path=last to "
+    "resume the run from its newest checkpoint."
 )
 
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
@@ -421,12 +424,12 @@ def of_other_processes(error: BaseException) -> LitRLError | None:
         )
     if "waiting for clients" in text or "failed to connect" in text:
         return BackendError(
-            f"Not every process of the run came to {meet}, where they meet: {said}. See what the others said, and "
-            "whether all nodes reach that address."
+            f"Not every process of the run reached {meet}, where they meet: {said}. Look at what the others printed, "
+            "and check that all nodes can reach that address."
         )
     where = re.search(r"\[([0-9a-fA-F.:]+)\]:\d+", text)
     which = f"Another process of the run, at {where.group(1)}," if where else "Another process of the run"
-    return BackendError(f"{which} is gone, or does not answer: {said}. {_GO_ON}")
+    return BackendError(f"{which} has ended, or does not answer: {said}. {_GO_ON}")
 
 
 def one_has_ended(how: str, killed: bool, folder: Path | None, error: BaseException) -> BackendError:
@@ -438,11 +441,11 @@ def one_has_ended(how: str, killed: bool, folder: Path | None, error: BaseExcept
         folder: Folder of the run, where there is a checkpoint to resume from.
         error: Error of the connection.
     """
-    reason = "" if killed else " What it said last is the reason."
+    reason = "" if killed else " The last lines that it printed say why."
     again = "Start the same command again"
     if folder is not None:
         where = shlex.join(["ckpt_path=last", f"run_dir={folder}"])
-        again = f"Start the same command with {where}: the run goes on from its newest checkpoint"
+        again = f"Start the same command with {where} to resume the run from its newest checkpoint"
     return BackendError(f"{how}.{reason} {again}. What torch.distributed said: {_first_words(str(error))}.")
 
 
@@ -481,7 +484,7 @@ def no_gpu_error(accelerator: str) -> BackendError:
     hidden = "" if seen is None or accelerator not in _GPUS else f" with CUDA_VISIBLE_DEVICES={seen!r}"
     return BackendError(
         f"trainer.accelerator={accelerator}, and PyTorch sees no GPU{hidden}: set trainer.accelerator=auto or cpu. "
-        "`lit-rl env` shows what is there."
+        "`lit-rl env` lists the devices."
     )
 
 

@@ -63,7 +63,7 @@ _OF_NO_USE = (
 """Parts that a replay never uses, or that the saved rollout holds."""
 
 
-def run(config: DictConfig) -> int:
+def run_replay(config: DictConfig) -> int:
     """Compose, build, compare."""
     _check_keys()
     names = _names(config)

@@ -18,8 +18,9 @@ def version() -> str:
     return installed_version() or "not installed as a package (found by PYTHONPATH)"
 
 
-def run() -> int:
-    """Print it. No value of a variable, no path, no name of a user: it can be pasted into an issue."""
+def print_environment() -> int:
+    """Print the machine, the devices and the versions. No value of a variable, no path, no name of a user: it can be
+    pasted into an issue."""
     from rich.console import Console
     from rich.table import Table
 

@@ -59,9 +59,21 @@ def chart(title: str, lines: Sequence[ChartLine]) -> str:
         title: Name of the metric.
         lines: Each with a number at least.
     """
-    frame = _frame(lines)
-    drawn = "".join(_line_svg(line, frame) for line in lines)
-    said = "; ".join(f"{line.name} {number(line.series.values[-1])}" for line in lines)
+    ends = [step for line in lines for step in (line.series.steps[0], line.series.steps[-1])]
+    values = [value for line in lines for value in (*line.series.values, *(line.low or ()), *(line.high or ()))]
+    low, high = min(values), max(values)
+    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    frame = _Frame(min(ends), max(ends), low - margin, high + margin)
+    axes = [_named_axes("optimizer step", title, _LEFT, HEIGHT)]
+    for value in ticks(frame.bottom, frame.top):
+        y = f"{frame.y(value):.1f}"
+        axes.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
+        axes.append(f'<text x="{_LEFT - 5}" y="{y}" dy=".35em" text-anchor="end">{_tick(value)}</text>')
+    for step in filter(float.is_integer, ticks(frame.left, frame.right, 5)):
+        x = f"{frame.x(step):.1f}"
+        axes.append(f'<text x="{x}" y="{HEIGHT - 19}" text-anchor="middle">{_tick(step)}</text>')
+    drawn = "".join([*axes, *(_line_svg(line, frame) for line in lines)])
+    newest = "; ".join(f"{line.name} {number(line.series.values[-1])}" for line in lines)
     keys = "".join(
         f'<span class="key c{line.colour % COLOURS}{" hollow" * line.hollow}">{safe(line.name)} '
         f"<b>{number(line.series.values[-1])}</b></span>"
@@ -71,8 +83,8 @@ def chart(title: str, lines: Sequence[ChartLine]) -> str:
     steps = f"steps {number(frame.left)} to {number(frame.right)}"
     return (
         f'<figure class="chart"><figcaption><span class="name">{name}</span>{keys}</figcaption>'
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{name}, {steps}; last: {safe(said)}" '
-        f'data-frame="{frame.left:g} {frame.right:g} {_LEFT} {WIDTH - _RIGHT}">{_axes(frame, title)}{drawn}'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{name}, {steps}; last: {safe(newest)}" '
+        f'data-frame="{frame.left:g} {frame.right:g} {_LEFT} {WIDTH - _RIGHT}">{drawn}'
         f'<line class="cursor" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}" hidden></line></svg>'
         '<output class="read" aria-hidden="true"></output></figure>\n'
     )
@@ -133,26 +145,6 @@ def ticks(low: float, high: float, most: int = 4) -> list[float]:
     return found
 
 
-def _frame(lines: Sequence[ChartLine]) -> _Frame:
-    steps = [step for line in lines for step in (line.series.steps[0], line.series.steps[-1])]
-    values = [value for line in lines for value in (*line.series.values, *(line.low or ()), *(line.high or ()))]
-    low, high = min(values), max(values)
-    room = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    return _Frame(min(steps), max(steps), low - room, high + room)
-
-
-def _axes(frame: _Frame, measured: str) -> str:
-    parts = [_named_axes("optimizer step", measured, _LEFT, HEIGHT)]
-    for value in ticks(frame.bottom, frame.top):
-        y = f"{frame.y(value):.1f}"
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text x="{_LEFT - 5}" y="{y}" dy=".35em" text-anchor="end">{_tick(value)}</text>')
-    for step in filter(float.is_integer, ticks(frame.left, frame.right, 5)):
-        x = f"{frame.x(step):.1f}"
-        parts.append(f'<text x="{x}" y="{HEIGHT - 19}" text-anchor="middle">{_tick(step)}</text>')
-    return "".join(parts)
-
-
 def _named_axes(across: str, up: str, left: int, height: int) -> str:
     """Return the names of both axes, below the picture and, turned, to the left of it; long ones are cut."""
     x, y = (left + WIDTH - _RIGHT) / 2, (_TOP + height - _BOTTOM) / 2
@@ -177,14 +169,14 @@ def _tick(value: float) -> str:
 def _line_svg(line: ChartLine, frame: _Frame) -> str:
     shown = thinned(line.series)
     points = [[float(f"{step:g}"), float(f"{value:.4g}")] for step, value in zip(shown.steps, shown.values)]
-    says = f'data-name="{safe(line.name)}" data-points="{data(points)}"'
+    readout = f'data-name="{safe(line.name)}" data-points="{data(points)}"'
     colour = f"c{line.colour % COLOURS}"
     if line.points or len(line.series) == 1:
-        return _points_svg(line, frame, colour, says)
+        return _points_svg(line, frame, colour, readout)
     if len(line.series) <= 12:
-        return f'<path class="line {colour}" {says} d="{_path(shown, frame)}"/>'
+        return f'<path class="line {colour}" {readout} d="{_path(shown, frame)}"/>'
     return (
-        f'<path class="raw {colour}" {says} d="{_path(shown, frame)}"/>'
+        f'<path class="raw {colour}" {readout} d="{_path(shown, frame)}"/>'
         f'<path class="line {colour}" d="{_path(_every_nth(smoothed(line.series)), frame)}"/>'
     )
 
@@ -200,7 +192,7 @@ def _path(series: Series, frame: _Frame) -> str:
     return "M" + "L".join(places)
 
 
-def _points_svg(line: ChartLine, frame: _Frame, colour: str, says: str) -> str:
+def _points_svg(line: ChartLine, frame: _Frame, colour: str, readout: str) -> str:
     series, parts = line.series, []
     apart = max(1, len(series) // MOST_POINTS)
     kept = range(len(series) - 1, -1, -apart)
@@ -211,7 +203,7 @@ def _points_svg(line: ChartLine, frame: _Frame, colour: str, says: str) -> str:
             parts.append(f'<line class="interval {colour}" x1="{x}" x2="{x}" {ends}/>')
         hollow = " hollow" if line.hollow else ""
         parts.append(f'<circle class="{colour}{hollow}" cx="{x}" cy="{y}" r="{2.6 if len(kept) < 60 else 1.6}"/>')
-    joined = f'<path class="between {colour}" {says} d="{_path(_every_nth(series), frame)}"/>'
+    joined = f'<path class="between {colour}" {readout} d="{_path(_every_nth(series), frame)}"/>'
     return joined + "".join(parts)
 
 
@@ -228,8 +220,8 @@ def dots(measure: str, key: str, columns: Sequence[tuple[str, Sequence[float]]])
     """
     values = [value for _, each in columns for value in each]
     low, high = min(values), max(values)
-    room = 0.08 * (high - low) or 0.05 * abs(high) or 1.0
-    frame = _Frame(-0.5, len(columns) - 0.5, low - room, high + room)
+    margin = 0.08 * (high - low) or 0.05 * abs(high) or 1.0
+    frame = _Frame(-0.5, len(columns) - 0.5, low - margin, high + margin)
     parts = [_named_axes(key, measure, _LEFT, HEIGHT)]
     for value in ticks(frame.bottom, frame.top):
         y = f"{frame.y(value):.1f}"
@@ -243,8 +235,8 @@ def dots(measure: str, key: str, columns: Sequence[tuple[str, Sequence[float]]])
         x = f"{frame.x(i):.1f}"
         parts += [f'<circle class="c0" cx="{x}" cy="{frame.y(value):.1f}" r="3.4"/>' for value in each]
         parts.append(f'<text x="{x}" y="{HEIGHT - 19}" text-anchor="middle">{safe(_cut(label, longest))}</text>')
-    said = "; ".join(f"{label}: {', '.join(map(number, each))}" for label, each in columns)
-    return _figure(f"{measure}, last, by {key}", said, HEIGHT, parts)
+    description = "; ".join(f"{label}: {', '.join(map(number, each))}" for label, each in columns)
+    return _figure(f"{measure}, last, by {key}", description, HEIGHT, parts)
 
 
 # ---------------------------------------------------------------------- histograms
@@ -280,8 +272,9 @@ def histograms(title: str, rows: Sequence[tuple[str, Sequence[float]]], bins: in
     for value in ticks(low, high, 5):
         x = left + (WIDTH - left - _RIGHT) * (value - low) / (high - low)
         parts.append(f'<text x="{x:.1f}" y="{height - 19}" text-anchor="middle">{_tick(value)}</text>')
-    said = "; ".join(f"{label}: {len(values)} numbers, mean {sum(values) / len(values):.3g}" for label, values in rows)
-    return _figure(title, said, height, parts)
+    counts = ((label, len(values), sum(values) / len(values)) for label, values in rows)
+    description = "; ".join(f"{label}: {count} numbers, mean {mean:.3g}" for label, count, mean in counts)
+    return _figure(title, description, height, parts)
 
 
 def bin_counts(values: Sequence[float], low: float, high: float, bins: int) -> list[int]:
@@ -292,10 +285,11 @@ def bin_counts(values: Sequence[float], low: float, high: float, bins: int) -> l
     return counts
 
 
-def _figure(title: str, said: str, height: int, parts: Sequence[str]) -> str:
-    """Return a picture without a legend; `said` describes it to a screen reader."""
+def _figure(title: str, description: str, height: int, parts: Sequence[str]) -> str:
+    """Return a picture without a legend; the description is for a screen reader."""
+    name = safe(title)
     return (
-        f'<figure class="chart"><figcaption><span class="name">{safe(title)}</span></figcaption>'
-        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{safe(title)}: {safe(said)}">{"".join(parts)}'
+        f'<figure class="chart"><figcaption><span class="name">{name}</span></figcaption>'
+        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{name}: {safe(description)}">{"".join(parts)}'
         "</svg></figure>\n"
     )

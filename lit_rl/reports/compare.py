@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
 
-from lit_rl.callbacks.display import file_name_part, printable
+from lit_rl.callbacks.display import file_name_part, printable, ruled_table
 from lit_rl.callbacks.output_files import SampleTable
 from lit_rl.core.errors import ConfigError, StorageError
 from lit_rl.ops.intervals import wilson
@@ -71,7 +70,10 @@ def compare(first: Path, second: Path) -> int:
 
 def comparison(first: RunFiles, second: RunFiles) -> Comparison:
     """Compare everything but the curves."""
-    names = _run_names(first.path, second.path)
+    one, two = first.path.resolve(), second.path.resolve()
+    if one == two:
+        raise ConfigError(f"{first.path} and {second.path} are the same folder: give two runs.")
+    names = (one.name, two.name) if one.name != two.name else (str(first.path), str(second.path))
     found = Comparison(names, config=changes_between(first.config, second.config))
     # The last validation of each set and temperature: tables are in the order of steps.
     ours, theirs = (
@@ -87,9 +89,9 @@ def comparison(first: RunFiles, second: RunFiles) -> Comparison:
     for key in ours:
         if key in theirs and _add_tests(found, _read_validation(ours[key]), _read_validation(theirs[key])):
             tested_files.add(key.partition("_")[2])
-    for mine, other, name in ((ours, theirs, names[0]), (theirs, ours, names[1])):
-        for key in mine.keys() - other.keys():
-            found.notes.append(f"{validation_title(mine[key])}: only {name} was validated so.")
+    for tables, others, name in ((ours, theirs, names[0]), (theirs, ours, names[1])):
+        for key in tables.keys() - others.keys():
+            found.notes.append(f"{validation_title(tables[key])}: only {name} was validated so.")
     unlike = [
         name
         for name in validation_sets(first.series)
@@ -108,13 +110,6 @@ def _reward_functions(run: RunFiles, name: str) -> set[str]:
     """Return the functions that the reward of a validation set is made of, by the logged names."""
     head = metric_of_set("rewards/", name)
     return {full for full in run.series if full.startswith(head) and full.endswith("/mean")}
-
-
-def _run_names(first: Path, second: Path) -> tuple[str, str]:
-    one, two = first.resolve(), second.resolve()
-    if one == two:
-        raise ConfigError(f"{first} and {second} are the same folder: give two runs.")
-    return (one.name, two.name) if one.name != two.name else (str(first), str(second))
 
 
 # ---------------------------------------------------------------------- validations, prompt by prompt
@@ -148,8 +143,8 @@ def _means_by_prompt(keys: Sequence[str], values: Sequence[Any]) -> dict[str, fl
 
 def _add_tests(found: Comparison, ours: _Validation, theirs: _Validation) -> bool:
     """Add the tests of one validation; tell whether there was something to test."""
-    of = validation_title(ours.table)
-    _note_prompts(found, of, ours.prompts, theirs.prompts)
+    title = validation_title(ours.table)
+    _note_prompts(found, title, ours.prompts, theirs.prompts)
     common = ours.prompts.keys() & theirs.prompts.keys()
     if not common:
         return False
@@ -158,41 +153,41 @@ def _add_tests(found: Comparison, ours: _Validation, theirs: _Validation) -> boo
     wanted = [name for name in ours.values if name in theirs.values]
     if functions[0] != functions[1]:
         wanted = [name for name in wanted if name != "reward"]
-        said = (", ".join(sorted(name.removeprefix("rewards/") for name in each)) or "none" for each in functions)
-        found.notes.append(f"{of}: rewards of different functions ({' and '.join(said)}) are not compared.")
+        listed = (", ".join(sorted(name.removeprefix("rewards/") for name in each)) or "none" for each in functions)
+        found.notes.append(f"{title}: rewards of different functions ({' and '.join(listed)}) are not compared.")
     seen: list[tuple[Mapping[str, float], Mapping[str, float]]] = []
     for name in wanted:
-        both = ours.values[name], theirs.values[name]
-        shared = [key for key in both[0] if key in both[1]]
-        if both in seen or not shared:
+        pair = ours.values[name], theirs.values[name]
+        shared = [key for key in pair[0] if key in pair[1]]
+        if pair in seen or not shared:
             continue
-        seen.append(both)
+        seen.append(pair)
         if left := len(common) - len(shared):
-            found.notes.append(f"{of}, {name}: {left} prompts without a value in one of the runs are left out.")
-        result = paired_test([both[0][key] for key in shared], [both[1][key] for key in shared])
-        found.tests.append((f"{of}: {name.removeprefix('rewards/')}, {steps}", result))
+            found.notes.append(f"{title}, {name}: {left} prompts without a value in one of the runs are left out.")
+        result = paired_test([pair[0][key] for key in shared], [pair[1][key] for key in shared])
+        found.tests.append((f"{title}: {name.removeprefix('rewards/')}, {steps}", result))
     if wanted and not seen:
-        found.notes.append(f"{of}: no test, as no prompt has a value in both runs.")
+        found.notes.append(f"{title}: no test, as no prompt has a value in both runs.")
     return bool(seen)
 
 
-def _note_prompts(found: Comparison, of: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
+def _note_prompts(found: Comparison, title: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
     """Add a note on prompts that only one of the runs was validated on."""
     alone = [[text for key, text in a.items() if key not in b] for a, b in ((ours, theirs), (theirs, ours))]
     if not any(alone):
         return
     names = found.names
-    said = [
-        f"{len(texts)} of the {len(all_of)} prompts of {name} are not in {other}, such as {printable(texts[0], 80)!r}"
-        for name, other, texts, all_of in ((*names, alone[0], ours), (*names[::-1], alone[1], theirs))
+    missing = [
+        f"{len(texts)} of the {len(prompts)} prompts of {name} are not in {other}, such as {printable(texts[0], 80)!r}"
+        for name, other, texts, prompts in ((*names, alone[0], ours), (*names[::-1], alone[1], theirs))
         if texts
     ]
     if shared := len(ours) - len(alone[0]):
-        found.notes.append(f"{of}: the {shared} prompts that both runs have are paired; {'; '.join(said)}.")
+        found.notes.append(f"{title}: the {shared} prompts that both runs have are paired; {'; '.join(missing)}.")
     else:
         found.notes.append(
-            f"{of}: no prompt is in both runs; {'; '.join(said)}. No test. Take runs with the same validation data "
-            "(data.val_path, data.val_split, data.task, data.seed, eval.limit, ranks)."
+            f"{title}: no prompt is in both runs; {'; '.join(missing)}. No test. Take runs with the same validation "
+            "data (data.val_path, data.val_split, data.task, data.seed, eval.limit, ranks)."
         )
 
 
@@ -333,20 +328,22 @@ def _print_comparison(found: Comparison) -> None:
     title = f"{found.names[0]} (A) and {found.names[1]} (B) on the same validation prompts"
     console.print()
     if found.tests:
-        table = _console_table(printable(title), ("", "A", "B", "B - A", "95 % interval", "p", "test", "prompts"))
+        columns = ("", "A", "B", "B - A", "95 % interval", "p", "test", "prompts")
+        table = ruled_table(Text(printable(title)), _columns(*columns))
         for name, each in found.tests:
             table.add_row(printable(name), *each.cells)
         console.print(table)
         console.print()
     if found.values:
         title = "Last validations, as they were logged: each over all prompts of its run"
-        table = _console_table(title, ("metric", "A", "B", "B - A"))
+        table = ruled_table(Text(title), _columns("metric", "A", "B", "B - A"))
         for name, one, two in found.values:
             table.add_row(printable(name), f"{one:.4g}", f"{two:.4g}", f"{two - one:+.4g}")
         console.print(table)
         console.print()
     if found.config:
-        table = _console_table("What the configs differ in", ("key", "A", "B"), numbers=False)
+        columns = [Column(name, overflow="fold") for name in ("key", "A", "B")]
+        table = ruled_table(Text("What the configs differ in"), columns)
         for row in found.config:
             table.add_row(*(printable(str(each)) for each in row))
         console.print(table)
@@ -355,25 +352,20 @@ def _print_comparison(found: Comparison) -> None:
         console.print(f"note: {printable(note, 400)}", highlight=False, markup=False)
 
 
-def _console_table(title: str, columns: Sequence[str], *, numbers: bool = True) -> Table:
-    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for i, name in enumerate(columns):
-        right = bool(numbers and i)
-        table.add_column(name, justify="right" if right else "left", no_wrap=right, overflow="fold")
-    return table
+def _columns(first: str, *numbers: str) -> list[Column]:
+    """Return a column of names, and columns of numbers."""
+    right = (Column(name, justify="right", no_wrap=True, overflow="fold") for name in numbers)
+    return [Column(first, overflow="fold"), *right]
 
 
 # ---------------------------------------------------------------------- the page
-
-
-Values = Sequence[tuple[str, float, float]]
 
 
 def comparison_html(
     names: tuple[str, str],
     runs: tuple[RunFiles, RunFiles],
     tests: Sequence[tuple[str, PairedTest]],
-    values: Values,
+    values: Sequence[tuple[str, float, float]],
     config: Sequence[tuple[str, Any, Any]],
     notes: Sequence[str],
 ) -> str:
@@ -387,23 +379,7 @@ def comparison_html(
         config: Keys with the value in each run.
         notes: Sentences.
     """
-    said = "".join(f'<li class="note"><b>note</b>{safe(note)}</li>' for note in notes)
-    body = (
-        f"<h1>{safe(names[0])} and {safe(names[1])}</h1>"
-        f'<p><span class="key c0">A: {safe(names[0])}</span> <span class="key c1">B: {safe(names[1])}</span></p>'
-        '<nav aria-label="Contents"><a href="#prompts">Same prompts</a><a href="#curves">Curves</a>'
-        '<a href="#config">Configs</a></nav><main>'
-        '<h2 id="prompts">On the same validation prompts</h2>'
-        f'{_tests_section(tests)}{_values_section(values)}<ul class="alarms">{said}</ul>'
-        f'<h2 id="curves">Curves</h2>{curve_section(chart_groups(list(zip("AB", runs))))}'
-        f'<h2 id="config">What the configs differ in</h2>{_config_section(config)}</main>\n'
-    )
-    return document(f"{names[0]} and {names[1]}: compared", PAGE_STYLE, body, PAGE_SCRIPT)
-
-
-def _tests_section(tests: Sequence[tuple[str, PairedTest]]) -> str:
-    if not tests:
-        return ""
+    note_items = "".join(f'<li class="note"><b>note</b>{safe(note)}</li>' for note in notes)
     rows = [
         (
             safe(name),
@@ -416,17 +392,21 @@ def _tests_section(tests: Sequence[tuple[str, PairedTest]]) -> str:
         )
         for name, each in tests
     ]
-    return html_table(("", "A", "B", "B - A, 95 % interval", "p", "test", "prompts"), rows)
-
-
-def _values_section(values: Values) -> str:
+    prompts = html_table(("", "A", "B", "B - A, 95 % interval", "p", "test", "prompts"), rows) if rows else ""
     rows = [(safe(name), f"{one:.4g}", f"{two:.4g}", f"{two - one:+.4g}") for name, one, two in values]
-    if not rows:
-        return ""
-    heading = "<h3>Last validations, as they were logged: each over all prompts of its run</h3>"
-    return heading + html_table(("metric", "A", "B", "B - A"), rows)
-
-
-def _config_section(config: Sequence[tuple[str, Any, Any]]) -> str:
+    if rows:
+        prompts += "<h3>Last validations, as they were logged: each over all prompts of its run</h3>"
+        prompts += html_table(("metric", "A", "B", "B - A"), rows)
     rows = [tuple(f'<span class="mono">{safe(config_value(each))}</span>' for each in row) for row in config]
-    return html_table(("key", "A", "B"), rows, numbers=()) if rows else '<p class="dim">In nothing.</p>'
+    settings = html_table(("key", "A", "B"), rows, numbers=()) if rows else '<p class="dim">In nothing.</p>'
+    body = (
+        f"<h1>{safe(names[0])} and {safe(names[1])}</h1>"
+        f'<p><span class="key c0">A: {safe(names[0])}</span> <span class="key c1">B: {safe(names[1])}</span></p>'
+        '<nav aria-label="Contents"><a href="#prompts">Same prompts</a><a href="#curves">Curves</a>'
+        '<a href="#config">Configs</a></nav><main>'
+        '<h2 id="prompts">On the same validation prompts</h2>'
+        f'{prompts}<ul class="alarms">{note_items}</ul>'
+        f'<h2 id="curves">Curves</h2>{curve_section(chart_groups(list(zip("AB", runs))))}'
+        f'<h2 id="config">What the configs differ in</h2>{settings}</main>\n'
+    )
+    return document(f"{names[0]} and {names[1]}: compared", PAGE_STYLE, body, PAGE_SCRIPT)

@@ -130,10 +130,10 @@ def set_by_model(config: Mapping[str, Any]) -> dict[str, str]:
     name = model.get("name") if isinstance(model, Mapping) else None
     found: dict[str, str] = {}
     for preset in sorted((_conf_folder() / "model").glob("*.yaml")):
-        said = yaml.safe_load(preset.read_text(encoding="utf-8"))
-        of_model = said.pop("model", None)
-        if isinstance(of_model, Mapping) and of_model.get("name") == name:
-            found |= {key: preset.stem for key, value in _leaves(said) if _value_at(config, key) == value}
+        settings = yaml.safe_load(preset.read_text(encoding="utf-8"))
+        preset_model = settings.pop("model", None)
+        if isinstance(preset_model, Mapping) and preset_model.get("name") == name:
+            found |= {key: preset.stem for key, value in _leaves(settings) if _value_at(config, key) == value}
     return found
 
 
@@ -204,9 +204,9 @@ def defaults_of(target: Any) -> dict[str, Any]:
     """
     if not isinstance(target, str) or not target.startswith(KNOWN_PACKAGES):
         return {}
-    if (said := _stored_defaults().get(target)) is None or _stored_defaults()["_lightning_"] != lightning_version():
+    if (stored := _stored_defaults().get(target)) is None or _stored_defaults()["_lightning_"] != lightning_version():
         return look_up_defaults(target)
-    return {name: _from_stored(value) for name, value in said.items()}
+    return {name: _from_stored(value) for name, value in stored.items()}
 
 
 def look_up_defaults(target: str) -> dict[str, Any]:

@@ -95,22 +95,19 @@ def chart_groups(runs: Sequence[tuple[str, RunFiles]]) -> list[ChartGroup]:
     groups = {title: ChartGroup(title) for title, _ in (*CHART_GROUPS, ("Other", ()))}
     seen: dict[str, set[bytes]] = {}
     for name in sorted(lines, key=_place):
-        title = next((title for title, names in CHART_GROUPS if _matches(name, names)), "Other")
-        _put(groups[title], name, sorted(lines[name], key=lambda line: line.points), seen)
+        group = groups[next((title for title, names in CHART_GROUPS if _matches(name, names)), "Other")]
+        drawn = sorted(lines[name], key=lambda line: line.points)
+        values = {value for line in drawn for value in line.series.values}
+        numbers = {line.series.values.tobytes() for line in drawn}
+        same = next((other for other, earlier in seen.items() if numbers <= earlier), None)
+        if len(values) == 1:
+            group.constant.append((name, values.pop()))
+        elif same is not None:
+            group.repeated.append((name, same))
+        else:
+            seen[name] = numbers
+            group.charts.append((name, drawn))
     return [group for group in groups.values() if group.charts or group.constant or group.repeated]
-
-
-def _put(group: ChartGroup, name: str, lines: list[ChartLine], seen: dict[str, set[bytes]]) -> None:
-    values = {value for line in lines for value in line.series.values}
-    numbers = {line.series.values.tobytes() for line in lines}
-    same = next((other for other, theirs in seen.items() if numbers <= theirs), None)
-    if len(values) == 1:
-        group.constant.append((name, values.pop()))
-    elif same is not None:
-        group.repeated.append((name, same))
-    else:
-        seen[name] = numbers
-        group.charts.append((name, lines))
 
 
 def _place(name: str) -> tuple[int, int, str]:
@@ -165,7 +162,12 @@ def _chart_lines(run: RunFiles, label: str, colour: int | None) -> Iterator[tupl
 def _validation_lines(run: RunFiles, leaf: str, name: str, label: str, colour: int) -> Iterator[tuple[str, ChartLine]]:
     """Yield the validations as points; and those of the second decoding, which a run makes at its ends, hollow."""
     second = next((stage for stage in SECOND_DECODINGS if metric_of_set(leaf, name, stage) in run.series), None)
-    decodings = _decodings(run, name, "reward" if second else leaf)
+    # The decodings of the validations at the ends of the run, the `eval` group's first; none without a summary.
+    measured = "reward" if second else leaf
+    by_decoding = [_mapping(_mapping(run.summary.get(when)).get(name)) for when in ("before", "after")]
+    decodings = list(
+        dict.fromkeys(key for each in by_decoding for key, numbers in each.items() if measured in _mapping(numbers))
+    )
     for number, stage in enumerate(("val", second) if second else ("val",)):
         full = metric_of_set(leaf, name, stage)
         series = run.series[full].first_of_each_step()
@@ -180,16 +182,6 @@ def _values_at(series: Series | None, steps: Sequence[float]) -> list[float] | N
     first = series.first_of_each_step()
     found = dict(zip(first.steps, first.values))
     return [found[step] for step in steps] if all(step in found for step in steps) else None
-
-
-def _decodings(run: RunFiles, name: str, leaf: str) -> list[str]:
-    """Return the decodings of the validations at the ends of a run, the `eval` group's first; none where the summary
-    has none."""
-    found: dict[str, None] = {}
-    for when in ("before", "after"):
-        of_name = _mapping(_mapping(run.summary.get(when)).get(name))
-        found |= {decoding: None for decoding, numbers in of_name.items() if leaf in _mapping(numbers)}
-    return list(found)
 
 
 def before_and_after(

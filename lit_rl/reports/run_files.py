@@ -206,14 +206,14 @@ def version_of_run(folder: Path) -> str:
 @contextlib.contextmanager
 def note_other_version(folder: Path) -> Iterator[None]:
     """Add a note to errors about settings or a checkpoint of a run that another version of lit_rl made."""
-    theirs, ours = version_of_run(folder), installed_version()
+    made_by, installed = version_of_run(folder), installed_version()
     try:
         yield
     except (ConfigError, StorageError) as error:
-        if theirs and ours and theirs != ours:
+        if made_by and installed and made_by != installed:
             error.add_note(
-                f"The run in {folder} was made by lit_rl {theirs}, and this is {ours}: what one of the two knows, the "
-                f"other may not. lit_rl {theirs} reads it."
+                f"The run in {folder} was made by lit_rl {made_by}, and this is {installed}: what one of the two "
+                f"knows, the other may not. lit_rl {made_by} reads it."
             )
         raise
 
@@ -280,12 +280,29 @@ def read_run_files(run_dir: Path) -> RunFiles:
     if not (names.config.is_file() or names.metrics.is_file()):
         raise ConfigError(f"run_dir={run_dir} holds no run: neither config.yaml nor metrics.jsonl is there.")
     unread: list[str] = []
-    text = _read_text(names.config, unread)
+    text, config = _read_text(names.config, unread), None
+    try:
+        config = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError as error:
+        unread.append(f"config.yaml is damaged: {' '.join(str(error).split())}")
+    series, bad = dict[str, Series](), 0
+    for row in _read_rows(names.metrics, unread):
+        step = row.get("step") if isinstance(row, dict) else None
+        if step is None or not _is_number(step):
+            bad += 1
+            continue
+        for name, value in row.items():
+            if name != "step" and _is_number(value):
+                numbers = series.setdefault(name, Series())
+                numbers.steps.append(step)
+                numbers.values.append(value)
+    if bad:
+        unread.append(f"{bad} line{'s' * (bad > 1)} of metrics.jsonl could not be read: left out.")
     return RunFiles(
         path=run_dir,
-        config=_parse_config(text, unread),
+        config=config if isinstance(config, dict) else {},
         config_text=text,
-        series=_read_series(names.metrics, unread),
+        series=series,
         summary=_read_object(names.summary, unread),
         error=_read_object(names.error, unread),
         alarms=[
@@ -314,15 +331,6 @@ def _read_text(path: Path, unread: list[str]) -> str:
         return ""
 
 
-def _parse_config(text: str, unread: list[str]) -> dict[str, Any]:
-    try:
-        found = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except yaml.YAMLError as error:
-        unread.append(f"config.yaml is damaged: {' '.join(str(error).split())}")
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _read_object(path: Path, unread: list[str]) -> dict[str, Any]:
     text = _read_text(path, unread)
     try:
@@ -331,24 +339,6 @@ def _read_object(path: Path, unread: list[str]) -> dict[str, Any]:
         unread.append(f"{path.name} is damaged: {error}.")
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _read_series(path: Path, unread: list[str]) -> dict[str, Series]:
-    found: dict[str, Series] = {}
-    bad = 0
-    for row in _read_rows(path, unread):
-        step = row.get("step") if isinstance(row, dict) else None
-        if step is None or not _is_number(step):
-            bad += 1
-            continue
-        for name, value in row.items():
-            if name != "step" and _is_number(value):
-                series = found.setdefault(name, Series())
-                series.steps.append(step)
-                series.values.append(value)
-    if bad:
-        unread.append(f"{bad} line{'s' * (bad > 1)} of metrics.jsonl could not be read: left out.")
-    return found
 
 
 def _read_rows(path: Path, unread: list[str]) -> Iterator[Any]:

@@ -54,10 +54,10 @@ def write_run_page(run_dir: Path) -> Path:
 def write_run_page_at_end(run_dir: Path) -> None:
     """Write the page of a run that has ended. Failures are printed in one line, and never change the exit code."""
     try:
-        said = console_line(write_run_page(run_dir))
+        line = console_line(write_run_page(run_dir))
     except Exception as error:
-        said = f"not written   {REPORT_FILE} ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
-    Console().print(said, soft_wrap=True, highlight=False, markup=False)
+        line = f"not written   {REPORT_FILE} ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+    Console().print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 def write_run_page_or_hint(run_dir: RunPaths) -> None:
@@ -66,8 +66,8 @@ def write_run_page_or_hint(run_dir: RunPaths) -> None:
     if run_dir.metrics.is_file():
         return write_run_page_at_end(run_dir.path)
     keys = f"--trainer.logger=lit_rl.callbacks.JsonlLogger --trainer.logger.path={run_dir.metrics}"
-    said = f"report        none without {run_dir.metrics.name}: add {keys}"
-    Console().print(said, soft_wrap=True, highlight=False, markup=False)
+    line = f"report        none without {run_dir.metrics.name}: add {keys}"
+    Console().print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 def console_line(target: Path) -> str:
@@ -129,17 +129,21 @@ LOWER_IS_BETTER = ("loss",)
 def run_page_html(run: RunFiles) -> str:
     """Return the whole page, of a few megabytes at most whatever the run's size."""
     found, written = run_findings(run), samples_of(run)
+    rows = list(_result_rows(run))
+    results = html_table(("", "first", "last", "best", "at step"), rows) if rows else _NO_RESULTS
+    drawn = [histograms(name, each) for name, each in completion_distributions(run)]
+    distributions = f"<h3>Distributions over the completions of a rollout</h3>{_grid(drawn)}" if drawn else ""
     body = (
         f"<header>{_head(run)}</header>{_contents(found, written)}<main>"
-        f'{alarm_list(found)}<h2 id="results">Results</h2>{_results(run)}'
-        f'<h2 id="curves">Curves</h2>{curve_section(chart_groups([("", run)]))}{_histograms(run)}'
+        f'{alarm_list(found)}<h2 id="results">Results</h2>{results}'
+        f'<h2 id="curves">Curves</h2>{curve_section(chart_groups([("", run)]))}{distributions}'
         f"{_samples(run, written)}{_time(run)}{_config(run)}</main>\n"
     )
     return document(f"{run.path.name}: report", PAGE_STYLE, body, PAGE_SCRIPT)
 
 
 def _contents(found: Sequence[RunFinding], written: SampleFiles) -> str:
-    there = {"alarms": bool(found), "samples-of-run": bool(written.files)}
+    present = {"alarms": bool(found), "samples-of-run": bool(written.files)}
     notes = sum(each.weight == "note" for each in found)
     counts = {"Alarms": len(found) - notes, "Notes": notes}
     names = {
@@ -150,7 +154,7 @@ def _contents(found: Sequence[RunFinding], written: SampleFiles) -> str:
         "time": "Time",
         "config": "Config",
     }
-    links = "".join(f'<a href="#{at}">{name}</a>' for at, name in names.items() if there.get(at, True))
+    links = "".join(f'<a href="#{at}">{name}</a>' for at, name in names.items() if present.get(at, True))
     return f'<nav aria-label="Contents">{links}</nav>\n'
 
 
@@ -178,26 +182,26 @@ def html_table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequ
 
 
 def _head(run: RunFiles) -> str:
-    status = status_of(run)
+    status, data_node = status_of(run), _part(run.config, "data")
     facts = {
         "algorithm": _short_target(run.config.get("algo")),
         "model": str(_part(run.config, "model").get("name") or "-"),
-        "data": _data_name(_part(run.config, "data")),
+        "data": str(data_node.get("path") or "") or _short_target(data_node.get("task") or data_node),
         "steps": f"{run.summary.get('steps') or run.last_step}",
         "time": duration(run.summary.get("seconds")),
     }
     by = run.summary.get("stopped_by") if status == "stopped" else None
     badge = f"{status} by {by}" if by else status
-    said = " · ".join(f'<span class="dim">{name}</span> {safe(value)}' for name, value in facts.items())
-    return f'<h1>{safe(run.path.name)} <span class="status {status}">{safe(badge)}</span></h1><p>{said}</p>\n'
+    listed = " · ".join(f'<span class="dim">{name}</span> {safe(value)}' for name, value in facts.items())
+    return f'<h1>{safe(run.path.name)} <span class="status {status}">{safe(badge)}</span></h1><p>{listed}</p>\n'
 
 
 def status_of(run: RunFiles) -> str:
     """Return finished, stopped, failed, running (or killed, which nothing records), or unknown."""
-    said = run.summary.get("status")
+    status = run.summary.get("status")
     if run.error:
         return "failed"
-    return str(said) if said in ("finished", "stopped", "failed", "running") else "unknown"
+    return str(status) if status in ("finished", "stopped", "failed", "running") else "unknown"
 
 
 def duration(seconds: Any) -> str:
@@ -220,20 +224,12 @@ def _short_target(node: Any) -> str:
     return str(target).rpartition(".")[2] if target else "-"
 
 
-def _data_name(node: Mapping[str, Any]) -> str:
-    return str(node.get("path") or "") or (_short_target(node.get("task")) if node.get("task") else _short_target(node))
+_NO_RESULTS = '<p class="dim">Nothing was measured yet.</p>\n'
 
 
-def _results(run: RunFiles) -> str:
-    rows = [*_measured_rows(run), *_training_rows(run)]
-    if not rows:
-        return '<p class="dim">Nothing was measured yet.</p>\n'
-    head = ("", "first", "last", "best", "at step")
-    return html_table(head, rows)
-
-
-def _measured_rows(run: RunFiles) -> Iterator[Sequence[str]]:
-    """Yield the metrics that the run is judged by for each validation set, with intervals where there are any."""
+def _result_rows(run: RunFiles) -> Iterator[Sequence[str]]:
+    """Yield the metrics that the run is judged by: of each validation set, with intervals where there are any, and of
+    the training."""
     for name in validation_sets(run.series):
         for leaf in (*HIGHER_IS_BETTER, *LOWER_IS_BETTER):
             series = run.series.get(metric_of_set(leaf, name))
@@ -251,9 +247,6 @@ def _measured_rows(run: RunFiles) -> Iterator[Sequence[str]]:
             before, after = before_and_after(run.summary, name, decoding)
             cells = (_interval_of(before, "reward"), _interval_of(after, "reward"))
             yield (safe(f"{name or 'held-out'}: reward, {decoding}"), *cells, "", "")
-
-
-def _training_rows(run: RunFiles) -> Iterator[Sequence[str]]:
     # A policy gradient's loss is about 0 on policy, whatever is learned.
     for leaf in HIGHER_IS_BETTER if "train/reward" in run.series else (*HIGHER_IS_BETTER, *LOWER_IS_BETTER):
         if (series := run.series.get(f"train/{leaf}")) is not None:
@@ -302,28 +295,22 @@ def curve_section(groups: Sequence[ChartGroup]) -> str:
         parts.append(f"<h3>{group.title}</h3>" + _grid(drawn[:_FIRST]))
         if rest := drawn[_FIRST:]:
             parts.append(f"<details><summary>{len(rest)} more</summary>{_grid(rest)}</details>")
-        parts.append(_asides(group, len(group.charts) - len(taken)))
+        asides = []
+        if group.constant:
+            listed = ", ".join(f"{safe(name)} {number(value)}" for name, value in group.constant)
+            asides.append(f"always the same: {listed}")
+        if group.repeated:
+            listed = ", ".join(f"{safe(name)} = {safe(other)}" for name, other in group.repeated)
+            asides.append(f"equal curves: {listed}")
+        if left_out := len(group.charts) - len(taken):
+            asides.append(f"{left_out} more in metrics.jsonl")
+        if asides:
+            parts.append(f'<p class="aside">{"; ".join(asides)}</p>\n')
     return "".join(parts) if parts else '<p class="dim">metrics.jsonl holds no number yet.</p>'
 
 
 def _grid(charts: Sequence[str]) -> str:
     return f'<div class="charts">{"".join(charts)}</div>\n' if charts else ""
-
-
-def _asides(group: ChartGroup, left_out: int) -> str:
-    said = []
-    if group.constant:
-        said.append("always the same: " + ", ".join(f"{safe(name)} {number(value)}" for name, value in group.constant))
-    if group.repeated:
-        said.append("equal curves: " + ", ".join(f"{safe(name)} = {safe(other)}" for name, other in group.repeated))
-    if left_out:
-        said.append(f"{left_out} more in metrics.jsonl")
-    return f'<p class="aside">{"; ".join(said)}</p>\n' if said else ""
-
-
-def _histograms(run: RunFiles) -> str:
-    drawn = [histograms(name, rows) for name, rows in completion_distributions(run)]
-    return f"<h3>Distributions over the completions of a rollout</h3>{_grid(drawn)}" if drawn else ""
 
 
 # ---------------------------------------------------------------------- samples
@@ -408,45 +395,38 @@ def _time(run: RunFiles) -> str:
     sizes = (
         {name: _size(size) for name, size in held.items() if isinstance(size, int)} if isinstance(held, dict) else {}
     )
-    speeds = {name: _typical(run, f"tokens_per_second_per_device/{name}", ",.0f") for name in phases}
-    rows = [
-        (safe(name), f"{value:.1f}", _share(value, whole), speeds.get(name, ""), sizes.get(name, ""))
-        for name, value in seconds.items()
-    ]
+    speeds = {name: _median_of(run, f"tokens_per_second_per_device/{name}", ",.0f") for name in phases}
+    rows = []
+    for name, value in seconds.items():
+        share = f"{value / whole:.0%}" if isinstance(whole, (int, float)) and whole > 0 else ""
+        rows.append((safe(name), f"{value:.1f}", share, speeds.get(name, ""), sizes.get(name, "")))
     head = ("phase", "seconds", "of the run", "tokens a second and device", "rank 0 held")
-    shown = _shares(phases) + html_table(head, rows) + _used(run) if rows else ""
-    return f'<h2 id="time">Time and memory</h2>{shown}{_memory(run)}{_traces(run)}\n'
+    shown = _phase_bar(phases) + html_table(head, rows) if rows else ""
+    medians = {words: _median_of(run, name, form) for name, (words, form) in _DEVICE_METRICS.items()}
+    listed = " · ".join(f"{value} {words}" for words, value in medians.items() if value)
+    if rows and listed:
+        shown += f'<p class="dim">Medians over the lines of the log: {listed}.</p>'
+    files = sorted(path.name for path in (run.path / PROFILE).glob("*") if path.is_file())  # of debug=profile
+    links = " · ".join(f'<a href="{PROFILE}/{quote(name)}">{safe(name)}</a>' for name in files)
+    hint = "a trace opens in ui.perfetto.dev, or chrome://tracing"
+    traces = f"<h3>Profile</h3><p>{links} ({hint})</p>" if files else ""
+    return f'<h2 id="time">Time and memory</h2>{shown}{_memory(run)}{traces}\n'
 
 
-def _typical(run: RunFiles, name: str, form: str) -> str:
+def _median_of(run: RunFiles, name: str, form: str) -> str:
     """Return the median of a metric over the lines of the log; empty where it was not logged."""
     found = run.series.get(name)
     return format(median(found.values), form) if found else ""
 
 
-_OF_DEVICES = {
+_DEVICE_METRICS = {
     "mfu": ("of a device's peak in the update (mfu)", ".1%"),
     "tflops_per_second": ("TFLOP/s a device in the update", ",.3g"),
     "idle_share": ("of the time in no phase (idle_share)", ".1%"),
 }
 
 
-def _used(run: RunFiles) -> str:
-    """Return a line about the utilisation of the devices."""
-    told = {words: _typical(run, name, form) for name, (words, form) in _OF_DEVICES.items()}
-    said = " · ".join(f"{value} {words}" for words, value in told.items() if value)
-    return f'<p class="dim">Medians over the lines of the log: {said}.</p>' if said else ""
-
-
-def _traces(run: RunFiles) -> str:
-    """Return links to the files of debug=profile, beside the page."""
-    files = sorted(path.name for path in (run.path / PROFILE).glob("*") if path.is_file())
-    links = (f'<a href="{PROFILE}/{quote(name)}">{safe(name)}</a>' for name in files)
-    how = "a trace opens in ui.perfetto.dev, or chrome://tracing"
-    return f"<h3>Profile</h3><p>{' · '.join(links)} ({how})</p>" if files else ""
-
-
-_HELD = {
+_PEAKS = {
     "process": "memory of the process",
     "tensors": "tensors on the GPU",
     "reserved": "with what PyTorch keeps for the next",
@@ -457,7 +437,7 @@ def _memory(run: RunFiles) -> str:
     """Return a table of rank 0's peak memory, from the summary."""
     peaks = run.summary.get("peak_memory")
     peaks = peaks if isinstance(peaks, dict) else {}
-    rows = [(name, _size(peaks[key])) for key, name in _HELD.items() if isinstance(peaks.get(key), int)]
+    rows = [(name, _size(peaks[key])) for key, name in _PEAKS.items() if isinstance(peaks.get(key), int)]
     if not rows:
         return '<p class="dim">No memory was measured yet; lit-rl plan says what a step needs.</p>'
     return html_table(("rank 0 held", "at most"), rows)
@@ -469,7 +449,7 @@ def _size(size: int) -> str:
     return f"{size / 2**20:.0f} MiB" if size < 2**30 / 10 else f"{size / 2**30:.2f} GiB"
 
 
-def _shares(phases: Mapping[str, float]) -> str:
+def _phase_bar(phases: Mapping[str, float]) -> str:
     """Return a bar of the phases, its legend, and the total that they are shares of."""
     total = sum(phases.values()) or 1
     parts = [(f"c{i}", safe(name), value / total) for i, (name, value) in enumerate(phases.items())]
@@ -477,10 +457,6 @@ def _shares(phases: Mapping[str, float]) -> str:
     keys = " ".join(f'<span class="key {colour}">{name} <b>{share:.0%}</b></span>' for colour, name, share in parts)
     of = f"Shares of {total:.1f} s, the phases together; the table's are of the whole run."
     return f'<div class="share" aria-hidden="true">{bar}</div><p>{keys}</p><p class="dim">{of}</p>'
-
-
-def _share(value: float, whole: Any) -> str:
-    return f"{value / whole:.0%}" if isinstance(whole, (int, float)) and whole > 0 else ""
 
 
 # ---------------------------------------------------------------------- config
@@ -498,32 +474,28 @@ def _config(run: RunFiles) -> str:
         what = "other key" if len(others) == 1 else "other keys"
         shown += f"<details><summary>{len(others)} {what} that the chosen presets set</summary>"
         shown += f"{_changes_table(others, preset)}</details>"
-    said = "".join(f"<pre>{safe(each)}</pre>" for each in commands)
-    said = f"<h3>What was typed</h3>{said}" if said else ""
+    typed = "".join(f"<pre>{safe(each)}</pre>" for each in commands)
+    typed = f"<h3>What was typed</h3>{typed}" if typed else ""
     text, left = run.config_text[:_MOST_CONFIG], len(run.config_text) - _MOST_CONFIG
     more = f'<p class="dim">{left} characters more are in config.yaml.</p>' if left > 0 else ""
     return (
-        f'<h2 id="config">Config</h2>{said}<h3>What differs from the defaults</h3>{shown and _OF_NO_PRESET}{shown}'
+        f'<h2 id="config">Config</h2>{typed}<h3>What differs from the defaults</h3>{shown and _DEFAULTS_NOTE}{shown}'
         f"<details><summary>config.yaml</summary><pre>{safe(text)}</pre>{more}</details>\n"
     )
 
 
-_OF_NO_PRESET = (
+_DEFAULTS_NOTE = (
     '<p class="dim">The default without presets is the constructor\'s, or what conf/trainer/default.yaml says. '
     "Without a word that was typed a key may have another value: that of the chosen data, model or experiment.</p>"
 )
 
 
 def _changes_table(rows: Sequence[tuple[str, Any, Any]], preset: Mapping[str, str]) -> str:
-    cells = [
-        (*(f'<span class="mono">{safe(config_value(each))}</span>' for each in row), _set_by(preset.get(row[0])))
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        set_by = f'<span class="dim">set by model={preset[row[0]]}</span>' if row[0] in preset else ""
+        cells.append((*(f'<span class="mono">{safe(config_value(each))}</span>' for each in row), set_by))
     return html_table(("key", "this run", "default without presets", ""), cells, numbers=()) if cells else ""
-
-
-def _set_by(preset: str | None) -> str:
-    return f'<span class="dim">set by model={preset}</span>' if preset else ""
 
 
 def config_value(value: Any) -> str:

@@ -204,7 +204,7 @@ _PLAIN = (str, int, float, bool)
 
 _REWARDS = "rewards/"
 
-_OF_THE_TABLE = {
+_OWN_FIELDS = {
     "step", "prompt", "completion", "reward", "advantage", "ended", "group", "end", "turn_rewards", "messages",
     "episode_error",
 }  # fmt: skip
@@ -212,12 +212,12 @@ _OF_THE_TABLE = {
 
 
 def _recorded(number: int, group: int, row: Mapping[str, Any]) -> RecordedCompletion:
-    said = [{"role": "assistant", "content": row["completion"]}]
+    message = [{"role": "assistant", "content": row["completion"]}]
     return RecordedCompletion(
         number=number,
         group=group,
         prompt=_prompt(row["prompt"]),
-        messages=_json(row["messages"]) if "turns" in row else said,
+        messages=_json(row["messages"]) if "turns" in row else message,
         reward=row["reward"],
         advantage=row.get("advantage", math.nan),
         end=row.get("end", "ended" if row["ended"] else "cut"),
@@ -235,7 +235,7 @@ def _recorded(number: int, group: int, row: Mapping[str, Any]) -> RecordedComple
         columns={
             name: str(value)
             for name, value in row.items()
-            if isinstance(value, _PLAIN) and not name.startswith((_REWARDS, PREFIX)) and name not in _OF_THE_TABLE
+            if isinstance(value, _PLAIN) and not name.startswith((_REWARDS, PREFIX)) and name not in _OWN_FIELDS
         },
     )
 
@@ -308,8 +308,8 @@ class SampleFiles:
 def samples_of(run: RunFiles) -> SampleFiles:
     """Return the newest replay, rollouts and tokens from the first to the last, the first and the last validation of
     each set and decoding."""
-    there = run.samples
-    chosen, total = chosen_tables(there), len(there)
+    tables = run.samples
+    chosen, total = chosen_tables(tables), len(tables)
     found = SampleFiles()
     if total > len(chosen):
         found.left_out.append(f"{len(chosen)} of the {total} files of samples/ are shown.")
@@ -382,15 +382,17 @@ def _add_table(found: SampleFiles, table: SampleTable, room: int, cut: bool) -> 
         if each.group != last:
             prompts.append(prompt)
             last, size = each.group, size + len(prompt)
-        row, of_row = _browser_row(each, len(prompts) - 1, cut)
+        row, row_size = _browser_row(each, len(prompts) - 1, cut)
         rows.append(row)
-        size += of_row
+        size += row_size
         shortened += was_cut or row.get("cut", False)
     part = "" if len(rows) == rollout.completions else f"{len(rows)} of "
-    said_of = f"{part}{rollout.completions} completions"
+    description = f"{part}{rollout.completions} completions"
     if shortened:
-        said_of += f"; long texts and episodes are cut after {CHARACTERS} characters or {TOKENS} tokens"
-    found.files.append({"name": table_label(table, rollout.step), "said": said_of, "prompts": prompts, "rows": rows})
+        description += f"; long texts and episodes are cut after {CHARACTERS} characters or {TOKENS} tokens"
+    found.files.append(
+        {"name": table_label(table, rollout.step), "said": description, "prompts": prompts, "rows": rows}
+    )
     return size
 
 
@@ -411,8 +413,16 @@ def _browser_row(each: RecordedCompletion, prompt: int, mask_cut: bool) -> tuple
         texts = (f"{'' if alone else message['role'] + ': '}{message_text(message)}" for message in each.messages)
         row["c"], row["cut"] = _shortened("\n".join(texts))
         return row, size + len(row["c"])
-    row["t"], row["cut"] = _token_columns(each, each.tokens, mask_cut), len(each.tokens) > TOKENS
-    return row, size + 8 * sum(map(len, row["t"].values()))
+    columns: dict[str, Sequence[float] | None] = {
+        "advantage": each.tokens.advantages,
+        "logprob": each.tokens.sampler_logprobs,
+        **token_measures(each.tokens),
+    }
+    tokens: dict[str, list[Any]] = {"text": [escape_control(text) for text in each.tokens.text[:TOKENS]]}
+    tokens["mask"] = list(mask_reasons(each, each.tokens, mask_cut))[:TOKENS]
+    tokens |= {name: [_rounded(value) for value in values[:TOKENS]] for name, values in columns.items() if values}
+    row["t"], row["cut"] = tokens, len(each.tokens) > TOKENS
+    return row, size + 8 * sum(map(len, tokens.values()))
 
 
 def _shortened(text: str) -> tuple[str, bool]:
@@ -441,19 +451,6 @@ MASK_REASONS = {
     "left": "not in the loss: the algorithm left it out (groups, rejection)",
 }
 """Reasons why a token is not learned from, by the page's names for them."""
-
-
-def _token_columns(each: RecordedCompletion, tokens: RecordedTokens, mask_cut: bool) -> dict[str, list[Any]]:
-    """Return lists of one length: texts, reasons, and the numbers that the file holds."""
-    columns: dict[str, Sequence[float] | None] = {
-        "advantage": tokens.advantages,
-        "logprob": tokens.sampler_logprobs,
-        **token_measures(tokens),
-    }
-    found: dict[str, list[Any]] = {"text": [escape_control(text) for text in tokens.text[:TOKENS]]}
-    found["mask"] = list(mask_reasons(each, tokens, mask_cut))[:TOKENS]
-    found |= {name: [_rounded(value) for value in values[:TOKENS]] for name, values in columns.items() if values}
-    return found
 
 
 def token_measures(tokens: RecordedTokens) -> dict[str, list[float]]:
@@ -515,7 +512,7 @@ def completion_distributions(run: RunFiles) -> list[tuple[str, list[tuple[str, l
         except (OSError, pyarrow.ArrowException):
             continue
         for name, values in columns.items():
-            there = [float(value) for value in values if isinstance(value, (int, float)) and math.isfinite(value)]
-            if there:
-                found.setdefault(name, []).append((f"step {int(table.name[5:])}", there))
+            finite = [float(value) for value in values if isinstance(value, (int, float)) and math.isfinite(value)]
+            if finite:
+                found.setdefault(name, []).append((f"step {int(table.name[5:])}", finite))
     return [(name, rows) for name, rows in found.items() if len({value for _, row in rows for value in row}) > 1]

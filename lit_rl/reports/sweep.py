@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
 
-from lit_rl.callbacks.display import escape_control, escape_markdown, markdown_code
+from lit_rl.callbacks.display import escape_control, escape_markdown, markdown_code, ruled_table
 from lit_rl.core.errors import ConfigError, StorageError
 from lit_rl.reports.charts import COLOURS, ChartLine, chart, dots, number
 from lit_rl.reports.html_page import PAGE_SCRIPT, PAGE_STYLE, document, safe, write_atomically
@@ -38,7 +37,7 @@ class SweepJob:
     """One job of a sweep, as read from its files."""
 
     number: int
-    given: dict[str, str]
+    overrides: dict[str, str]
     """Its overrides as they were typed, by key."""
     folder: Path
     code: int | None = None
@@ -58,8 +57,8 @@ class SweepJob:
         or not ended."""
         if self.code is None:
             return "not ended"
-        said = self.run.summary.get("status") if self.run is not None and not self.run.error else None
-        word = said if said in ("finished", "stopped") else ("failed" if self.code else "finished")
+        status = self.run.summary.get("status") if self.run is not None and not self.run.error else None
+        word = status if status in ("finished", "stopped") else ("failed" if self.code else "finished")
         if word == "stopped" and self.run is not None and (by := self.run.summary.get("stopped_by")):
             word += f" by {by}"
         return f"{word}, code {self.code}" if self.code else word
@@ -99,10 +98,10 @@ class Sweep:
     @property
     def winner(self) -> SweepJob | None:
         """The job whose last value is the best one, where all are judged by the same metric and two have a value."""
-        there = [job for job in self.jobs if job.last is not None]
-        if len(self.measures) != 1 or len(there) < 2:
+        jobs = [job for job in self.jobs if job.last is not None]
+        if len(self.measures) != 1 or len(jobs) < 2:
             return None
-        return (min if lower_is_better(self.measures[0]) else max)(there, key=lambda job: job.last or 0.0)
+        return (min if lower_is_better(self.measures[0]) else max)(jobs, key=lambda job: job.last or 0.0)
 
 
 def lower_is_better(measure: str) -> bool:
@@ -112,7 +111,12 @@ def lower_is_better(measure: str) -> bool:
 
 def note_job(folder: Path, row: Mapping[str, Any]) -> None:
     """Append a line about a job. A sweep continues where that cannot be written."""
-    line = json.dumps(redact({**row, "overrides": [_redact_override(each) for each in row["overrides"]]})) + "\n"
+    overrides = []
+    for override in row["overrides"]:
+        key, equals, value = override.partition("=")
+        name = key.rpartition(".")[2]
+        overrides.append(f"{key}{equals}{redact({name: value})[name]}")  # without a secret that its key names
+    line = json.dumps(redact({**row, "overrides": overrides})) + "\n"
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / JOBS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -137,23 +141,23 @@ def read_sweep(folder: Path) -> Sweep:
         raise ConfigError(f"run_dir={folder} holds no sweep: {JOBS_FILE} is not there.") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StorageError(f"{folder / JOBS_FILE} is damaged, or cannot be read: {error}") from error
-    names = dict.fromkeys(key for job in jobs for key in job.given)
-    return Sweep(folder, jobs, [key for key in names if len({job.given.get(key) for job in jobs}) > 1])
+    names = dict.fromkeys(key for job in jobs for key in job.overrides)
+    return Sweep(folder, jobs, [key for key in names if len({job.overrides.get(key) for job in jobs}) > 1])
 
 
 def _read_job(sweep: Path, row: Mapping[str, Any]) -> SweepJob:
     folder = Path(row["folder"])
     here = sweep / folder.name  # a sweep that was moved or copied has its jobs with it
     folder = here if here.is_dir() else folder
-    given = {key.lstrip("+~"): value for key, _, value in (str(each).partition("=") for each in row["overrides"])}
+    overrides = {key.lstrip("+~"): value for key, _, value in (str(each).partition("=") for each in row["overrides"])}
     code, message = row.get("exit_code"), str(row.get("message", ""))
     if row.get("earlier_run") and code == ConfigError.exit_code:  # refused, as another run is there
-        return SweepJob(int(row["job"]), given, folder, code, message)
+        return SweepJob(int(row["job"]), overrides, folder, code, message)
     try:
         run = read_run_files(folder)
     except ConfigError:
-        return SweepJob(int(row["job"]), given, folder, code, message)
-    return SweepJob(int(row["job"]), given, folder, code, message, run, *_measure_of(run))
+        return SweepJob(int(row["job"]), overrides, folder, code, message)
+    return SweepJob(int(row["job"]), overrides, folder, code, message, run, *_measure_of(run))
 
 
 def _measure_of(run: RunFiles) -> tuple[str, float | None, float | None]:
@@ -165,12 +169,6 @@ def _measure_of(run: RunFiles) -> tuple[str, float | None, float | None]:
             values = series.first_of_each_step().values
             return name, values[-1], (min if lower_is_better(name) else max)(values)
     return "", None, None
-
-
-def _redact_override(override: str) -> str:
-    """Return an override without a secret that its key names."""
-    key, between, value = override.partition("=")
-    return f"{key}{between}{redact({key.rpartition('.')[2]: value})[key.rpartition('.')[2]]}"
 
 
 # ---------------------------------------------------------------------- the table: console, Markdown, CSV
@@ -187,8 +185,8 @@ def write_sweep_at_end(folder: Path) -> None:
     try:
         write_sweep(folder)
     except Exception as error:
-        said = f"not written   {SWEEP_FILES}.md ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
-        Console().print(said, soft_wrap=True, highlight=False, markup=False)
+        line = f"not written   {SWEEP_FILES}.md ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+        Console().print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 def write_sweep(folder: Path) -> int:
@@ -205,8 +203,8 @@ def write_sweep(folder: Path) -> int:
     write_atomically(folder / f"{SWEEP_FILES}.csv", sweep_csv(sweep))
     write_atomically(folder / f"{SWEEP_FILES}.html", sweep_html(_title(sweep), _cells(sweep), errors, sweep))
     for name, path in (("table", f"{SWEEP_FILES}.md and {SWEEP_FILES}.csv"), ("page", f"{SWEEP_FILES}.html")):
-        said = f"{name:<14}{folder / path}" + ("  (one file: open it in a browser)" if name == "page" else "")
-        Console().print(said, soft_wrap=True, highlight=False, markup=False)
+        line = f"{name:<14}{folder / path}" + ("  (one file: open it in a browser)" if name == "page" else "")
+        Console().print(line, soft_wrap=True, highlight=False, markup=False)
     return 0
 
 
@@ -227,7 +225,7 @@ def _title(sweep: Sweep) -> str:
 
 def _row(sweep: Sweep, job: SweepJob, names_it: bool) -> list[str]:
     star = "*" if job is sweep.winner else ""
-    cells = [f"{job.number}{star}", *(job.given.get(key, "-") for key in sweep.keys)]
+    cells = [f"{job.number}{star}", *(job.overrides.get(key, "-") for key in sweep.keys)]
     cells += [job.measure or "-"] if names_it else []
     cells += ["-" if value is None else number(value) for value in (job.last, job.best)]
     cells += ["-" if job.steps is None else f"{job.steps}", duration(job.seconds), job.state]
@@ -248,10 +246,10 @@ def _messages(sweep: Sweep) -> list[tuple[str, str]]:
 def _print_table(sweep: Sweep, errors: Sequence[str]) -> None:
     head, rows = _cells(sweep)
     console = Console()
-    style: dict[str, Any] = {"title_justify": "left", "box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
-    table = Table(title=Text(f"The sweep: {_title(sweep)}"), show_edge=False, **style)
-    for name in head:
-        table.add_column(Text(name), overflow="fold", no_wrap=name in ("last", "best", "steps", "time", "state"))
+    columns = (
+        Column(Text(name), overflow="fold", no_wrap=name in ("last", "best", "steps", "time", "state")) for name in head
+    )
+    table = ruled_table(Text(f"The sweep: {_title(sweep)}"), columns)
     for row in rows:
         table.add_row(*map(Text, row))
     console.print()
@@ -278,8 +276,8 @@ def sweep_markdown(sweep: Sweep) -> str:
     ]
     if sweep.winner is not None:
         lines += ["\\* the best last value", ""]
-    said = (f"- {jobs}: {markdown_code(message)}" for jobs, message in _messages(sweep))
-    return "\n".join([*lines, *said]).rstrip() + "\n"
+    messages = (f"- {jobs}: {markdown_code(message)}" for jobs, message in _messages(sweep))
+    return "\n".join([*lines, *messages]).rstrip() + "\n"
 
 
 def _markdown_row(cells: Iterable[str]) -> str:
@@ -293,9 +291,9 @@ def sweep_csv(sweep: Sweep) -> str:
     ours = ("measure", "last", "best", "steps", "seconds", "state", "exit_code", "error", "folder")
     writer.writerow(["job", *sweep.keys, *ours])
     for job in sweep.jobs:
-        given = [job.given.get(key) for key in sweep.keys]
+        overrides = [job.overrides.get(key) for key in sweep.keys]
         ends = (job.state, job.code, " ".join(job.message.split()), job.folder)
-        writer.writerow([job.number, *given, job.measure, job.last, job.best, job.steps, job.seconds, *ends])
+        writer.writerow([job.number, *overrides, job.measure, job.last, job.best, job.steps, job.seconds, *ends])
     return out.getvalue()
 
 
@@ -319,14 +317,14 @@ def sweep_html(
     """
     (head, rows), name = cells, sweep.folder.name
     right = range(1, len(head) - 2)  # all but the job, its state and its folder
-    said = "".join(f'<li class="failed"><b>failed</b>{safe(each[:2000])}</li>' for each in errors)
+    failures = "".join(f'<li class="failed"><b>failed</b>{safe(each[:2000])}</li>' for each in errors)
     star = '<p class="aside">* the best last value</p>' if sweep.winner is not None else ""
     jobs = html_table([safe(each) for each in head], [tuple(map(safe, row)) for row in rows], right)
     body = (
         f"<h1>{safe(name)}</h1><p>{safe(title)}</p>"
         '<nav aria-label="Contents"><a href="#jobs">Jobs</a><a href="#keys">Keys</a><a href="#curves">Curves</a></nav>'
         f'<main><h2 id="jobs">Jobs</h2>{jobs}'
-        f'{star}<ul class="alarms">{said}</ul>'
+        f'{star}<ul class="alarms">{failures}</ul>'
         f'<h2 id="keys">What each key changes</h2>{_key_charts(sweep)}<h2 '
         f'id="curves">Curves</h2>{_job_curves(sweep)}</main>\n'
     )
@@ -341,49 +339,37 @@ def _key_charts(sweep: Sweep) -> str:
             found: dict[str, list[float]] = {}
             for job in sweep.jobs:
                 if job.measure == measure and job.last is not None:
-                    found.setdefault(job.given.get(key, "-"), []).append(job.last)
+                    found.setdefault(job.overrides.get(key, "-"), []).append(job.last)
+            order = list(found)
+            with contextlib.suppress(ValueError):  # numbers by size; anything else in the order of jobs
+                order = sorted(found, key=float)
             if len(found) > 1:
-                drawn.append(dots(measure, key, [(each, found[each]) for each in _ordered(found)]))
+                drawn.append(dots(measure, key, [(each, found[each]) for each in order]))
     none = '<p class="dim">No key has two values that ended with a number of the same metric.</p>'
     return f'<div class="charts">{"".join(drawn)}</div>\n' if drawn else none
 
 
-def _ordered(values: Iterable[str]) -> list[str]:
-    """Sort numbers by size; keep the order of anything else."""
-    try:
-        return sorted(values, key=float)
-    except ValueError:
-        return list(values)
-
-
 def _job_curves(sweep: Sweep) -> str:
     """Return the curves of the jobs; of those with the best last values, where there are more than colours."""
-    there = [job for job in sweep.jobs if job.run is not None]
-    if len(there) > MOST_CURVES and len(sweep.measures) == 1:
+    jobs = [job for job in sweep.jobs if job.run is not None]
+    if len(jobs) > MOST_CURVES and len(sweep.measures) == 1:
         sign = 1 if lower_is_better(sweep.measures[0]) else -1
-        there.sort(key=lambda job: (job.last is None, sign * (job.last or 0.0)))
-    shown = sorted(there[:MOST_CURVES], key=lambda job: job.number)
+        jobs.sort(key=lambda job: (job.last is None, sign * (job.last or 0.0)))
+    shown = sorted(jobs[:MOST_CURVES], key=lambda job: job.number)
     note = ""
-    if len(there) > len(shown):
+    if len(jobs) > len(shown):
         best = "the best by their last value" if len(sweep.measures) == 1 else "the first ones"
-        note = f'<p class="aside">{len(shown)} of {len(there)} jobs: {best}.</p>'
-    keys = (f'<span class="key c{i}">{safe(_job_label(sweep, job))}</span>' for i, job in enumerate(shown))
-    runs = [(f"job {job.number}", job.run) for job in shown if job.run is not None]
-    return f"{note}<p>{' '.join(keys)}</p>{_measure_charts(shown)}{curve_section(chart_groups(runs))}"
-
-
-def _measure_charts(shown: Sequence[SweepJob]) -> str:
-    """Return a chart of its own for each metric by which jobs are judged."""
-    lines: dict[str, list[ChartLine]] = {}
+        note = f'<p class="aside">{len(shown)} of {len(jobs)} jobs: {best}.</p>'
+    labels: list[str] = []
+    lines: dict[str, list[ChartLine]] = {}  # a chart of its own for each metric by which jobs are judged
     for i, job in enumerate(shown):
+        settings = (f"{head}={job.overrides.get(key, '-')}" for head, key in zip(sweep.heads, sweep.keys))
+        label = " ".join([f"job {job.number}:", *settings]) if sweep.keys else f"job {job.number}"
+        labels.append(f'<span class="key c{i}">{safe(label)}</span>')
         if job.run is not None and job.measure:
-            series = job.run.series[job.measure].first_of_each_step()
-            points = job.measure.startswith("val/")
+            series, points = job.run.series[job.measure].first_of_each_step(), job.measure.startswith("val/")
             lines.setdefault(job.measure, []).append(ChartLine(f"job {job.number}", series, i, points=points))
-    return f'<div class="charts">{"".join(chart(name, each) for name, each in lines.items())}</div>\n' if lines else ""
-
-
-def _job_label(sweep: Sweep, job: SweepJob) -> str:
-    """Return the job's number, and the settings in which it differs from the others."""
-    said = (f"{head}={job.given.get(key, '-')}" for head, key in zip(sweep.heads, sweep.keys))
-    return " ".join([f"job {job.number}:", *said]) if sweep.keys else f"job {job.number}"
+    drawn = "".join(chart(name, each) for name, each in lines.items())
+    measures = f'<div class="charts">{drawn}</div>\n' if lines else ""
+    runs = [(f"job {job.number}", job.run) for job in shown if job.run is not None]
+    return f"{note}<p>{' '.join(labels)}</p>{measures}{curve_section(chart_groups(runs))}"

@@ -47,17 +47,18 @@ def transcripts(run_dir: Path, files: str = "step_*", rollouts: int = 4, episode
     """
     for name, value in (("rollouts", rollouts), ("episodes", episodes), ("tokens", tokens)):
         if not isinstance(value, int) or isinstance(value, bool):
-            raise ConfigError(f"transcripts.{name}={value} is no whole number; it takes one from 1 on.")
+            raise ConfigError(f"transcripts.{name}={value} is not a whole number; it takes one from 1 on.")
         in_range(f"transcripts.{name}", value, low=1)
     if not isinstance(files, str) or not files or Path(files).name != files:
         raise ConfigError(
-            f"transcripts.files={files} is no name of files in {run_dir / 'samples'}: take such as 'step_*', 'val_*'."
+            f"transcripts.files={files} names no files of {run_dir / 'samples'}: give a name such as 'step_*' or "
+            "'val_*'."
         )
     found = read_rollouts(run_dir, files, rollouts, episodes)
     target = run_dir / TRANSCRIPTS_FILE
     write_atomically(target, transcripts_html(str(run_dir), found, tokens))
-    shown, there = (sum(counts) for counts in zip(*((len(each.shown), each.completions) for each in found)))
-    text = f"transcripts  {target}  ({shown} of {there} episodes of {len(found)} rollouts; open it in a browser)"
+    shown, total = (sum(counts) for counts in zip(*((len(each.shown), each.completions) for each in found)))
+    text = f"transcripts  {target}  ({shown} of {total} episodes of {len(found)} rollouts; open it in a browser)"
     Console().print(text, soft_wrap=True, highlight=False, markup=False)
     return 0
 
@@ -101,16 +102,16 @@ def _controls(ends: Sequence[str], scale: Scale) -> str:
 
 def _legends(scale: Scale) -> str:
     shades = range(1, LEVELS + 1)
-    both = {
+    shaded = {
         sign: "".join(f'<i class="{sign}{level}">{level}</i>' for level in shades) for sign in ("a", "b", "r", "s", "l")
     }
     ratio = math.exp(scale.log_ratio)
     texts = {
         "author": '<i class="p">policy, learned from</i> <i class="q">policy, not learned from</i> '
         '<i class="e">read, never learned from</i>',
-        "advantage": f"above 0 {both['a']} below 0 {both['b']}, full at {scale.advantage:.3g}",
-        "ratio": f"above 1 {both['r']} below 1 {both['s']}, full at {ratio:.6g} and its inverse",
-        "logprob": f"probability below {', '.join(map(str, _LIKELY))}: {both['l']}",
+        "advantage": f"above 0 {shaded['a']} below 0 {shaded['b']}, full at {scale.advantage:.3g}",
+        "ratio": f"above 1 {shaded['r']} below 1 {shaded['s']}, full at {ratio:.6g} and its inverse",
+        "logprob": f"probability below {', '.join(map(str, _LIKELY))}: {shaded['l']}",
     }
     return "".join(f'<p class="legend" data-for="{by}">{texts[by]}</p>' for by in COLOURINGS) + "\n"
 
@@ -178,44 +179,38 @@ def _number(value: float | None) -> str:
     return "-" if value is None or math.isnan(value) else f"{value:.3f}"
 
 
-def _turn(kind: str, who: str, said: str) -> str:
-    return f'<div class="turn {kind}"><div class="who">{who}</div><div class="said">{said}</div></div>\n'
+def _turn(kind: str, author: str, text: str) -> str:
+    return f'<div class="turn {kind}"><div class="who">{author}</div><div class="said">{text}</div></div>\n'
 
 
 def _turns(each: RecordedCompletion, scale: Scale, most_tokens: int) -> Iterator[str]:
     """Yield the policy's turns and their answers: by tokens where they were recorded, else by messages."""
-    said = by_turn(each.messages)
-    last = each.tokens.turn[-1] if each.tokens else -1
-    for turn in range(max(len(said), last + 1)):
-        # A turn has no message where the episode had failed before it was over.
-        message, answers = said[turn] if turn < len(said) else ({"role": "assistant"}, [])
-        given = each.turn_rewards[turn] if turn < len(each.turn_rewards) else None
-        who = f"{safe(message['role'])} · turn {turn}" + ("" if given is None else f"<br>reward {given:+.3f}")
-        if each.tokens is None:
-            yield _turn("policy", who, safe(message_text(message)))
-            yield from (_turn("env", safe(answer["role"]), safe(message_text(answer))) for answer in answers)
-        else:
-            yield from _turn_of_tokens(each.tokens, turn, who, answers, scale, most_tokens)
-    if each.tokens is not None and len(each.tokens) > most_tokens:
-        yield _turn("unread", "", f"{len(each.tokens) - most_tokens} tokens more are in the parquet file")
-
-
-def by_turn(messages: Sequence[dict]) -> list[tuple[dict, list[dict]]]:
-    """Return each turn of the policy with its answers."""
-    turns: list[tuple[dict, list[dict]]] = []
-    for message in messages:
+    turns: list[tuple[dict, list[dict]]] = []  # each message of the policy, with its answers
+    for message in each.messages:
         if message["role"] == "assistant":
             turns.append((message, []))
         elif turns:
             turns[-1][1].append(message)
-    return turns
+    last = each.tokens.turn[-1] if each.tokens else -1
+    for turn in range(max(len(turns), last + 1)):
+        # A turn has no message where the episode had failed before it was over.
+        message, answers = turns[turn] if turn < len(turns) else ({"role": "assistant"}, [])
+        reward = each.turn_rewards[turn] if turn < len(each.turn_rewards) else None
+        author = f"{safe(message['role'])} · turn {turn}" + ("" if reward is None else f"<br>reward {reward:+.3f}")
+        if each.tokens is None:
+            yield _turn("policy", author, safe(message_text(message)))
+            yield from (_turn("env", safe(answer["role"]), safe(message_text(answer))) for answer in answers)
+        else:
+            yield from _turn_of_tokens(each.tokens, turn, author, answers, scale, most_tokens)
+    if each.tokens is not None and len(each.tokens) > most_tokens:
+        yield _turn("unread", "", f"{len(each.tokens) - most_tokens} tokens more are in the parquet file")
 
 
 # ---------------------------------------------------------------------- tokens, and their colours
 
 
 def _turn_of_tokens(
-    tokens: RecordedTokens, turn: int, who: str, answers: Sequence[dict], scale: Scale, most: int
+    tokens: RecordedTokens, turn: int, author: str, answers: Sequence[dict], scale: Scale, most: int
 ) -> Iterator[str]:
     """Yield the tokens that the policy wrote in a turn and those that it read after it; the text of an answer that it
     did not read."""
@@ -223,7 +218,7 @@ def _turn_of_tokens(
     middle = next((i for i in range(first, last) if not tokens.by_policy[i]), last)
     roles = ", ".join(dict.fromkeys(safe(answer["role"]) for answer in answers)) or "between turns"
     if first < most:
-        yield _turn("policy", who, "".join(_spans(tokens, first, middle, scale)))
+        yield _turn("policy", author, "".join(_spans(tokens, first, middle, scale)))
     if middle < last:
         yield _turn("env", roles, "".join(_spans(tokens, middle, last, scale)))
     elif answers and last < most:

@@ -12,7 +12,6 @@ from typing import Any
 
 import lightning as L
 
-from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.callbacks.display import printable
 from lit_rl.core.episode import Message, Prompt
 from lit_rl.core.errors import ConfigError, DataError, NumericError
@@ -28,7 +27,7 @@ from lit_rl.generation.generator import check_request, rollout_mode
 from lit_rl.generation.noise import prompt_key
 from lit_rl.generation.token_sampler import EndDetector, TokenSampler
 from lit_rl.models.language_model import LanguageModel
-from lit_rl.runs.run_dir import read_saved_policy
+from lit_rl.runs.saved_policy import load_policy
 
 _COMMANDS = "/reset forgets the conversation, /quit ends it"
 _SHOWING = "/image FILE shows an image with the next line, "
@@ -96,8 +95,14 @@ def chat(job: Chat) -> int:
             "chat.system_prompt needs a chat template: set model.chat_template, and chat.plain=false where the model "
             "was trained on plain text."
         )
-    policy = _load(job)
-    _note(f"{job.model.name}: {_kind(job)}; {job.commands}.")
+    policy = load_policy(job.model, job.fabric, seed=job.seed, checkpoint=job.checkpoint)
+    on_text = job.trained_on == "text"
+    if job.templated:
+        prompts = "a conversation" + (" (it was trained on plain text: chat.plain=true)" if on_text else "")
+    else:
+        hint = " (as it was trained; chat.plain=false takes its chat template)" if on_text else ""
+        prompts = f"every line is a prompt of its own{hint}"
+    _note(f"{job.model.name}: {prompts}; {job.commands}.")
     try:
         _talk(job, policy)
     except BrokenPipeError:  # who reads has gone; Python would complain once more when it flushes
@@ -105,38 +110,30 @@ def chat(job: Chat) -> int:
     return 0
 
 
-def _kind(job: Chat) -> str:
-    """Return the kind of prompt that a line is, and the kind that it was trained on where that differs or decides."""
-    if job.templated:
-        known = " (it was trained on plain text: chat.plain=true)" if job.trained_on == "text" else ""
-        return f"a conversation{known}"
-    known = " (as it was trained; chat.plain=false takes its chat template)" if job.trained_on == "text" else ""
-    return f"every line is a prompt of its own{known}"
-
-
 def _talk(job: Chat, policy: Any) -> None:
     opening: list[Message] = [{"role": "system", "content": job.system_prompt}] if job.system_prompt else []
-    said = _History(opening)
+    history = _History(opening)
     for line in _lines():
         if line == "/quit":
             return
         if line == "/reset":
-            said = _History(opening)
+            history = _History(opening)
         elif line.split()[0] == "/image":
-            said.waiting += _images(job, line.removeprefix("/image").strip())
+            history.waiting += _images(job, line.removeprefix("/image").strip())
         elif line.startswith("/"):
-            _note(f"{printable(line)} is no command: {job.commands}.")
+            _note(f"{printable(line)} is not a command: {job.commands}.")
         else:
-            images = [*said.images, *said.waiting]
-            asked = [*said.messages, {"role": "user", "content": _content(line, len(said.waiting))}]
-            said.waiting = []
+            images = [*history.images, *history.waiting]
+            parts = [*(dict(PART) for _ in history.waiting), {"type": "text", "text": line}]  # images before the words
+            messages = [*history.messages, {"role": "user", "content": parts if history.waiting else line}]
+            history.waiting = []
             try:
-                reply = _reply(job, policy, asked if job.templated else line, images, said.turn)
+                reply = _reply(job, policy, messages if job.templated else line, images, history.turn)
             except DataError as error:  # the line alone is at fault
-                left_out = "line and its images are" if len(images) > len(said.images) else "line is"
+                left_out = "line and its images are" if len(images) > len(history.images) else "line is"
                 _note(printable(f"{error} The {left_out} left out; /reset begins anew.", sys.maxsize))
                 continue
-            said = _History([*asked, {"role": "assistant", "content": reply}], images, turn=said.turn + 1)
+            history = _History([*messages, {"role": "assistant", "content": reply}], images, turn=history.turn + 1)
 
 
 def _images(job: Chat, path: str) -> list[ImageRef]:
@@ -145,8 +142,8 @@ def _images(job: Chat, path: str) -> list[ImageRef]:
     try:
         if not job.model.sees:
             raise DataError(
-                f"{job.model.name} is a language model over text, and sees no image. Take one that does, such as "
-                "model=digits or model=smolvlm_256m."
+                f"{job.model.name} reads text only, no images. Take a model that reads them, such as model=digits or "
+                "model=smolvlm_256m."
             )
         if not job.templated:
             raise DataError("Images are shown in messages: set a chat template, and chat.plain=false.")
@@ -159,11 +156,6 @@ def _images(job: Chat, path: str) -> list[ImageRef]:
         return []
     _note(f"{printable(ref.name)}, {ref.width} x {ref.height}: it is shown with the next line.")
     return [ref]
-
-
-def _content(line: str, images: int) -> str | list[dict[str, Any]]:
-    """Return the content of the user's message: its images before its words."""
-    return [*(dict(PART) for _ in range(images)), {"type": "text", "text": line}] if images else line
 
 
 def _lines() -> Iterator[str]:
@@ -200,26 +192,33 @@ def _reply(job: Chat, policy: Any, prompt: Prompt, images: Sequence[ImageRef], t
     """Write the reply while it is drawn, and return it."""
     tokenizer: Any = job.model.tokenizer
     ids, vision = _read(job, prompt, images)
-    sampling = _fitting_sampling(job, len(ids))
-    drawn, said, ended = [], "", False
+    context, most = job.model.context_length, job.sampling.max_new_tokens
+    left = most if context is None else min(most, context - len(ids))
+    if left < max(1, job.sampling.min_new_tokens):
+        raise DataError(
+            f"The conversation has {len(ids)} tokens, and the context of {job.model.name} holds {context}: there is no "
+            "room for a reply."
+        )
+    sampling = replace(job.sampling, max_new_tokens=left)
+    drawn, written, ended = [], "", False
     try:
         for token, last in stream(job, policy, ids, sampling, turn, vision):
             drawn.append(token)
             ended = last
             text = tokenizer.decode(drawn, skip_special_tokens=True)
             if not text.endswith(_HALF_A_CHARACTER):
-                said = _write_new_text(text, said)
-        said = _write_new_text(tokenizer.decode(drawn, skip_special_tokens=True), said)
+                written = _write_new_text(text, written)
+        written = _write_new_text(tokenizer.decode(drawn, skip_special_tokens=True), written)
     except KeyboardInterrupt:
         sys.stdout.write("\n")
         if not sys.stdin.isatty():
             raise
-        return said
+        return written
     sys.stdout.write("\n")
     sys.stdout.flush()
     if not ended:
         _note(f"(cut at sampling.max_new_tokens={sampling.max_new_tokens})")
-    return said
+    return written
 
 
 def stream(
@@ -245,47 +244,23 @@ def stream(
         steps = DecodingSteps(policy, batch, sampling.max_new_tokens)
         sampler = TokenSampler(batch, prompts, sampling)
         ends = EndDetector(prompts, sampling, device)
-        said: list[int] = []
+        drawn: list[int] = []
         for position in range(sampling.max_new_tokens):
             one = sampler(steps.logits, position)
             if not one.logprobs.isfinite().all():
                 raise NumericError("The policy gave NaN or infinite logits: its weights are damaged or diverged.")
-            said.append(int(one.tokens))
-            ended = said[-1] in prompts.eos_ids or ends.behind(said, len(said), 1) == 0
-            yield said[-1], ended
+            drawn.append(int(one.tokens))
+            ended = drawn[-1] in prompts.eos_ids or ends.behind(drawn, len(drawn), 1) == 0
+            yield drawn[-1], ended
             if ended:
                 return
             if position + 1 < sampling.max_new_tokens:
                 steps.advance(one.tokens)
 
 
-def _fitting_sampling(job: Chat, length: int) -> Sampling:
-    """Return the sampling, shortened to the rest of the context."""
-    context = job.model.context_length
-    left = job.sampling.max_new_tokens if context is None else min(job.sampling.max_new_tokens, context - length)
-    if left < max(1, job.sampling.min_new_tokens):
-        raise DataError(
-            f"The conversation has {length} tokens, and the context of {job.model.name} holds {context}: nothing more "
-            "fits."
-        )
-    return replace(job.sampling, max_new_tokens=left)
-
-
-def _load(job: Chat) -> Any:
-    """Return the policy on its device, with the weights of the checkpoint if there is one."""
-    module = PolicyModule(job.model, seed=job.seed)
-    module.configure_model()
-    if job.checkpoint is not None:
-        saved = read_saved_policy(job.checkpoint)
-        module.on_load_checkpoint({"state_dict": saved.weights, **saved.beside})  # refuses another model's
-        module.load_state_dict(saved.weights, strict=False)
-    job.fabric._precision.convert_module(module)
-    return module.policy.to(job.fabric.device)
-
-
-def _write_new_text(text: str, said: str) -> str:
+def _write_new_text(text: str, written: str) -> str:
     """Write the new part of the text; control characters as escapes, so that no model moves the cursor."""
-    fresh = text[len(said) :].replace("\t", "    ")
+    fresh = text[len(written) :].replace("\t", "    ")
     sys.stdout.write(printable(fresh, sys.maxsize))
     sys.stdout.flush()
     return text

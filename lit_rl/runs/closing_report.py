@@ -34,7 +34,11 @@ def phase_totals(metrics: Path) -> dict[str, dict[str, float]]:
     """Return seconds and tokens per second of each phase, summed over a metrics.jsonl; for the update its `mfu` if
     logged."""
     seconds, tokens, used = dict.fromkeys(PHASES, 0.0), 0.0, 0.0
-    for row in read_metrics(metrics):
+    try:
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+    except json.JSONDecodeError as error:
+        raise StorageError(f"{metrics} is damaged: {error}.") from error
+    for row in rows:
         if "time/update" in row:
             spent = [row.get(f"time/{phase}") or 0.0 for phase in PHASES]
             for phase, value in zip(PHASES, spent):
@@ -49,16 +53,6 @@ def phase_totals(metrics: Path) -> dict[str, dict[str, float]]:
     if used:
         found["update"]["mfu"] = used / seconds["update"]
     return found
-
-
-def read_metrics(metrics: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics.jsonl; none where there is no file."""
-    if not metrics.is_file():
-        return []
-    try:
-        return [json.loads(line) for line in metrics.read_text().splitlines()]
-    except json.JSONDecodeError as error:
-        raise StorageError(f"{metrics} is damaged: {error}.") from error
 
 
 @contextmanager
@@ -77,7 +71,15 @@ def closing_table(summary: dict[str, Any]) -> None:
     console = Console()
     _measured_table(console, summary, "reward", "Held-out reward, mean and 95 % interval")
     _measured_table(console, summary, "win_rate", "Held-out win rate, mean and 95 % interval")
-    _losses_table(console, summary.get("losses", {}))
+    before, after = (summary.get("losses", {}).get(when, {}) for when in ("before", "after"))
+    if after:
+        losses = Table(title="Held-out loss", title_justify="left")
+        losses.add_column("metric", no_wrap=True)
+        losses.add_column("before", justify="right")
+        losses.add_column("after", justify="right")
+        for name, value in after.items():
+            losses.add_row(Text(one_line(name)), f"{before[name]:.4f}" if name in before else "-", f"{value:.4f}")
+        console.print(losses)
     times = Table(title="Where the time went", title_justify="left")
     for column, justify in (("phase", "left"), ("seconds", "right"), ("tokens per second", "right")):
         times.add_column(column, justify=justify)  # pyright: ignore
@@ -106,19 +108,6 @@ def _measured_table(console: Console, summary: dict[str, Any], measure: str, tit
                 table.add_row(Text(one_line(name or "held-out")), decoding, *row)
     if table.row_count:
         console.print(table)
-
-
-def _losses_table(console: Console, losses: dict[str, dict[str, float]]) -> None:
-    before, after = losses.get("before", {}), losses.get("after", {})
-    if not after:
-        return
-    table = Table(title="Held-out loss", title_justify="left")
-    table.add_column("metric", no_wrap=True)
-    table.add_column("before", justify="right")
-    table.add_column("after", justify="right")
-    for name, value in after.items():
-        table.add_row(Text(one_line(name)), f"{before[name]:.4f}" if name in before else "-", f"{value:.4f}")
-    console.print(table)
 
 
 def _interval_cell(numbers: dict[str, float] | None, measure: str) -> str:
@@ -180,38 +169,34 @@ def closing_lines(
         beside = "AutoProcessor" if loaded_by == _SEES else "AutoTokenizer"
         lines.append(f"use it        {loaded_by}.from_pretrained({str(written.model)!r}), {beside} likewise")
     lines += [f"average       {path}" for name in AVERAGES if (path := written.root / name).is_dir()]
-    if chat is not None and writes_text(loaded_by):
-        how = {"text": "  (each line is a prompt, as in training)", "messages": "  (a conversation)", None: ""}[prompts]
-        lines.append(f"talk to it    {chat}{how}")
+    if chat is not None and loaded_by in (_SEES, "AutoModelForCausalLM"):  # it writes completions
+        hint = {"text": "  (each line is a prompt, as in training)", "messages": "  (a conversation)", None: ""}[
+            prompts
+        ]
+        lines.append(f"talk to it    {chat}{hint}")
     return [*lines, f"evaluate it   {evaluation}"] if evaluation else lines
 
 
 _SEES = "AutoModelForImageTextToText"
 
 
-def writes_text(loaded_by: str) -> bool:
-    """Tell whether a model of this transformers class writes completions."""
-    return loaded_by in (_SEES, "AutoModelForCausalLM")
-
-
 def tracker_lines(loggers: Sequence[Logger]) -> Iterator[str]:
     """Yield a line for each of W&B, MLflow, Trackio and CSV with the place of its logs. A logger that fails to name it
     has none."""
     for logger in loggers:
+        line = None
         with contextlib.suppress(Exception):  # a logger that fails ends no run
-            if line := _where_it_wrote(logger):
-                yield line
-
-
-def _where_it_wrote(logger: Logger) -> str | None:
-    if isinstance(logger, WandbLogger):
-        folder = Path(logger.experiment.dir).parent
-        return f"wandb         {logger.experiment.url or f'{folder}  (wandb sync sends it)'}"
-    if isinstance(logger, MLFlowLogger):
-        uri = str(logger._tracking_uri)
-        if uri.startswith("sqlite:///"):  # of the current folder
-            uri = f"{Path(uri.removeprefix('sqlite:///')).absolute()}  (mlflow ui --backend-store-uri {uri})"
-        return f"mlflow        {uri}, run {logger.run_id}"
-    if isinstance(logger, TrackioLogger):
-        return f"trackio       trackio show --project {logger.project}  (run {logger.run})"
-    return f"csv           {Path(logger.log_dir) / 'metrics.csv'}" if isinstance(logger, CSVLogger) else None
+            if isinstance(logger, WandbLogger):
+                folder = Path(logger.experiment.dir).parent
+                line = f"wandb         {logger.experiment.url or f'{folder}  (wandb sync sends it)'}"
+            elif isinstance(logger, MLFlowLogger):
+                uri = str(logger._tracking_uri)
+                if uri.startswith("sqlite:///"):  # of the current folder
+                    uri = f"{Path(uri.removeprefix('sqlite:///')).absolute()}  (mlflow ui --backend-store-uri {uri})"
+                line = f"mlflow        {uri}, run {logger.run_id}"
+            elif isinstance(logger, TrackioLogger):
+                line = f"trackio       trackio show --project {logger.project}  (run {logger.run})"
+            elif isinstance(logger, CSVLogger):
+                line = f"csv           {Path(logger.log_dir) / 'metrics.csv'}"
+        if line is not None:
+            yield line

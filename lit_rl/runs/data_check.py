@@ -27,7 +27,6 @@ from lit_rl.data.kinds import Kind, kind_of
 from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.row_visuals import ImageReader
 from lit_rl.data.rows import read_row
-from lit_rl.data.sources import Rows
 from lit_rl.data.visual_prompts import Processor, count_placeholders
 from lit_rl.environments.environment_base import Interactive
 from lit_rl.models.language_model import LanguageModel
@@ -82,13 +81,14 @@ def data_check(
     in_range("data_check.rows", rows, low=1)
     tokenizer, console = model.tokenizer, Console(highlight=False)
     seen: dict[str, Any] = {"processor": model.processor, "eos_ids": () if scores else model.eos_ids}
-    with warnings.catch_warnings(record=True) as heard:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warnings.filterwarnings("ignore", message=".*have a training prompt.*")  # the report says so too
         if isinstance(data, RolloutDataModule):
             data.prepare(tokenizer, stage="predict", **seen)
             look = _prompts(data, rows)
-            _ask_reward(reward, data)
+            if reward is not None:
+                _check_reward(reward, data)
         else:
             kind = kind or _kind_of_first_row(data)
             data.prepare(tokenizer, kind, stage="predict", **seen)
@@ -101,7 +101,7 @@ def data_check(
         for name, ids, learned in texts:
             console.print(Text(f"\nrow {number}, {name}: {len(ids)} tokens", style="bold"))
             console.print(bracketed(tokenizer, ids, learned))
-    for line in dict.fromkeys(str(warning.message) for warning in heard):  # what a template leaves out, before all
+    for line in dict.fromkeys(str(warning.message) for warning in caught):  # what a template leaves out, before all
         console.print(Text(f"\n{printable(line)}", style="yellow"))
     for part, lengths in look.lengths.items():
         _histogram(console, part, lengths, model.context_length)
@@ -121,14 +121,6 @@ def data_check(
     return 0
 
 
-def _ask_reward(reward: Rewards | None, data: RolloutDataModule) -> None:
-    """Let a reward report columns that it lacks; an environment may give it more than the data do."""
-    if reward is not None:
-        reward.bind([*data.columns, *Interactive.columns])
-        for columns in data.columns_of_sets():
-            reward.check(columns)
-
-
 def _kind_of_first_row(data: ExampleDataModule) -> Kind:
     """Return the kind of the first row, one that the data module makes; the first kind where the columns do not
     decide."""
@@ -137,13 +129,20 @@ def _kind_of_first_row(data: ExampleDataModule) -> Kind:
     reading = {"rename": data.options.rename, "map_row": data.options.map_row}
     if data.sources:  # one row of it: the file is parsed once, by `prepare`
         source = data.sources[0]
-        how = {"split": source.split, "name": source.name, "on_bad_row": data.on_bad_row, "own": source.own}
-        row, _ = first_row(source.path, **how, **reading)
+        options = {"split": source.split, "name": source.name, "on_bad_row": data.on_bad_row, "own": source.own}
+        row, _ = first_row(source.path, **options, **reading)
     else:
         rows = data.train_rows()[0]
         row = read_row(rows[0], rows.where(0), **reading).row
     kind = kind_of(row)
     return kind if kind is not None and kind in data.serves else data.serves[0]
+
+
+def _check_reward(reward: Rewards, data: RolloutDataModule) -> None:
+    """Let a reward report columns that it lacks; an environment may give it more than the data do."""
+    reward.bind([*data.columns, *Interactive.columns])
+    for columns in data.columns_of_sets():
+        reward.check(columns)
 
 
 # ---------------------------------------------------------------------- prompts, and examples
@@ -241,8 +240,8 @@ def _histogram(console: Console, part: str, lengths: Sequence[int], context: int
 def _print_columns(console: Console, columns: Mapping[str, Any]) -> None:
     console.print(Text("\nColumns that a reward sees beside prompts and completions", style="bold"))
     for name, value in columns.items():
-        said = str(value) if isinstance(value, str | ImageRef | VideoRef) else repr(value)
-        shown = printable(said, 60).replace("\n", " ")
+        text = str(value) if isinstance(value, str | ImageRef | VideoRef) else repr(value)
+        shown = printable(text, 60).replace("\n", " ")
         console.print(Text(f"{printable(name)} ({type(value).__name__}): {shown}"))
     if not columns:
         console.print(Text("none"))
@@ -251,10 +250,10 @@ def _print_columns(console: Console, columns: Mapping[str, Any]) -> None:
 def _print_counts(console: Console, report: Mapping[str, Mapping[str, int]]) -> None:
     console.print(Text("\nRows, and what every filter took", style="bold"))
     for name, counts in report.items():
-        told = {key: value for key, value in counts.items() if value or key in ("rows", "kept")}
-        longest = told.pop("longest", 0)
+        shown = {key: value for key, value in counts.items() if value or key in ("rows", "kept")}
+        longest = shown.pop("longest", 0)
         beside = f" (the longest had {longest} tokens)" if longest else ""
-        console.print(Text(f"{name}: {', '.join(f'{key} {value}' for key, value in told.items())}{beside}"))
+        console.print(Text(f"{name}: {', '.join(f'{key} {value}' for key, value in shown.items())}{beside}"))
 
 
 def _print_repeats(console: Console, look: DataLook, report: Mapping[str, Mapping[str, int]]) -> None:
@@ -314,25 +313,23 @@ def image_sets(data: RolloutDataModule | ExampleDataModule, processor: Processor
 def print_images(console: Console, sets: Sequence[ImageSet]) -> None:
     """Print the images of each set."""
     console.print(Text("\nImages", style="bold"))
-    for seen in sets:
-        console.print(Text(f"{seen.name}: {_image_line(seen)}"))
-        if names := str(Pictures(tuple(seen.refs[:_NAMES]))).split("\n") if seen.refs else []:
-            more = f" and {len(seen.refs) - len(names)} more" if len(seen.refs) > len(names) else ""
-            console.print(Text(f"  {', '.join(printable(name, 60) for name in names)}{more}", style="dim"))
-
-
-def _image_line(seen: ImageSet) -> str:
-    counts = [len(row) for row in seen.rows if row]
-    said = f"{len(counts)} of {len(seen.rows)} rows show images"
-    if not counts:
-        return said
-    sizes = sorted(((ref.width, ref.height) for ref in seen.refs), key=lambda size: (size[0] * size[1], size))
-    low, middle, high = (f"{size[0]} x {size[1]}" for size in (sizes[0], sizes[len(sizes) // 2], sizes[-1]))
-    said += f", {_spread(counts)} each; pixels {low}" + (f" to {high}, median {middle}" if low != high else "")
-    if frames := [len(ref.frames) for ref in seen.refs if isinstance(ref, VideoRef)]:
-        said += f"; {len(frames)} of them videos, of {_spread(frames)} frames"
-    tokens = [count for count, row in zip(seen.tokens, seen.rows) if row]
-    return f"{said}; image tokens of a prompt {_spread(tokens)}" if tokens else said
+    for images in sets:
+        refs, counts = images.refs, [len(row) for row in images.rows if row]
+        line = f"{images.name}: {len(counts)} of {len(images.rows)} rows show images"
+        if not counts:
+            console.print(Text(line))
+            continue
+        sizes = sorted(((ref.width, ref.height) for ref in refs), key=lambda size: (size[0] * size[1], size))
+        low, middle, high = (f"{size[0]} x {size[1]}" for size in (sizes[0], sizes[len(sizes) // 2], sizes[-1]))
+        line += f", {_spread(counts)} each; pixels {low}" + (f" to {high}, median {middle}" if low != high else "")
+        if frames := [len(ref.frames) for ref in refs if isinstance(ref, VideoRef)]:
+            line += f"; {len(frames)} of them videos, of {_spread(frames)} frames"
+        if tokens := [count for count, row in zip(images.tokens, images.rows) if row]:
+            line += f"; image tokens of a prompt {_spread(tokens)}"
+        console.print(Text(line))
+        names = str(Pictures(tuple(refs[:_NAMES]))).split("\n")
+        more = f" and {len(refs) - len(names)} more" if len(refs) > len(names) else ""
+        console.print(Text(f"  {', '.join(printable(name, 60) for name in names)}{more}", style="dim"))
 
 
 def _spread(counts: Sequence[int]) -> str:
@@ -360,18 +357,13 @@ def _bad_images(data: RolloutDataModule | ExampleDataModule) -> Iterator[str]:
     for rows in (*data.train_rows(), *data.val_rows().values()):
         reader = ImageReader(rows.folder, options.max_image_pixels)
         for i in range(len(rows)):
-            if row := _mapped(rows, i, options):
-                try:
-                    for ref in reader.read(row, rows.where(i), *keys)[1]:
-                        ref.open()
-                except DataError as error:
-                    told = str(error)
-                    yield told if told.startswith(rows.where(i)) else f"{rows.where(i)}: {told}"
-
-
-def _mapped(rows: Rows, i: int, options: Any) -> dict[str, Any] | None:
-    """Return the row under the names that it is read by; None where that fails, which is no matter of images."""
-    try:
-        return read_row(rows[i], rows.where(i), rename=options.rename, map_row=options.map_row).row
-    except DataError:
-        return None
+            try:
+                row = read_row(rows[i], rows.where(i), rename=options.rename, map_row=options.map_row).row
+            except DataError:  # not because of its images
+                continue
+            try:
+                for ref in reader.read(row, rows.where(i), *keys)[1] if row else ():
+                    ref.open()
+            except DataError as error:
+                message = str(error)
+                yield message if message.startswith(rows.where(i)) else f"{rows.where(i)}: {message}"

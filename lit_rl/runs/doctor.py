@@ -12,12 +12,11 @@ from typing import Any
 
 import lightning as L
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor, nn
 
-from lit_rl.algorithms.loop.module import PolicyModule
+from lit_rl.callbacks.display import ruled_table
 from lit_rl.core.episode import Prompt
 from lit_rl.core.errors import GenerationError, NumericError, in_range
 from lit_rl.core.rollout import Completions, Prompts, Sampling
@@ -34,6 +33,7 @@ from lit_rl.models.trunk import base_of
 from lit_rl.ops.engine_mismatch import effective_share, engine_log_ratio, engine_ratios, token_truncate
 from lit_rl.ops.reductions import masked_mean, masked_moments
 from lit_rl.reports.run_files import installed_version
+from lit_rl.runs.saved_policy import load_policy
 
 # ---------------------------------------------------------------------- the command
 
@@ -77,20 +77,13 @@ def doctor(job: Doctor) -> int:
     in_range("doctor.prompts", job.prompts, low=1)
     in_range("doctor.completions", job.completions, low=1)
     print_versions(job.model, job.generator, job.fabric.device)
-    policy = _load(job)
+    policy = load_policy(job.model, job.fabric, seed=job.seed)
     try:
         findings = _examine(job, policy)
     finally:
         job.generator.close()
     print_findings(findings)
     return 0
-
-
-def _load(job: Doctor) -> Any:
-    module = PolicyModule(job.model, seed=job.seed)
-    module.configure_model()
-    job.fabric._precision.convert_module(module)
-    return module.policy.to(job.fabric.device)
 
 
 def _examine(job: Doctor, policy: Any) -> Findings:
@@ -106,14 +99,21 @@ def _examine(job: Doctor, policy: Any) -> Findings:
     seconds = time.perf_counter() - before
     sides = _sides(job, policy)
     compared = {name: _compare(job, policy, completions, scope) for name, scope in _trainer_types(job, policy).items()}
-    unscored = _unscored(job)
+    generator_keys = (f"generator.generation_kwargs.{name}" for name in generator.reshaped_by)
+    unscored = (*(f"sampling.{name}" for name in job.sampling.unscored), *generator_keys)
     if not unscored:
         _judge(job, compared[sides.trainer], sides, 0)
     moved = _move(job, policy, completions)
     second = _sync(job, policy, 1)
-    own = _ignore_own_settings(generator)
-    after = _compare(job, policy, _generate(job, prompts, scored_sampling(job.sampling)), job.fabric.autocast)
-    if not own:
+    # Drawn now without the settings that the training does not score by; a user's generator may hold some elsewhere.
+    kwargs: dict[str, Any] | None = getattr(generator, "generation_kwargs", None)
+    remaining = generator.reshaped_by if kwargs is None else ()
+    if kwargs is not None:
+        for name in generator.reshaped_by:
+            kwargs.pop(name, None)
+    scored = replace(job.sampling, **{name: getattr(Sampling(), name) for name in job.sampling.unscored})
+    after = _compare(job, policy, _generate(job, prompts, scored), job.fabric.autocast)
+    if not remaining:
         _judge(job, after, sides, 1)
     return Findings(
         sides=sides,
@@ -161,10 +161,6 @@ class ComputeTypes:
     generator: str
     generator_device: str
 
-    @property
-    def coarser(self) -> str:
-        return max((self.trainer, self.generator), key=lambda kind: LIMITS[kind].mean if kind in LIMITS else 0.0)
-
 
 @dataclass(frozen=True)
 class SyncReport:
@@ -184,14 +180,6 @@ class PlannedRollout:
     group_size: int
     prompt_tokens: int
     new_tokens: int
-
-    @property
-    def sequences(self) -> int:
-        return self.prompts * self.group_size
-
-    @property
-    def tokens(self) -> int:
-        return self.prompt_tokens + self.new_tokens
 
 
 @dataclass(frozen=True)
@@ -335,35 +323,16 @@ def _move(job: Doctor, policy: nn.Module, completions: Completions) -> float:
 def _judge(job: Doctor, found: LogprobGap, sides: ComputeTypes, version: int) -> None:
     """Refuse a generator that draws from another distribution than the policy's. By the mean: in 16 bits single tokens
     may differ by much."""
-    limit = LIMITS[sides.coarser].mean
+    coarser = max((sides.trainer, sides.generator), key=lambda kind: LIMITS[kind].mean if kind in LIMITS else 0.0)
+    limit = LIMITS[coarser].mean
     if found.mean <= limit:
         return
     raise GenerationError(
         f"{type(job.generator).__name__} does not draw from policy version {version}: over {found.tokens} tokens of "
         f"{found.responses} completions its log-probs differ from the trainer's by {found.mean:.3g} nats on average "
-        f"(allowed in {sides.coarser}: {limit:g}) and by {found.max:.3g} at most. Try it with sampling.temperature=1 "
+        f"(allowed in {coarser}: {limit:g}) and by {found.max:.3g} at most. Try it with sampling.temperature=1 "
         "and without top_k, top_p and min_p: where that is sound, generator and trainer cut other tokens off."
     )
-
-
-def _unscored(job: Doctor) -> tuple[str, ...]:
-    """Return the keys in force by which the generator draws and the training does not score."""
-    own = (f"generator.generation_kwargs.{name}" for name in job.generator.reshaped_by)
-    return *(f"sampling.{name}" for name in job.sampling.unscored), *own
-
-
-def _ignore_own_settings(generator: Generator) -> tuple[str, ...]:
-    """Have the generator draw without settings of its own that the training does not score by.
-
-    Returns:
-        Those that cannot be left out, of a user's generator that holds them elsewhere.
-    """
-    kwargs: dict[str, Any] | None = getattr(generator, "generation_kwargs", None)
-    if kwargs is None:
-        return generator.reshaped_by
-    for name in generator.reshaped_by:
-        kwargs.pop(name, None)
-    return ()
 
 
 # ---------------------------------------------------------------------- the console
@@ -375,9 +344,18 @@ _NORMAL = (
 )
 
 
+_DECODING = {
+    "cuda_graphs": "CUDA graphs of operations on its weights, over keys and values that are held once a prompt",
+    "lean_steps": "operations on its weights, over keys and values that are held once a prompt",
+    "grouped_cache": "its own modules, over keys and values that are held once a prompt",
+    "own": "its own modules, attention and cache: keys and values of a prompt are held once a sample",
+}
+"""Descriptions of `NativeGenerator.steps`."""
+
+
 def print_versions(model: LanguageModel, generator: Any, device: torch.device) -> None:
     """Print the model, the generator and the versions, before anything is loaded."""
-    table = _table("What is examined", "", "")
+    table = ruled_table("What is examined", [Column(), Column()])
     table.add_row("model", model.name)
     table.add_row("generator", type(generator).__name__)
     name_of_device = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
@@ -398,8 +376,13 @@ def print_findings(found: Findings) -> None:
     console.print(f"\n{_NORMAL}\n", highlight=False)
     console.print(_seconds(found))
     console.print()
-    console.print(f"SOUND: {_verdict(found)}", highlight=False, markup=False)
-    console.print(_ways(found), highlight=False, markup=False)
+    gap = found.updates[1].gap
+    probed = "" if gap is None else f"; its probe then differed by {gap.mean:.2g} nats (mean) and {gap.max:.2g} (max)"
+    verdict = f"the generator holds the policy, and followed it when its log-probs moved by {found.moved:.2g} nats"
+    console.print(f"SOUND: {verdict}{probed}.", highlight=False, markup=False)
+    decoded = "" if found.steps is None else f"Decoded by {_DECODING[found.steps]}. "
+    rows = "once for all its samples" if found.shares_prompts else "for each of its samples"
+    console.print(f"{decoded}In training a prompt is computed {rows}.", highlight=False, markup=False)
     for line in advice(found):
         console.print(f"- {line}", highlight=False, markup=False)
 
@@ -412,7 +395,7 @@ def _numbers(found: Findings) -> Table:
         f"Log-probs of {own.tokens} tokens in {own.responses} completions: the generator "
         f"({found.sides.generator}, {found.sides.generator_device}) against a fresh forward pass"
     )
-    table = _table(title, "", *columns)
+    table = ruled_table(title, [Column(), *(Column(name, justify="right") for name in columns)])
     rows = {
         "mean |difference|, nats": lambda one: f"{one.mean:.2g}",
         "max |difference|, nats": lambda one: f"{one.max:.2g}",
@@ -428,40 +411,13 @@ def _numbers(found: Findings) -> Table:
 
 def _seconds(found: Findings) -> Table:
     first, second = found.updates
-    table = _table("Seconds", "", "first", "after the move")
+    columns = Column(), Column("first", justify="right"), Column("after the move", justify="right")
+    table = ruled_table("Seconds", columns)
     table.add_row("start", f"{first.start:.2f}", f"{second.start:.2f}")
     table.add_row("sync", f"{first.sync:.2f}", f"{second.sync:.2f}")
     if first.probe is not None:
         table.add_row("probe", f"{first.probe:.2f}", f"{second.probe:.2f}")
     table.add_row("generated tokens a second", f"{found.tokens_per_second:.0f}", "")
-    return table
-
-
-def _verdict(found: Findings) -> str:
-    followed = f"followed it when its log-probs moved by {found.moved:.2g} nats"
-    gap = found.updates[1].gap
-    probed = "" if gap is None else f"; its probe then differed by {gap.mean:.2g} nats (mean) and {gap.max:.2g} (max)"
-    return f"the generator holds the policy, and {followed}{probed}."
-
-
-def _ways(found: Findings) -> str:
-    """Return the fast paths of decoding and learning that this model takes."""
-    decoded = {
-        "cuda_graphs": "CUDA graphs of operations on its weights, over keys and values that are held once a prompt",
-        "lean_steps": "operations on its weights, over keys and values that are held once a prompt",
-        "grouped_cache": "its own modules, over keys and values that are held once a prompt",
-        "own": "its own modules, attention and cache: keys and values of a prompt are held once a sample",
-    }
-    native = "" if found.steps is None else f"Decoded by {decoded[found.steps]}. "
-    rows = "once for all its samples" if found.shares_prompts else "for each of its samples"
-    return f"{native}In training a prompt is computed {rows}."
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column(columns[0])
-    for name in columns[1:]:
-        table.add_column(name, justify="right" if name else "left")
     return table
 
 
@@ -479,11 +435,6 @@ _KEPT = 0.99
 """Share of responses whose ratio has to stay within bounds for a mask of whole responses to be harmless."""
 
 
-def scored_sampling(sampling: Sampling) -> Sampling:
-    """Return the settings without those that the training does not score by."""
-    return replace(sampling, **{name: getattr(Sampling(), name) for name in sampling.unscored})
-
-
 def advice(found: Findings) -> Iterator[str]:
     """Yield settings, each with the measured number that leads to it."""
     if found.unscored:
@@ -499,22 +450,25 @@ def advice(found: Findings) -> Iterator[str]:
 
 
 def _dtype(found: Findings) -> str:
-    ours, theirs = found.sides.trainer, found.sides.generator
-    own = found.compared[ours]
-    if _BYTES[theirs] < _BYTES[ours]:
+    trainer, engine = found.sides.trainer, found.sides.generator
+    own = found.compared[trainer]
+    if _BYTES[engine] < _BYTES[trainer]:
         return (
-            f"generator.dtype={ours}: the trainer computes in {ours} and the engine in {theirs}, so the mean "
-            f"difference is {own.mean:.2g} nats, where {ours} on both sides has about 1e-5. Where memory is short, "
-            f"{theirs} may stay: the effective share of the tokens is {own.share:.3f}."
+            f"generator.dtype={trainer}: the trainer computes in {trainer} and the engine in {engine}, so the mean "
+            f"difference is {own.mean:.2g} nats, where {trainer} on both sides has about 1e-5. Where memory is short, "
+            f"{engine} may stay: the effective share of the tokens is {own.share:.3f}."
         )
-    if _BYTES[theirs] > _BYTES[ours]:
+    if _BYTES[engine] > _BYTES[trainer]:
         return (
-            f"generator.dtype={ours}: the trainer computes in {ours}, and the engine in {theirs} is no nearer to it "
-            f"(mean difference {own.mean:.2g} nats) and takes twice the memory."
+            f"generator.dtype={trainer}: the trainer computes in {trainer}, and the engine in {engine} is no nearer to "
+            f"it (mean difference {own.mean:.2g} nats) and takes twice the memory."
         )
-    if theirs != ours:
-        return f"generator.dtype={ours}: the engine computes in {theirs}, and the trainer in {ours} rounds otherwise."
-    return f"generator.dtype={theirs} fits: mean difference {own.mean:.2g} nats, with the trainer in {ours}."
+    if engine != trainer:
+        return (
+            f"generator.dtype={trainer}: the engine computes in {engine}, and the trainer in {trainer} rounds "
+            "otherwise."
+        )
+    return f"generator.dtype={engine} fits: mean difference {own.mean:.2g} nats, with the trainer in {trainer}."
 
 
 def _correction(found: Findings) -> str:
@@ -538,9 +492,12 @@ def _correction(found: Findings) -> str:
 def _memory(found: Findings) -> str:
     planned, width = found.planned, _BYTES[found.sides.generator]
     weights = sum(weight.numel() for weight in found.policy.parameters()) * width / _GIB
-    layers, heads, size = _attention(found.policy)
-    sequence = 2 * layers * heads * size * width * planned.tokens / _GIB
-    cache = sequence * planned.sequences
+    config: Any = base_of(found.policy).config.get_text_config(decoder=True)
+    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads = getattr(config, "num_key_value_heads", None) or heads
+    sequence = 2 * layers * heads * size * width * (planned.prompt_tokens + planned.new_tokens) / _GIB
+    cache = sequence * planned.prompts * planned.group_size
     formula = (
         f"keys and values take 2 x {layers} layers x {heads} heads x {size} x {width} bytes a token, x "
         f"{planned.prompts} prompts x {planned.group_size} completions x ({planned.prompt_tokens} + "
@@ -564,11 +521,3 @@ def _share(device: torch.device, weights: float, cache: float, formula: str) -> 
     if share <= _MOST:
         return f"generator.gpu_memory_utilization={share:.2f}: {text}. The training needs the rest."
     return f"generator.gpu_memory_utilization={_MOST} at most: {text}. With less, sequences wait for others to end."
-
-
-def _attention(policy: nn.Module) -> tuple[int, int, int]:
-    """Return layers, heads of keys and values, and the size of a head, from the model's config."""
-    config: Any = base_of(policy).config.get_text_config(decoder=True)
-    heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, size

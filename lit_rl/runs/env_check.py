@@ -70,14 +70,23 @@ def env_check(run: Run, *, settings: Mapping[str, Any], actions: Sequence[str] |
         GenerationError: something is wrong. It was printed.
     """
     checked = _Checked.of(run)
-    cases, asked = checked.cases(actions)
+    cases, calls = checked.cases(actions)
     console = Console(highlight=False)
     with preserve_generators():
         player = EpisodePlayer(checked.factory, checked.interaction.parsers, checked.interaction.max_image_pixels)
-        first = list(_within(player, cases, _SECONDS))  # before all else, as another process plays them
+        first: list[PlayedEpisode] = []  # those that fit into the time; before all else, as another process plays them
+        while len(first) < len(cases) and sum(call.seconds for each in first for call in each.calls) <= _SECONDS:
+            first.append(player.play(cases[len(first)]))
         _print_episode(console, checked, cases[0])
-        look = _PlayedOnce(checked, player, cases[: len(first)], first)
-        wrong = [each.what for each in _print_findings(console, _findings(look, asked, settings))]
+        console.print()
+        wrong = []
+        for found in _findings(checked, player, cases[: len(first)], first, calls, settings):
+            console.print(Text.assemble((f"{found.level:<6}", _STYLES[found.level]), f"{found.what}: {found.seen}"))
+            for name, text in (("why", found.why), ("fix", found.fix)):
+                if text:
+                    console.print(Text(f"      {name}: {text}", style="dim"))
+            if found.level == "WRONG":
+                wrong.append(found.what)
     if wrong:
         raise GenerationError(
             f"The environment is not fit to train on: {', '.join(dict.fromkeys(wrong))} (above, marked WRONG)."
@@ -137,32 +146,26 @@ class _Checked:
         """Return the seed of the episodes of a row, in the first rollout of the run."""
         return int(prompt_key(self.module.seed, 0, self.batch.rows[number], 0)) & 0x7FFFFFFF
 
-    def columns(self, number: int) -> dict[str, Any]:
-        """Return the prompt and the other columns of a row."""
-        return {"prompt": self.batch.prompts[number], **{name: of[number] for name, of in self.batch.columns.items()}}
-
     def cases(self, actions: Sequence[str] | None) -> tuple[list[EpisodeCase], dict[str, str | None]]:
         """Return the cases to play; and their calls with their texts, None where a call cannot be written."""
-        cases, asked, parsers = [], {}, self.interaction.parsers
+        cases: list[EpisodeCase] = []
+        calls: dict[str, str | None] = {}
+        tokenizer, most = self.module.tokenizer, self.factory.max_turns
         for number, kind in enumerate(self.kinds):
-            said = [*map(str, actions or ())]
-            if actions is None:
-                said, parser, toolbox = (
-                    policy_texts(self.module.tokenizer),
-                    parsers[kind],
-                    self.factory.kinds[kind].toolbox,
-                )
+            if actions is not None:
+                scripts = [tuple(map(str, actions))]
+            else:
+                texts = policy_texts(tokenizer)
+                parser, toolbox = self.interaction.parsers[kind], self.factory.kinds[kind].toolbox
                 if parser is not None and toolbox is not None:
-                    called = {
-                        name: write_call(call, parser, self.module.tokenizer)
-                        for name, call in tool_calls(toolbox).items()
-                    }
-                    asked |= called
-                    said = [*(text for text in called.values() if text is not None), *said]
-            turns = [tuple(said)] if actions is not None else rotated_scripts(said, self.factory.max_turns)
-            seed, columns = self.seed(number), self.columns(number)
-            cases += [EpisodeCase(kind, columns, seed, each[: self.factory.max_turns]) for each in turns]
-        return cases, asked
+                    written = {name: write_call(call, parser, tokenizer) for name, call in tool_calls(toolbox).items()}
+                    calls |= written
+                    texts = [*(text for text in written.values() if text is not None), *texts]
+                scripts = rotated_scripts(texts, most)
+            columns = {name: values[number] for name, values in self.batch.columns.items()}
+            columns = {"prompt": self.batch.prompts[number], **columns}
+            cases += [EpisodeCase(kind, columns, self.seed(number), script[:most]) for script in scripts]
+        return cases, calls
 
 
 def _picked(batch: PromptBatch, rows: Sequence[int]) -> PromptBatch:
@@ -171,18 +174,15 @@ def _picked(batch: PromptBatch, rows: Sequence[int]) -> PromptBatch:
     return PromptBatch(prompts, ids, columns, [batch.rows[row] for row in rows], [0] * len(rows), vision=batch.vision)
 
 
-@dataclass(frozen=True)
-class _PlayedOnce:
-    """Episodes that were played once, by the player that can play them again."""
-
-    checked: _Checked
-    player: EpisodePlayer
-    cases: Sequence[EpisodeCase]
-    first: Sequence[PlayedEpisode]
-
-
-def _findings(look: _PlayedOnce, asked: Mapping[str, str | None], settings: Mapping[str, Any]) -> Iterator[EnvFinding]:
-    checked, player, cases, first = look.checked, look.player, look.cases, look.first
+def _findings(
+    checked: _Checked,
+    player: EpisodePlayer,
+    cases: Sequence[EpisodeCase],
+    first: Sequence[PlayedEpisode],
+    calls: Mapping[str, str | None],
+    settings: Mapping[str, Any],
+) -> Iterator[EnvFinding]:
+    """Yield the findings about cases, given their episodes as they were played `first`."""
     factory = checked.factory
     took = sum(call.seconds for played in first for call in played.calls)
     with closing(
@@ -199,7 +199,7 @@ def _findings(look: _PlayedOnce, asked: Mapping[str, str | None], settings: Mapp
     yield check_generators(first, at_once=factory.is_async, elsewhere=factory.pool is not None)
     yield check_leaks(grown)
     if any(kind.toolbox is not None for kind in factory.kinds.values()):
-        yield from check_tool_answers(first, asked)
+        yield from check_tool_answers(first, calls)
     yield from check_lengths(
         first, lambda text: len(literal_ids(checked.module.tokenizer, text)), factory.max_observation_tokens
     )
@@ -209,44 +209,33 @@ def _findings(look: _PlayedOnce, asked: Mapping[str, str | None], settings: Mapp
     yield check_times(first, factory.step_timeout, rollout)
 
 
-def _within(player: EpisodePlayer, cases: Sequence[EpisodeCase], seconds: float) -> Iterator[PlayedEpisode]:
-    """Yield the episodes that fit into the time, one at least."""
-    spent = 0.0
-    for case in cases:
-        if spent > seconds:
-            return
-        played = player.play(case)
-        spent += sum(call.seconds for call in played.calls)
-        yield played
-
-
 def _reward_findings(checked: _Checked) -> Iterator[EnvFinding]:
     """Yield findings about the run's rewards for episodes in which nothing is achieved."""
     module, rewards = checked.module, {}
     for number, kind in enumerate(checked.kinds):
         batch = _picked(checked.batch, [number])
         for name, text in (("nothing", ""), ("nonsense", NONSENSE)):
-            said = f"{name} said{f' to {kind}' if len(checked.kinds) > 1 else ''}:"
+            label = f"{name} said{f' to {kind}' if len(checked.kinds) > 1 else ''}:"
             try:
-                told = play_talk(
+                talk = play_talk(
                     checked.interaction, module.tokenizer, batch, checked.seed(number),
                     [text] * checked.factory.max_turns, module.sampling.max_new_tokens,
                 )  # fmt: skip
-                if told.episode.failed:  # said of its calls
+                if talk.episode.failed:  # reported with its calls
                     continue
-                whole = module.tokenizer.decode(told.said, skip_special_tokens=True)
-                prompts, completions, columns = as_reward_input(batch, [whole], 1, [told.episode])
+                whole = module.tokenizer.decode(talk.written, skip_special_tokens=True)
+                prompts, completions, columns = as_reward_input(batch, [whole], 1, [talk.episode])
                 scores = module.reward_functions.score(
-                    prompts, completions, columns, completion_ids=[told.said], trainer_state=module.state_at(batch)
+                    prompts, completions, columns, completion_ids=[talk.written], trainer_state=module.state_at(batch)
                 )
             except LitRLError as error:
                 yield EnvFinding(
-                    "reward", "WRONG", f"{said} {error}", "it ends the run at the first completion of this kind",
+                    "reward", "WRONG", f"{label} {error}", "it ends the run at the first completion of this kind",
                     "give a finite number to whatever a policy may write, None where there is none to give",
                 )  # fmt: skip
                 continue
             total = scores.total.item()
-            rewards[said] = None if math.isnan(total) else total
+            rewards[label] = None if math.isnan(total) else total
     if rewards:
         yield check_rewards(rewards)
 
@@ -259,32 +248,21 @@ def _print_episode(console: Console, checked: _Checked, case: EpisodeCase) -> No
     module = checked.module
     console.print(Text("An episode as the policy reads it; ⟦...⟧ is what it says", style="bold"))
     try:
-        told = play_talk(
+        talk = play_talk(
             checked.interaction, module.tokenizer, _picked(checked.batch, [0]), case.seed, case.turns,
             module.sampling.max_new_tokens,
         )  # fmt: skip
     except LitRLError as error:
         console.print(Text(f"It would end the run: {error}", style="red"))
         return
-    console.print(bracketed(module.tokenizer, told.ids, told.learned))
-    reward = "no reward of its own" if told.episode.reward is None else f"its own reward is {told.episode.reward:g}"
-    error = "" if told.episode.error is None else f" ({told.episode.error})"
-    console.print(Text(f"It ended with {told.episode.end}{error} after {told.episode.turns} turns; {reward}."))
+    console.print(bracketed(module.tokenizer, talk.ids, talk.learned))
+    episode = talk.episode
+    reward = "no reward of its own" if episode.reward is None else f"its own reward is {episode.reward:g}"
+    error = "" if episode.error is None else f" ({episode.error})"
+    console.print(Text(f"It ended with {episode.end}{error} after {episode.turns} turns; {reward}."))
 
 
 _STYLES = {"ok": "green", "note": "yellow", "WRONG": "bold red"}
-
-
-def _print_findings(console: Console, found: Iterator[EnvFinding]) -> Iterator[EnvFinding]:
-    """Print each finding; return those that are wrong."""
-    console.print()
-    for each in found:
-        console.print(Text.assemble((f"{each.level:<6}", _STYLES[each.level]), f"{each.what}: {each.seen}"))
-        for name, text in (("why", each.why), ("fix", each.fix)):
-            if text:
-                console.print(Text(f"      {name}: {text}", style="dim"))
-        if each.level == "WRONG":
-            yield each
 
 
 # ---------------------------------------------------------------------- findings
@@ -369,14 +347,14 @@ def check_repeats(
             "a run of several processes, and a resumed one, make the environment anew", "run it with python by hand",
         )  # fmt: skip
         return
-    lines = next(
-        (_difference(played.lines, there) for played, there in zip(first, fresh) if list(played.lines) != there), None
+    changed = next(
+        (_difference(played.lines, lines) for played, lines in zip(first, fresh) if list(played.lines) != lines), None
     )
-    if lines is None:
+    if changed is None:
         yield EnvFinding(other, "ok", "the same episodes, with other hashes of texts (PYTHONHASHSEED) and a later time")
         return
     yield EnvFinding(
-        other, "WRONG", f"same seed, same turns: {lines}",
+        other, "WRONG", f"same seed, same turns: {changed}",
         "ranks and a resumed run are other processes: a resumed run would differ from the uninterrupted one",
         "leave hash() of texts, the order of sets, the time and the process's id out of it",
     )  # fmt: skip
@@ -534,11 +512,11 @@ def check_rewards(rewards: Mapping[str, float | None]) -> EnvFinding:
         rewards: Reward of the episode by the text that is written in it; None where it has none.
     """
     what = "pay for nothing"
-    told = ", ".join(f"{said} {'no reward' if value is None else f'{value:g}'}" for said, value in rewards.items())
+    seen = ", ".join(f"{label} {'no reward' if value is None else f'{value:g}'}" for label, value in rewards.items())
     if not any(value is not None and value > 0 for value in rewards.values()):
-        return EnvFinding(what, "ok", told)
+        return EnvFinding(what, "ok", seen)
     return EnvFinding(
-        what, "WRONG", told,
+        what, "WRONG", seen,
         "what pays without any work is learned first, and a group that earns it throughout has no gradient",
         "give 0 where nothing was achieved, and look how the answer is read (an empty match, a default of 1)",
     )  # fmt: skip
@@ -557,11 +535,11 @@ def check_times(first: Sequence[PlayedEpisode], limit: float, rollout: EnvRollou
     longest = max(*resets, *answers)
     episode = statistics.mean(resets) + rollout.turns * statistics.mean(answers)
     whole = episode * max(1.0, rollout.episodes / rollout.at_once)
-    how = {1: "one call after another", math.inf: "all at once"}.get(rollout.at_once, f"{rollout.at_once} at a time")
+    order = {1: "one call after another", math.inf: "all at once"}.get(rollout.at_once, f"{rollout.at_once} at a time")
     seen = (
         f"a reset takes {_ms(resets)}, an answer {_ms(answers)}; the limit is env.step_timeout={limit:g} s. A rollout "
         f"of {rollout.episodes} episodes of {rollout.turns} turns waits {whole:.2g} s "
-        f"({how})"
+        f"({order})"
     )
     if longest < limit / 2:
         return EnvFinding("time", "ok", seen)

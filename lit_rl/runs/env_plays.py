@@ -21,7 +21,8 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
+from functools import partial
+from itertools import chain, pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -108,16 +109,15 @@ class EpisodePlayer:
 
     def interleaved(self, cases: Sequence[EpisodeCase]) -> list[PlayedEpisode]:
         """Play episodes at the same time, a call of each in turn."""
-        plays = [self._begun(case) for case in cases]
+        in_worker = self._factory.pool is not None
+        limit, pixels = self._factory.step_timeout, self._max_image_pixels
+        plays = []
+        for case in cases:
+            make = partial(self._factory.kinds[case.kind].make, self._parsers[case.kind])
+            plays.append(_Play(case, make, self._runner, limit, pixels, in_worker))
         for _ in zip_longest(*(play.calls_in_order() for play in plays)):
             pass
         return [play.played() for play in plays]
-
-    def _begun(self, case: EpisodeCase) -> _Play:
-        kind, parser = self._factory.kinds[case.kind], self._parsers[case.kind]
-        in_worker = self._factory.pool is not None
-        limit, pixels = self._factory.step_timeout, self._max_image_pixels
-        return _Play(case, lambda: kind.make(parser), self._runner, limit, pixels, in_worker)
 
 
 class _CallFailed(Exception):
@@ -152,7 +152,21 @@ class _Play:
     def calls_in_order(self) -> Iterator[None]:
         """Make the next call at each step of this iterator."""
         try:
-            yield from self._until_over()
+            opening = self._call("reset", self._begin())
+            self._opening = opening if isinstance(opening, str) else json.dumps(opening, default=str) if opening else ""
+            self._lines.append(f"reset began with {opening!r}")
+            yield
+            assert self._environment is not None
+            for number, text in enumerate(self._case.turns):
+                name = f"turn {number} ({_short(text)})"
+                reply: Reply = self._call(name, self._environment.answer(Turn(text, text, cut=False)))
+                self._replies.append((text, reply))
+                answer = " | ".join(map(message_text, reply.messages))
+                self._lines.append(f"{name} was answered {answer!r}, reward {reply.reward}, {reply.end or 'goes on'}")
+                yield
+                if reply.end is not None:
+                    break
+            self._lines.append(f"the whole had the reward {self._call('reward', self._environment.reward())}")
         except _CallFailed as failed:
             self._failed = str(failed)
             self._lines.append(self._failed)
@@ -162,23 +176,6 @@ class _Play:
             except _CallFailed as failed:  # a run goes on with the next episode, and logs it
                 self._failed = self._failed or str(failed)
 
-    def _until_over(self) -> Iterator[None]:
-        opening = self._call("reset", self._begin())
-        self._opening = opening if isinstance(opening, str) else json.dumps(opening, default=str) if opening else ""
-        self._lines.append(f"reset began with {opening!r}")
-        yield
-        assert self._environment is not None
-        for number, text in enumerate(self._case.turns):
-            name = f"turn {number} ({_short(text)})"
-            reply: Reply = self._call(name, self._environment.answer(Turn(text, text, cut=False)))
-            self._replies.append((text, reply))
-            answer = " | ".join(map(message_text, reply.messages))
-            self._lines.append(f"{name} was answered {answer!r}, reward {reply.reward}, {reply.end or 'goes on'}")
-            yield
-            if reply.end is not None:
-                break
-        self._lines.append(f"the whole had the reward {self._call('reward', self._environment.reward())}")
-
     async def _begin(self) -> Any:
         """Make the environment, by the user's constructor, and reset it."""
         self._environment = self._make()
@@ -187,27 +184,27 @@ class _Play:
     def _call(self, name: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
         seed = (self._case.seed + len(self._calls)) & _LARGEST_SEED
         task = TimedTask(_watched_call(coroutine, self._max_image_pixels), self._limit, seed, in_worker=self._in_worker)
-        given = self._runner.one(task) if self._in_worker else self._runner.in_order([task])[0]
-        if isinstance(given, TimedOut):
+        result = self._runner.one(task) if self._in_worker else self._runner.in_order([task])[0]
+        if isinstance(result, TimedOut):
             self._calls.append(EnvCall(name, self._limit, ()))
             raise _CallFailed(f"{name} took longer than env.step_timeout={self._limit:g} s")
-        self._calls.append(EnvCall(name, given.seconds, given.moved))
-        if isinstance(given.error, LitRLError):
-            raise _CallFailed(f"{name}: {given.error}")
-        if given.error is not None:
-            raise _CallFailed(f"{name} raised {type(given.error).__name__}: {given.error}")
-        return given.value
+        self._calls.append(EnvCall(name, result.seconds, result.moved))
+        if isinstance(result.error, LitRLError):
+            raise _CallFailed(f"{name}: {result.error}")
+        if result.error is not None:
+            raise _CallFailed(f"{name} raised {type(result.error).__name__}: {result.error}")
+        return result.value
 
 
 @dataclass(frozen=True)
-class _Given:
+class _CallResult:
     value: Any
     error: BaseException | None
     seconds: float
     moved: tuple[str, ...]
 
 
-async def _watched_call(coroutine: Coroutine[Any, Any, Any], max_image_pixels: int | None) -> _Given:
+async def _watched_call(coroutine: Coroutine[Any, Any, Any], max_image_pixels: int | None) -> _CallResult:
     """Return the result or error of a call, its seconds, and the global generators that it moved."""
     IMAGE_LIMIT.set(max_image_pixels)
     before, began = _generator_states(), time.perf_counter()
@@ -220,7 +217,7 @@ async def _watched_call(coroutine: Coroutine[Any, Any, Any], max_image_pixels: i
         error = raised
     seconds = time.perf_counter() - began
     moved = tuple(name for name, state in _generator_states().items() if state != before[name])
-    return _Given(value, error, seconds, moved)
+    return _CallResult(value, error, seconds, moved)
 
 
 def _generator_states() -> dict[str, Any]:
@@ -267,40 +264,34 @@ def tool_calls(toolbox: Toolbox) -> dict[str, ToolCall]:
     return made | {"a call of no tool": ToolCall(_NO_TOOL, {})}
 
 
-def rotated_scripts(said: Sequence[str], most: int) -> list[tuple[str, ...]]:
+def rotated_scripts(texts: Sequence[str], most: int) -> list[tuple[str, ...]]:
     """Return the turns of several episodes, so that each text begins one.
 
     Args:
-        said: The texts.
+        texts: The policy's texts.
         most: Turns of an episode.
     """
-    return [(*said[first:], *said[:first])[:most] for first in range(len(said))]
+    return [(*texts[first:], *texts[:first])[:most] for first in range(len(texts))]
 
 
 def write_call(call: ToolCall, parser: Parser, tokenizer: Any) -> str | None:
     """Return the call in the first form that the run's own parser reads; None: it reads none that is known."""
-    for text in _call_forms(call, parser, tokenizer):
-        read = parser.parse(text).calls
-        if len(read) == 1 and isinstance(read[0], ToolCall) and _call_key(read[0]) == _call_key(call):
-            return text
-    return None
-
-
-def _call_key(call: ToolCall) -> tuple[str, dict[str, Any]]:
-    return call.name, dict(call.arguments)
-
-
-def _call_forms(call: ToolCall, parser: Parser, tokenizer: Any) -> Iterator[str]:
     arguments = dict(call.arguments)
-    for form in (
+    forms = (
         f"{call.name}({', '.join(map(json.dumps, arguments.values()))})",
         f"<tool_call>\n{json.dumps({'name': call.name, 'arguments': arguments})}\n</tool_call>",
         json.dumps({"name": call.name, "parameters": arguments}),
         f"[TOOL_CALLS]{json.dumps([{'name': call.name, 'arguments': arguments}])}",
-    ):
-        yield parser.thoughts.going_on(form)
-    if tokenizer.chat_template:
-        yield from rendered_call(tokenizer, call, [])
+    )
+    by_template = rendered_call(tokenizer, call, []) if tokenizer.chat_template else ()
+    for text in chain(map(parser.thoughts.going_on, forms), by_template):
+        equal = [
+            isinstance(each, ToolCall) and (each.name, dict(each.arguments)) == (call.name, arguments)
+            for each in parser.parse(text).calls
+        ]
+        if equal == [True]:
+            return text
+    return None
 
 
 def _example(schema: Mapping[str, Any]) -> Any:
@@ -330,7 +321,7 @@ class ScriptedTalk:
     """True for each token that the policy wrote."""
 
     @property
-    def said(self) -> list[int]:
+    def written(self) -> list[int]:
         """Token ids that the policy wrote."""
         return [token for token, learned in zip(self.ids, self.learned) if learned]
 
@@ -364,12 +355,12 @@ def play_talk(
             whole = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
             turn = whole[: min(room, max_new_tokens)]
             conversations.tell(PolicyTurn(0, number, turn, ended=len(turn) == len(whole)))
-            (heard,) = conversations.answers(wait=True)
-            answer = list(heard.token_ids or ())
+            (reply,) = conversations.answers(wait=True)
+            answer = list(reply.token_ids or ())
             ids, learned = [*ids, *turn, *answer], [*learned, *[True] * len(turn), *[False] * len(answer)]
-            if heard.token_ids is None:
+            if reply.token_ids is None:
                 break
-            room = heard.max_new_tokens
+            room = reply.max_new_tokens
         return ScriptedTalk(conversations.episodes()[0], ids, learned)
 
 

@@ -43,17 +43,17 @@ class OtherProcess:
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="lit_rl-env-check-")
         folder = Path(self._folder.name)
-        job, self._result, self._said = folder / "job", folder / "result.json", folder / "said"
+        job, self._result, self._output = folder / "job", folder / "result.json", folder / "output"
         job.write_bytes(pickle.dumps((dict(settings), dict(parsers), max_image_pixels, list(cases))))
         hashes = _SEEDS[os.environ.get("PYTHONHASHSEED") == _SEEDS[0]]
         path = os.pathsep.join(each or os.getcwd() for each in sys.path)
-        with self._said.open("wb") as said:
+        with self._output.open("wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(job), str(self._result)],
                 env={**os.environ, "PYTHONHASHSEED": hashes, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
+                stdout=output,
+                stderr=output,
             )
 
     def lines(self, seconds: float) -> list[tuple[str, ...]] | str:
@@ -67,7 +67,7 @@ class OtherProcess:
         except subprocess.TimeoutExpired:
             return f"it was not done after {seconds:.0f} seconds"
         if code:
-            last = self._said.read_text(errors="replace").strip().splitlines()[-1:]
+            last = self._output.read_text(errors="replace").strip().splitlines()[-1:]
             return f"it ended with code {code}: {''.join(last)}"
         return [tuple(lines) for lines in json.loads(self._result.read_text())]
 

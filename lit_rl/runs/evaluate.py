@@ -155,8 +155,8 @@ def _check_best_of_n(module: GeneratingModule) -> None:
         raise ConfigError("lit-rl best-of-n needs a reward to choose by: set reward, such as reward=exact_match.")
     if evaluation.group_size < 2:
         raise ConfigError(
-            f"eval.group_size={evaluation.group_size}: the best of one is that one. Set how many completions to draw "
-            "of each prompt, such as eval.group_size=8."
+            f"eval.group_size={evaluation.group_size}: there is no best of one. Set the number of completions of each "
+            "prompt, such as eval.group_size=8."
         )
     if evaluation.temperature == 0 and module.sampling.temperature == 0:
         raise ConfigError(

@@ -46,18 +46,18 @@ def exit_on_signal(trainer: L.Trainer, then: Callable[[int], None]) -> Iterator[
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
+    received: list[int] = []
     asked = requeue_signal(trainer)
 
     def leave(number: int, frame: Any) -> None:
         if number == signal.SIGHUP:
             detach_from_terminal()
-        if came and number == asked:  # by Slurm, and by torchrun, which passes it on
+        if received and number == asked:  # by Slurm, and by torchrun, which passes it on
             return
-        if came:  # again, while it leaves
+        if received:  # again, while it leaves
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        came.append(number)
+        received.append(number)
         raise ExitBySignal
 
     before = {number: signal.signal(number, leave) for number in stop_signals(trainer)}
@@ -68,20 +68,20 @@ def exit_on_signal(trainer: L.Trainer, then: Callable[[int], None]) -> Iterator[
     try:
         yield
     except BaseException:
-        if not came:
+        if not received:
             raise
     finally:
         del connector.register_signal_handlers
         for number, handler in before.items():
             signal.signal(number, handler)
-        if came:
+        if received:
             # Lightning's other launchers start no processes to forward it to.
-            getattr(trainer.strategy.launcher, "kill", lambda number: None)(came[0])
+            getattr(trainer.strategy.launcher, "kill", lambda number: None)(received[0])
             if trainer.is_global_zero:
-                then(came[0])
+                then(received[0])
         sys.stdout, sys.stderr = streams
-    if came:
-        raise SystemExit(SIGNALLED + came[0])
+    if received:
+        raise SystemExit(SIGNALLED + received[0])
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import shlex
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from lit_rl.models.model_card import PAPERS, without_folders
 from lit_rl.models.sharding import full_state_dict
 from lit_rl.reports.config_changes import typed_commands
 from lit_rl.reports.run_files import installed_version
-from lit_rl.runs.run_dir import read_saved_policy
+from lit_rl.runs.saved_policy import load_saved_weights
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ def export(job: CheckpointExport) -> int:
     """
     say = Console()
     say.print(f"Reading {job.checkpoint} ...", soft_wrap=True, highlight=False, markup=False)
-    step = _load(job)
+    step = load_saved_weights(job.module, job.checkpoint)
     done = job.module.export(full_state_dict(job.module.policy), job.folder, job.facts)
     say.print(f"{job.folder}  (step {step}, {done})", soft_wrap=True, highlight=False, markup=False)
     if job.push_to_hub is not None:
@@ -83,7 +82,10 @@ def card_facts(model: str, algorithm: str, dataset: str, summary: Mapping[str, A
         "base_model": model,
         "algorithm": algorithm,
         "dataset": dataset,
-        "results": {name: _result_text(*numbers) for name, numbers in measured.items()},
+        "results": {
+            name: ({"before": _mean(before)} if before and "reward" in before else {}) | {"after": _mean(after)}
+            for name, (after, before) in measured.items()
+        },
         "scores": {name: after["reward"] for name, (after, _) in measured.items() if math.isfinite(after["reward"])},
         "versions": {name: version for name, version in versions.items() if version},
     }
@@ -104,43 +106,29 @@ def commands_for_readers(commands: Sequence[str]) -> str:
     Args:
         commands: Without secrets, as `redact_command` leaves them. One that cannot be read is left out.
     """
-    told = []
+    lines = []
     for command in commands:
-        with contextlib.suppress(ValueError):  # of a damaged summary: quotes that do not end
-            told.append(_without_own_folders(shlex.split(command), alone=len(commands) == 1))
-    return "\n".join(told)
-
-
-def _without_own_folders(words: list[str], *, alone: bool) -> str:
-    folder = [] if alone else [f"run_dir={READER_FOLDER}"]
-    kept = []
-    for word in words:
-        key = word.partition("=")[0].lstrip("+")
-        kept += folder if key == "run_dir" else [] if key == "--trainer.default_root_dir" else [without_folders(word)]
-    kept = ["train.py" if word == "path/to/train.py" else word for word in kept]
-    return shlex.join(kept).replace(str(Path.home()), "~")
-
-
-def _result_text(after: Mapping[str, float], before: Mapping[str, float] | None) -> dict[str, str]:
-    """Return a mean and its 95 % interval, and the same before training where it was measured."""
-    known = {"before": _mean(before)} if before and "reward" in before else {}
-    return known | {"after": _mean(after)}
+        try:
+            typed = shlex.split(command)
+        except ValueError:  # of a damaged summary: quotes that do not end
+            continue
+        words = []
+        for word in typed:
+            key = word.partition("=")[0].lstrip("+")
+            if key == "run_dir":
+                words += [] if len(commands) == 1 else [f"run_dir={READER_FOLDER}"]
+            elif key != "--trainer.default_root_dir":
+                words.append(without_folders(word))
+        words = ["train.py" if word == "path/to/train.py" else word for word in words]
+        lines.append(shlex.join(words).replace(str(Path.home()), "~"))
+    return "\n".join(lines)
 
 
 def _mean(numbers: Mapping[str, float]) -> str:
+    """Return a mean reward and its 95 % interval."""
     ends = [numbers.get(f"reward_{end}") for end in ("low", "high")]
     known = [f"{end:.3f}" for end in ends if end is not None and math.isfinite(end)]
     return f"{numbers['reward']:.3f}" + (f" [{', '.join(known)}]" if len(known) == 2 else "")
-
-
-def _load(job: CheckpointExport) -> int:
-    """Give the model the checkpoint's weights; return their optimizer step."""
-    module = job.module
-    module.configure_model()
-    saved = read_saved_policy(job.checkpoint)
-    module.on_load_checkpoint({"state_dict": saved.weights, **saved.beside})  # refuses another model's
-    module.load_state_dict(saved.weights, strict=False)
-    return saved.step
 
 
 def _upload(folder: Path, repository: str, step: int, private: bool) -> str:
@@ -150,7 +138,9 @@ def _upload(folder: Path, repository: str, step: int, private: bool) -> str:
 
     whole = f"The folder {folder} is whole"
     if (why := machine.why_hub_is_unreachable()) is not None:
-        raise BackendError(f"export.push_to_hub={repository}: {why}. {whole}: say the command again with a network.")
+        raise BackendError(
+            f"export.push_to_hub={repository}: {why}. {whole}: run the command again once there is a network."
+        )
     try:
         api = HfApi()
         api.create_repo(repository, private=private, exist_ok=True)
@@ -161,6 +151,6 @@ def _upload(folder: Path, repository: str, step: int, private: bool) -> str:
         reason = " ".join(str(error).split())[:300]
         raise BackendError(
             f"export.push_to_hub={repository} failed: {reason}. {whole}: set HF_TOKEN to a token that may write there, "
-            "and say the command again."
+            "and run the command again."
         ) from error
     return str(sent.commit_url)

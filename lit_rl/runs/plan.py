@@ -37,8 +37,12 @@ def plan(run: Run, *, memory_gb: float | None, probe: bool) -> int:
     else:
         Console().print(memory_table(sizes, room))
     ranks = run.trainer.world_size
-    if ranks > 1:
-        _print_line(_ranks_line(run.module, ranks))
+    if ranks > 1:  # the tables count them, and this is the only one
+        memory = run.module.memory()
+        over = 1 if memory is None else memory.spread_over
+        spread = f" Weights, gradients and optimizer state are divided over {over} ranks." if over > 1 else ""
+        free = " Free memory is this machine's." if run.module.memory_gb is None else ""
+        _print_line(f"Per rank, {ranks} ranks; no process was started for them.{spread}{free}")
     if probe and memory_gb is None:
         _print_line(
             _probe_line(run, batches) if ranks == 1 else "No step was timed: that would take all of these ranks."
@@ -48,15 +52,6 @@ def plan(run: Run, *, memory_gb: float | None, probe: bool) -> int:
 
 def _print_line(text: str) -> None:
     Console().print(text, soft_wrap=True, markup=False, highlight=False)
-
-
-def _ranks_line(module: Any, ranks: int) -> str:
-    """Return a line about the ranks that the tables count, of which this is the only one."""
-    memory = module.memory()
-    over = 1 if memory is None else memory.spread_over
-    spread = f" Weights, gradients and optimizer state are divided over {over} ranks." if over > 1 else ""
-    seen = " Free memory is this machine's." if module.memory_gb is None else ""
-    return f"Per rank, {ranks} ranks; no process was started for them.{spread}{seen}"
 
 
 def prepare_plan(run: Run) -> tuple[Any, MemoryPlan | None, int | None]:

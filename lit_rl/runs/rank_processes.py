@@ -41,15 +41,15 @@ _PARENT_INTERVAL = 0.5
 
 _over = threading.Event()
 
-_gave_up: Callable[[BackendError], int] | None = None
+_on_loss: Callable[[BackendError], int] | None = None
 
 
 def end_with_parent() -> None:
     """Watch from now on, if rank 0 has started this process, that rank 0 is alive."""
-    told = os.environ.pop(STARTED_BY, None)  # what this process starts is not rank 0's
-    if told is None or os.environ.get("LOCAL_RANK", "0") == "0" or os.name != "posix":
+    parent = os.environ.pop(STARTED_BY, None)  # what this process starts is not rank 0's
+    if parent is None or os.environ.get("LOCAL_RANK", "0") == "0" or os.name != "posix":
         return
-    threading.Thread(target=_watch_parent, args=(int(told),), name="lit_rl-parent", daemon=True).start()
+    threading.Thread(target=_watch_parent, args=(int(parent),), name="lit_rl-parent", daemon=True).start()
 
 
 @contextlib.contextmanager
@@ -63,21 +63,21 @@ def announce_pid() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def while_parent_matters(gave_up: Callable[[BackendError], int]) -> Iterator[None]:
+def while_parent_matters(on_loss: Callable[[BackendError], int]) -> Iterator[None]:
     """Mark work that this process does together with rank 0. After it, it may write for as long as it takes: rank 0,
     which has finished its own part, may be gone.
 
     Args:
-        gave_up: Records the error, and returns the exit code. Called in a thread.
+        on_loss: Records the error, and returns the exit code. Called in a thread.
     """
-    global _gave_up
+    global _on_loss
     _over.clear()  # set by the job of a sweep before this one
-    _gave_up = gave_up
+    _on_loss = on_loss
     try:
         yield
         _over.set()
     finally:
-        _gave_up = None
+        _on_loss = None
 
 
 def _watch_parent(parent: int) -> None:
@@ -88,12 +88,16 @@ def _watch_parent(parent: int) -> None:
         while _over.is_set():  # until another job needs rank 0
             time.sleep(_PARENT_INTERVAL)
     error = BackendError(
-        f"Process {parent}, which was rank 0 and had started this one ({os.getpid()}), is gone. Start the same command "
-        "with ckpt_path=last: the run goes on from its newest checkpoint."
+        f"Process {parent}, rank 0, which had started this one ({os.getpid()}), has died. Start the same command with "
+        "ckpt_path=last to resume the run from its newest checkpoint."
     )
     code = error.exit_code
     try:
-        code = (_gave_up or _print_error)(error)
+        if _on_loss is not None:
+            code = _on_loss(error)
+        else:
+            sys.stderr.write(f"{type(error).__name__}: {error}\n")
+            sys.stderr.flush()
     finally:  # also where the terminal is gone, and nothing can be said
         os._exit(code)
 
@@ -116,12 +120,6 @@ def ranks_have_met() -> bool:
         sys.modules.get("torch.distributed"), "is_initialized", None
     )  # while it loads there is none
     return is_initialized is not None and is_initialized()
-
-
-def _print_error(error: BackendError) -> int:
-    sys.stderr.write(f"{type(error).__name__}: {error}\n")
-    sys.stderr.flush()
-    return error.exit_code
 
 
 # ---------------------------------------------------------------------- rank 0 watches its children
@@ -153,7 +151,7 @@ _ended_children: list[subprocess.Popen[Any]] = []
 
 @contextlib.contextmanager
 def watching_children(
-    trainer: L.Trainer, gave_up: Callable[[BackendError], int], seconds: float = _LOSS_NOTICED_WITHIN
+    trainer: L.Trainer, on_loss: Callable[[BackendError], int], seconds: float = _LOSS_NOTICED_WITHIN
 ) -> Iterator[None]:
     """End this process with a reason if a child process of another rank fails.
 
@@ -163,7 +161,7 @@ def watching_children(
 
     Args:
         trainer: The Trainer; its launcher starts processes.
-        gave_up: Records the error, and returns the exit code. Called in a thread.
+        on_loss: Records the error, and returns the exit code. Called in a thread.
         seconds: Until this process is ended; where the ranks have not met yet it has nothing to lose, and has less.
 
     Raises:
@@ -175,19 +173,19 @@ def watching_children(
             "jobs that are left as a sweep of their own."
         )
     over = threading.Event()
-    watch = threading.Thread(target=_watch_children, args=(trainer, over, gave_up, seconds), name="lit_rl-other-ranks")
+    watch = threading.Thread(target=_watch_children, args=(trainer, over, on_loss, seconds), name="lit_rl-other-ranks")
     watch.daemon = True
     watch.start()
     try:
         starts = trainer.strategy.launcher is not None
-        with announce_pid() if starts else contextlib.nullcontext(), while_parent_matters(gave_up):
+        with announce_pid() if starts else contextlib.nullcontext(), while_parent_matters(on_loss):
             yield
     finally:
         over.set()
 
 
 def _watch_children(
-    trainer: L.Trainer, over: threading.Event, gave_up: Callable[[BackendError], int], seconds: float
+    trainer: L.Trainer, over: threading.Event, on_loss: Callable[[BackendError], int], seconds: float
 ) -> None:
     while not over.wait(_CHILD_INTERVAL):
         started = _children_of(trainer.strategy.launcher)
@@ -196,15 +194,15 @@ def _watch_children(
             disarm_lightning_observer()
         if (failed := _first_failed()) is None:
             continue
-        given = seconds if ranks_have_met() else min(seconds, _EXIT_GRACE)
-        if over.wait(given):
+        grace = seconds if ranks_have_met() else min(seconds, _EXIT_GRACE)
+        if over.wait(grace):
             return
         code = BackendError.exit_code
         try:
-            code = gave_up(
+            code = on_loss(
                 BackendError(
-                    f"{_exit_clause(failed, trainer.global_rank)}, and for {given:.0f} s this one has not heard of "
-                    "it: it stands where nothing fails. Start the same command with ckpt_path=last: the run goes on "
+                    f"{_exit_clause(failed, trainer.global_rank)}, and this one has not noticed in {grace:.0f} s: it "
+                    "waits where no connection fails. Start the same command with ckpt_path=last to resume the run "
                     "from its newest checkpoint."
                 )
             )
@@ -245,13 +243,13 @@ class OtherRankFailed(LitRLError):
     """Failure of another rank before this one, which noticed a lost connection. Its exit code is this one's too.
 
     Args:
-        said: That rank's `error.json`.
+        record: That rank's `error.json`.
     """
 
-    def __init__(self, said: Mapping[str, Any]) -> None:
-        self.exit_code = said["exit_code"]
-        words = said["traceback"] if said["exit_code"] == 1 else f"{said['error']}: {said['message']}"
-        super().__init__(f"rank {said['rank']} on {said['host']} failed first:\n{words}")
+    def __init__(self, record: Mapping[str, Any]) -> None:
+        self.exit_code = record["exit_code"]
+        reason = record["traceback"] if record["exit_code"] == 1 else f"{record['error']}: {record['message']}"
+        super().__init__(f"rank {record['rank']} on {record['host']} failed first:\n{reason}")
 
 
 def child_exit_reason(rank: int, seconds: float = _LOST_TO_EXIT) -> tuple[str, bool] | None:
@@ -279,13 +277,13 @@ def _first_killed() -> subprocess.Popen[Any] | None:
 
 def _exit_clause(process: subprocess.Popen[Any], rank: int) -> str:
     """Return a clause about the end of a child. Lightning starts the ranks of a node in their order."""
-    who = f"Rank {rank + 1 + _children.index(process)} (process {process.pid})"
+    name = f"Rank {rank + 1 + _children.index(process)} (process {process.pid})"
     if process.returncode < 0:
         with contextlib.suppress(ValueError):
-            name = signal.Signals(-process.returncode).name
-            of_memory = ", as the kernel does when memory is out" if name == "SIGKILL" else ""
-            return f"{who} was killed by {name}{of_memory}"
-    return f"{who} has ended with exit code {process.returncode}"
+            signal_name = signal.Signals(-process.returncode).name
+            memory_hint = ", as the kernel does when memory is out" if signal_name == "SIGKILL" else ""
+            return f"{name} was killed by {signal_name}{memory_hint}"
+    return f"{name} has ended with exit code {process.returncode}"
 
 
 def wait_for_children(launcher: Any, seconds: float = _EXIT_TIMEOUT) -> None:

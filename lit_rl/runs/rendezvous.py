@@ -86,45 +86,21 @@ def find_placement(num_nodes: int) -> ProcessPlacement | None:
         ConfigError: what the launcher set does not fit it, or does not say where to meet.
     """
     if TorchElasticEnvironment.detect():
-        found = _torchrun_placement()
+        environment, rank = TorchElasticEnvironment(), int(os.environ["RANK"])
+        nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+        opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        attempt = "/".join(os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
     elif SLURMEnvironment.detect():
-        found = _slurm_placement()
+        try:
+            environment = SLURMEnvironment()
+        except RuntimeError as error:
+            raise ConfigError(str(error)) from error
+        rank, attempt = environment.global_rank(), ""
+        nodes = int(os.environ.get("SLURM_STEP_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
+        opens = rank == 0
     else:
-        found = _manual_placement(num_nodes)
-    if found is None or found.size == 1:
-        return None
-    if found.nodes != num_nodes:
-        raise ConfigError(
-            f"trainer.num_nodes={num_nodes}, and the launcher has started {found.nodes} nodes: set "
-            f"trainer.num_nodes={found.nodes}."
-        )
-    return found
-
-
-def _torchrun_placement() -> ProcessPlacement:
-    environment, rank = TorchElasticEnvironment(), int(os.environ["RANK"])
-    attempt = "/".join(os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
-    return ProcessPlacement(
-        rank,
-        environment.world_size(),
-        environment.node_rank(),
-        int(os.environ.get("GROUP_WORLD_SIZE", "1")),
-        environment.main_address,
-        environment.main_port,
-        first_of_node=environment.local_rank() == 0,
-        opens=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-        attempt=attempt,
-    )
-
-
-def _slurm_placement() -> ProcessPlacement:
-    try:
-        environment = SLURMEnvironment()
-    except RuntimeError as error:
-        raise ConfigError(str(error)) from error
-    rank = environment.global_rank()
-    nodes = int(os.environ.get("SLURM_STEP_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
-    return ProcessPlacement(
+        return _manual_placement(num_nodes)
+    found = ProcessPlacement(
         rank,
         environment.world_size(),
         environment.node_rank(),
@@ -132,8 +108,17 @@ def _slurm_placement() -> ProcessPlacement:
         environment.main_address,
         environment.main_port,
         first_of_node=environment.local_rank() == 0,
-        opens=rank == 0,
+        opens=opens,
+        attempt=attempt,
     )
+    if found.size == 1:
+        return None
+    if found.nodes != num_nodes:
+        raise ConfigError(
+            f"trainer.num_nodes={num_nodes}, and the launcher has started {found.nodes} nodes: set "
+            f"trainer.num_nodes={found.nodes}."
+        )
+    return found
 
 
 def _manual_placement(num_nodes: int) -> ProcessPlacement | None:
@@ -147,8 +132,8 @@ def _manual_placement(num_nodes: int) -> ProcessPlacement | None:
     lacking = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if node > 0 and lacking:
         raise ConfigError(
-            f"This is node {node} of trainer.num_nodes={num_nodes}, and {' and '.join(lacking)} is not set: it takes "
-            "the address of node 0, and the port that node 0 says it waits at."
+            f"This is node {node} of trainer.num_nodes={num_nodes}, and {' and '.join(lacking)} is not set: set the "
+            "address of node 0, and the port that node 0 prints while it waits."
         )
     port = environment.main_port
     os.environ["MASTER_PORT"] = str(port)  # Lightning would choose another one
@@ -197,8 +182,8 @@ class Rendezvous:
         with self._store_errors():
             if self._store.add(f"as/{placement.rank}", 1) > 1:
                 raise ConfigError(
-                    f"Two processes say that they are {self._name_of(placement.rank)}: give each machine a NODE_RANK "
-                    f"of its own, of 0 to {placement.nodes - 1}."
+                    f"Two processes claim to be {self._name_of(placement.rank)}: give each machine its own NODE_RANK, "
+                    f"from 0 to {placement.nodes - 1}."
                 )
             self._store.set(f"here/{placement.rank}", socket.gethostname())
         if placement.rank == 0:
@@ -206,10 +191,10 @@ class Rendezvous:
 
     # ------------------------------------------------------------------ messages
 
-    def broadcast(self, name: str, what: Mapping[str, Any]) -> None:
-        """Send this to all others. Called by rank 0, once a name."""
+    def broadcast(self, name: str, message: Mapping[str, Any]) -> None:
+        """Send a message to all others. Called by rank 0, once a name."""
         with self._store_errors():
-            self._store.set(name, json.dumps(what))
+            self._store.set(name, json.dumps(message))
 
     def receive(self, name: str) -> dict[str, Any]:
         """Wait for a message of rank 0. Called by the others."""
@@ -217,10 +202,10 @@ class Rendezvous:
         with self._store_errors():
             return json.loads(self._store.get(name))
 
-    def reply(self, what: Any) -> None:
+    def reply(self, answer: Any) -> None:
         """Send an answer to rank 0. Called by the others, once."""
         with self._store_errors():
-            self._store.set(f"answer/{self.placement.rank}", json.dumps(what))
+            self._store.set(f"answer/{self.placement.rank}", json.dumps(answer))
 
     def gather_replies(self) -> list[Any]:
         """Wait for the answers of the others, in the order of ranks. Called by rank 0."""
@@ -229,10 +214,10 @@ class Rendezvous:
         with self._store_errors():
             return [json.loads(self._store.get(f"answer/{rank}")) for rank in others]
 
-    def all_gather(self, name: str, mine: Any) -> list[Any]:
+    def all_gather(self, name: str, value: Any) -> list[Any]:
         """Gather one value from every rank, in the order of ranks. Called by all, once a name."""
         with self._store_errors():
-            self._store.set(f"{name}/{self.placement.rank}", json.dumps(mine))
+            self._store.set(f"{name}/{self.placement.rank}", json.dumps(value))
         self._wait_for_all(name, range(self.placement.size))
         with self._store_errors():
             return [json.loads(self._store.get(f"{name}/{rank}")) for rank in range(self.placement.size)]
@@ -273,10 +258,10 @@ class Rendezvous:
         if self._begun:
             return
         where = f"{self._name_of(self.placement.rank)} ({socket.gethostname()})"
-        said = [type(error).__name__, f"The run does not begin, as {where} has failed: {error}"]
+        message = [type(error).__name__, f"The run does not start because {where} failed: {error}"]
         with contextlib.suppress(DistError):
-            self._store.set("failed", json.dumps(said))
-            if self.placement.opens:  # what was said is gone with this process
+            self._store.set("failed", json.dumps(message))
+            if self.placement.opens:  # the store is gone with this process
                 time.sleep(5 * _POLL_INTERVAL)
 
     # ------------------------------------------------------------------ waiting
@@ -292,30 +277,30 @@ class Rendezvous:
             ) from error
 
     def _connect(self) -> Any:
-        address, why = (self.placement.address, self.placement.port), [""]
+        address, reason = (self.placement.address, self.placement.port), [""]
 
         def is_reachable() -> bool:
             try:
                 socket.create_connection(address, timeout=5).close()
             except OSError as error:
-                why[0] = f" ({error.strerror or error})"
+                reason[0] = f" ({error.strerror or error})"
                 return False
             return True
 
-        self._wait_until(is_reachable, lambda: f"{self._name_of(0)}{why[0]}")
+        self._wait_until(is_reachable, lambda: f"{self._name_of(0)}{reason[0]}")
         with self._store_errors():
             return _distributed.TCPStore(*address, is_master=False, wait_for_workers=False)
 
-    def _wait_for_all(self, what: str, ranks: Iterable[int]) -> None:
+    def _wait_for_all(self, key: str, ranks: Iterable[int]) -> None:
         missing = list(ranks)
 
         def arrived() -> bool:
-            missing[:] = [rank for rank in missing if not self._store.check([f"{what}/{rank}"])]
+            missing[:] = [rank for rank in missing if not self._store.check([f"{key}/{rank}"])]
             return not missing
 
         self._wait(arrived, lambda: _list(self._name_of(rank) for rank in missing))
 
-    def _wait(self, arrived: Callable[[], bool], whom: Callable[[], str]) -> None:
+    def _wait(self, arrived: Callable[[], bool], awaited: Callable[[], str]) -> None:
         """Wait until a condition holds, or raise the error of a rank that never gets ready."""
 
         def arrived_or_aborted() -> bool:
@@ -324,9 +309,9 @@ class Rendezvous:
                 raise getattr(errors, kind, BackendError)(message)
             return arrived()
 
-        self._wait_until(arrived_or_aborted, whom)
+        self._wait_until(arrived_or_aborted, awaited)
 
-    def _wait_until(self, arrived: Callable[[], bool], whom: Callable[[], str]) -> None:
+    def _wait_until(self, arrived: Callable[[], bool], awaited: Callable[[], str]) -> None:
         """Wait until a condition holds; print now and then which ranks are missing."""
         began, due = time.monotonic(), list(_REPORT_AFTER)
         while True:
@@ -335,10 +320,10 @@ class Rendezvous:
                     return
             waited = time.monotonic() - began
             if waited >= self._patience:
-                raise BackendError(f"{whom()} did not come to {self._address()} in {waited:.0f} s.{self._advice()}")
+                raise BackendError(f"{awaited()} did not reach {self._address()} in {waited:.0f} s.{self._advice()}")
             if due and waited >= due[0]:
                 due.pop(0)
-                self._print_waiting(whom(), waited)
+                self._print_waiting(awaited(), waited)
             time.sleep(_POLL_INTERVAL)
 
     @contextlib.contextmanager
@@ -347,21 +332,21 @@ class Rendezvous:
             yield
         except DistError as error:
             raise BackendError(
-                f"{self._name_of(0)} is gone, where the processes of this run meet ({self._address()}): "
-                f"{_first_line(error)}. What it said last is the reason."
+                f"The connection to {self._name_of(0)}, where the processes of this run meet ({self._address()}), is "
+                f"lost: {_first_line(error)}. The last lines that it printed say why."
             ) from error
 
     # ------------------------------------------------------------------ what the user reads
 
-    def _print_waiting(self, whom: str, waited: float) -> None:
+    def _print_waiting(self, awaited: str, waited: float) -> None:
         if not self.placement.first_of_node:
             return
         size = self.placement.nodes if self.placement.by_hand else self.placement.size
         this = f"This is {self._name_of(self.placement.rank)} of {size}"
         if waited < _REPORT_AFTER[1]:
-            line = f"{this}, waiting for {whom} at {self._address()}.{self._commands_to_type()}"
+            line = f"{this}, waiting for {awaited} at {self._address()}.{self._commands_to_type()}"
         else:
-            line = f"{this}, still waiting for {whom} at {self._address()} after {waited:.0f} s.{self._advice()}"
+            line = f"{this}, still waiting for {awaited} at {self._address()} after {waited:.0f} s.{self._advice()}"
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
 
@@ -376,16 +361,16 @@ class Rendezvous:
         if not self.placement.by_hand or self.placement.rank != 0:
             return ""
         reachable = socket.gethostname() if is_loopback(self.placement.address) else self.placement.address
-        there = f"MASTER_ADDR={reachable} MASTER_PORT={self.placement.port}"
-        lines = [f"\n  {there} NODE_RANK={node} {self._command}" for node in range(1, self.placement.nodes)]
-        return f" Type there:{''.join(lines)}"
+        address = f"MASTER_ADDR={reachable} MASTER_PORT={self.placement.port}"
+        lines = [f"\n  {address} NODE_RANK={node} {self._command}" for node in range(1, self.placement.nodes)]
+        return f" Start the others with:{''.join(lines)}"
 
     def _advice(self) -> str:
         here = f"here it is {self.placement.address}"
         if is_loopback(self.placement.address):
-            here += ", which leads every machine to itself"
+            here += ", which is each machine itself"
         return (
-            f" Where it was started: MASTER_ADDR has to be an address of node 0 that the others reach ({here}), "
+            f" If it was started: MASTER_ADDR must be an address of node 0 that the others can reach ({here}), "
             f"MASTER_PORT={self.placement.port} the same on every node and open in firewalls.{self._commands_to_type()}"
         )
 
@@ -432,14 +417,21 @@ def send_start(meeting: Rendezvous, run_dir: RunDir, ckpt_path: str | None, *, n
     )
     answers = meeting.gather_replies()
     lacking = [answer["host"] for answer in answers if answer["lacks"]]
-    _check_newest(path, [f"{answer['host']}:{answer['newer']}" for answer in answers if answer["newer"]])
+    if newer := [f"{answer['host']}:{answer['newer']}" for answer in answers if answer["newer"]]:
+        plan = f"node 0 would resume from {path.name}" if path is not None else "node 0 has none and would start anew"
+        raise StorageError(
+            f"ckpt_path=last: {plan}, and there is a newer one: {' and '.join(newer)}. If nodes do not share a file "
+            "system, the run is in the folder of node 0: make the machine node 0 that was it before, or copy the "
+            "folder. To resume without the newer one, remove it there."
+        )
     if path is not None and path.is_dir() and lacking:
         raise StorageError(
-            f"{path} is a folder with a part of each process, and {', '.join(lacking)} does not see there what "
-            "this node sees. A run with strategy=deepspeed_* goes on where all nodes share the file system of run_dir."
+            f"{path} is a folder with a part of each process, and {', '.join(lacking)} does not see the same files. "
+            "To resume a run with strategy=deepspeed_*, all nodes must share the file system of run_dir."
         )
     if path is not None and lacking:
-        meeting.send_chunks(_read_chunks(path), len(lacking))
+        with path.open("rb") as file:
+            meeting.send_chunks(iter(lambda: file.read(_CHUNK_BYTES), b""), len(lacking))
     meeting.broadcast("carried", {})
 
 
@@ -457,39 +449,27 @@ def receive_start(meeting: Rendezvous) -> tuple[RunDir, str | None] | None:
     Raises:
         LitRLError: why the run does not begin.
     """
-    told = meeting.receive("start")
-    if "finished" in told:
+    start = meeting.receive("start")
+    if "finished" in start:
         meeting.reply(None)
         return None
-    run_dir, path = RunDir(Path(told["run_dir"])), Path(told["ckpt_path"]) if told["ckpt_path"] else None
-    first = meeting.placement.first_of_node
-    lacks = first and path is not None and (not path.exists() or _checkpoint_digest(path) != told["mark"])
-    newer = _newer_checkpoint(run_dir, path) if first and told["newest"] else None
+    run_dir, path = RunDir(Path(start["run_dir"])), Path(start["ckpt_path"]) if start["ckpt_path"] else None
+    first, newer = meeting.placement.first_of_node, None
+    lacks = first and path is not None and (not path.exists() or _checkpoint_digest(path) != start["mark"])
+    if first and start["newest"]:
+        newest = max(run_dir.checkpoints.glob("*.ckpt"), key=step_of, default=None)
+        if newest is not None and (path is None or step_of(newest) > step_of(path)):
+            newer = newest
     if first and newer is None:
         run_dir.error.unlink(missing_ok=True)  # of the attempt before
-        if told["summary"] is not None and run_dir.read_summary() != told["summary"]:
+        if start["summary"] is not None and run_dir.read_summary() != start["summary"]:
             run_dir.path.mkdir(parents=True, exist_ok=True)
-            run_dir.write_summary(told["summary"])  # it decides what is measured, which takes all processes
+            run_dir.write_summary(start["summary"])  # it decides what is measured, which takes all processes
     meeting.reply({"host": socket.gethostname(), "lacks": lacks, "newer": newer and str(newer)})
     if lacks and path is not None:
         _write_chunks(path, meeting.receive_chunks())
     meeting.receive("carried")
     return run_dir, str(path) if path is not None else None
-
-
-def _check_newest(path: Path | None, newer: Sequence[str]) -> None:
-    if newer:
-        holds = f"node 0 would go on from {path.name}" if path is not None else "node 0 holds none and would begin anew"
-        raise StorageError(
-            f"ckpt_path=last: {holds}, and there is {' and '.join(newer)}. Where nodes have file systems of their own, "
-            "the run is in the folder of node 0: let the machine be node 0 that was it before, or copy the folder. To "
-            "go on without, remove it there."
-        )
-
-
-def _newer_checkpoint(run_dir: RunDir, path: Path | None) -> Path | None:
-    here = max(run_dir.checkpoints.glob("*.ckpt"), key=step_of, default=None)
-    return here if here is not None and (path is None or step_of(here) > step_of(path)) else None
 
 
 def _checkpoint_digest(path: Path) -> str | None:
@@ -504,12 +484,6 @@ def _checkpoint_digest(path: Path) -> str | None:
     except (OSError, zipfile.BadZipFile):
         return None
     return digest.hexdigest()
-
-
-def _read_chunks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while piece := file.read(_CHUNK_BYTES):
-            yield piece
 
 
 def _write_chunks(path: Path, pieces: Iterator[bytes]) -> None:

@@ -14,9 +14,8 @@ from typing import Any
 import lightning as L
 import pyarrow
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column
 from torch import Tensor, nn
 
 from lit_rl.algorithms.data_parallel import Ranks
@@ -25,6 +24,7 @@ from lit_rl.algorithms.families.policy_gradient import PolicyGradient
 from lit_rl.algorithms.rollouts import checkpoints
 from lit_rl.algorithms.rollouts.rollout_plan import BatchPlan, micro_batch, rows_of_slots, step_counts, step_totals
 from lit_rl.algorithms.rollouts.scored import Scored
+from lit_rl.callbacks.display import ruled_table
 from lit_rl.callbacks.output_files import list_tables, write_parquet
 from lit_rl.callbacks.saved_rollouts import SavedRollout
 from lit_rl.core.durable_files import replacing
@@ -34,7 +34,8 @@ from lit_rl.core.rollout import PromptBatch, Rollout
 from lit_rl.generation.collect import texts_of
 from lit_rl.models.forward import TokenScores
 from lit_rl.ops.reductions import Metrics, masked_mean, masked_sum
-from lit_rl.runs.run_dir import nan_to_null, read_saved_policy
+from lit_rl.runs.run_dir import nan_to_null
+from lit_rl.runs.saved_policy import load_saved_weights
 
 # ---------------------------------------------------------------------- the command
 
@@ -86,7 +87,12 @@ def replay(job: Replay) -> int:
         cosines=cosines,
     )
     print_replay(report)
-    write_replay(report, job.folder)
+    path = job.folder / f"replay_{datetime.now():%Y-%m-%d_%H%M%S_%f}.json"
+    try:
+        path.write_text(json.dumps(nan_to_null(asdict(report)), indent=2, allow_nan=False) + "\n")
+    except OSError as error:
+        raise StorageError(f"{path} could not be written: {error.strerror}.") from error
+    Console().print(f"numbers  {path}", soft_wrap=True, highlight=False)
     write_tokens(measured[0].tokens, job.rollout.step, job.folder, job.modules[0][1].tokenizer)
     return 0
 
@@ -126,32 +132,23 @@ def _load(job: Replay) -> int:
     """Load one policy for all modules, with the checkpoint's weights, and one reference; return its step."""
     wanted = job.rollout.ref_logprobs is None and any(module.needs_reference for _, module in job.modules)
     host = next((m for _, m in job.modules if m.needs_reference == wanted), job.modules[0][1])
-    host.configure_model()
-    saved = read_saved_policy(job.checkpoint, beside=["reference"])
-    # The same way that a resumed run takes: refuses another model's weights, and brings a reference that moved.
-    host.on_load_checkpoint({"state_dict": saved.weights, **saved.beside})
-    host.load_state_dict(saved.weights, strict=False)
+    step = load_saved_weights(host, job.checkpoint, extra_keys=["reference"])  # brings a reference that moved
     job.fabric._precision.convert_module(host)
     host.to(job.fabric.device)
     for _, module in job.modules:
         module.policy, module.reference_policy = host.policy, host.reference_policy
         module.fabric = job.fabric  # what asks for a world size and a device asks it here
         module.to(job.fabric.device)
-        module.plan = _plan(module, job.rollout)
-    return saved.step
-
-
-def _plan(module: PolicyGradient, rollout: SavedRollout) -> BatchPlan:
-    """Return the whole rollout as one optimizer step, cut as the run cut it."""
-    return BatchPlan(
-        prompts_per_rollout=len(rollout.rows),
-        group_size=module.group_size,
-        minibatches=1,
-        iterations=1,
-        accumulate=rollout.micro_batches,
-        world_size=1,
-        split_groups=rollout.split_groups,
-    )
+        module.plan = BatchPlan(  # the whole rollout as one optimizer step, cut as the run cut it
+            prompts_per_rollout=len(job.rollout.rows),
+            group_size=module.group_size,
+            minibatches=1,
+            iterations=1,
+            accumulate=job.rollout.micro_batches,
+            world_size=1,
+            split_groups=job.rollout.split_groups,
+        )
+    return step
 
 
 def _notes(job: Replay, step: int) -> list[str]:
@@ -291,9 +288,8 @@ def print_replay(report: ReplayReport) -> None:
     title = (
         f"Rollout of step {report.rollout_step} ({report.completions} completions), policy of step {report.policy_step}"
     )
-    table = _console_table(
-        title, "objective", ["loss", "gradient\nnorm", "cosine", "clipped", "mean\n|A|", "no\ngradient"]
-    )
+    columns = ["loss", "gradient\nnorm", "cosine", "clipped", "mean\n|A|", "no\ngradient"]
+    table = ruled_table(title, _columns("objective", columns))
     for outcome, cosine in zip(report.objectives, report.cosines[0]):
         clipped = next((outcome.metrics[name] for name in CLIP_SHARES if name in outcome.metrics), math.nan)
         sizes = [f"{outcome.loss:.3g}", f"{outcome.gradient_norm:.3g}", _share(cosine), _share(clipped)]
@@ -303,7 +299,7 @@ def print_replay(report: ReplayReport) -> None:
     names = [outcome.name for outcome in report.objectives]
     for start in range(0, len(names) if len(names) > 2 else 0, _ACROSS):
         columns = range(start, min(start + _ACROSS, len(names)))
-        matrix = _console_table("Cosines of the gradients", "", [str(column + 1) for column in columns])
+        matrix = ruled_table("Cosines of the gradients", _columns("", [str(column + 1) for column in columns]))
         for row, name in enumerate(names):
             matrix.add_row(f"{row + 1} {name}", *(_share(report.cosines[row][column]) for column in columns))
         console.print()
@@ -313,26 +309,12 @@ def print_replay(report: ReplayReport) -> None:
         console.print(f"note: {note}", highlight=False, markup=False)
 
 
-def _console_table(title: str, first: str, numbers: list[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column(first, no_wrap=True)
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
+def _columns(first: str, numbers: list[str]) -> list[Column]:
+    return [Column(first, no_wrap=True), *(Column(name, justify="right", no_wrap=True) for name in numbers)]
 
 
 def _share(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.3f}"
-
-
-def write_replay(report: ReplayReport, folder: Path) -> None:
-    """Write `replay_<time>.json` in the run's folder, and print its path."""
-    path = folder / f"replay_{datetime.now():%Y-%m-%d_%H%M%S_%f}.json"
-    try:
-        path.write_text(json.dumps(nan_to_null(asdict(report)), indent=2, allow_nan=False) + "\n")
-    except OSError as error:
-        raise StorageError(f"{path} could not be written: {error.strerror}.") from error
-    Console().print(f"numbers  {path}", soft_wrap=True, highlight=False)
 
 
 # ---------------------------------------------------------------------- the tokens of the first objective

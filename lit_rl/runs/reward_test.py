@@ -55,22 +55,22 @@ def reward_test(run: Run, *, rows: int = 4, completions: str | None = None) -> i
         RewardError: as in training.
     """
     in_range("reward_test.rows", rows, low=1)
-    given = None if completions is None else _read(Path(completions).expanduser())
+    file_trials = None if completions is None else _read(Path(completions).expanduser())
     tokenizer, reward = run.generating.tokenizer, run.generating.reward_functions
     reward.run_on(run.trainer.strategy.root_device)
     data: Any = run.data
     data.prepare(tokenizer, processor=run.generating.model.processor, stage="predict")
-    batch = _own_rows(given)
+    batch = _own_rows(file_trials)
     if batch is None:
         reward.bind(data.columns)
         for columns in data.columns_of_sets():
             reward.check(columns)
-        batch = data.peek(rows if given is None else max(trial.row for trial in given) + 1)
+        batch = data.peek(rows if file_trials is None else max(trial.row for trial in file_trials) + 1)
     else:
         reward.bind(list(batch.columns))
         reward.check(batch.columns)
-        given = [replace(trial, row=number) for number, trial in enumerate(given or ())]
-    trials = list(_trials(batch)) if given is None else given
+        file_trials = [replace(trial, row=number) for number, trial in enumerate(file_trials or ())]
+    trials = list(_trials(batch)) if file_trials is None else file_trials
     if (beyond := max(trial.row for trial in trials)) >= len(batch):
         raise DataError(f"{completions}: row {beyond} is asked for, and the data has {len(batch)} rows.")
     inputs = _inputs(batch, trials, tokenizer)
@@ -111,9 +111,9 @@ def _read(path: Path) -> list[RewardTrial]:
     return trials
 
 
-def _own_rows(given: Sequence[RewardTrial] | None) -> PromptBatch | None:
+def _own_rows(trials: Sequence[RewardTrial] | None) -> PromptBatch | None:
     """Return the rows that the lines of the file are themselves; None where they answer those of the data."""
-    own = [trial.own for trial in given or () if trial.own is not None]
+    own = [trial.own for trial in trials or () if trial.own is not None]
     if not own:
         return None
     names = dict.fromkeys(name for row in own for name in row if name != "prompt")

@@ -8,16 +8,13 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
 from lit_rl.callbacks.alarms import BEFORE_ALARM_FOLDER
-from lit_rl.callbacks.checkpoint_io import fault_of_contents, newest_whole, unusable_checkpoint, verify_once
+from lit_rl.callbacks.checkpoint_io import newest_whole
 from lit_rl.callbacks.record import RECORD_FILES, record_files
 from lit_rl.core.durable_files import PARTIAL, flush, replacing, write_new
 from lit_rl.core.errors import ConfigError, StorageError
@@ -112,10 +109,17 @@ class RunDir(RunPaths):
         return lock
 
     def _check_free(self, start: StartKind) -> None:
-        if theirs := next(self._files_of_user(start), None):
+        # A folder is a run's by its config.yaml, or by a checkpoint.
+        users_files: list[Path] = []
+        if self.path.is_dir() and not self.holds_a_run:
+            users_files += [self.config] if self.config.exists() else []
+            replaced = () if start == "resumed" else REPLACED
+            users_files += [path for name in replaced for path in sorted(self.path.glob(name))]
+        if users_files:
             raise ConfigError(
-                f"run_dir={self.path} holds {theirs.relative_to(self.path)}, which a run would replace and which no "
-                "run wrote: the folder has no config.yaml of a run. Take another run_dir; a new folder is best."
+                f"run_dir={self.path} contains {users_files[0].relative_to(self.path)}, which this run would "
+                "replace and no run wrote: the folder has no config.yaml of a run. Use another run_dir, best a new "
+                "folder."
             )
         if start == "new" and (self.finished or any(self.checkpoints.glob("*.ckpt")) or self.metrics.exists()):
             state = "a finished run" if self.finished else "a run that did not finish"
@@ -161,9 +165,9 @@ class RunDir(RunPaths):
             return
         if not os.path.isdir(self.path):  # those above it were made, and it could not be
             return _remove_empty(made)
-        theirs = self.path / "hparams.yaml"  # of Lightning's logger for TensorBoard
+        tensorboards = self.path / "hparams.yaml"
         ours = (self.path / LOCK_FILE, self.config, self.summary, self.error, self.page, *record_files(self.path))
-        for path in (*ours, theirs):
+        for path in (*ours, tensorboards):
             path.unlink(missing_ok=True)
         inside = sorted((path for path in self.path.rglob("*") if path.is_dir()), reverse=True)
         _remove_empty([*inside, *made])
@@ -188,16 +192,6 @@ class RunDir(RunPaths):
                 path.unlink()
             elif path.stat().st_size > before.sizes[path]:
                 os.truncate(path, before.sizes[path])
-
-    def _files_of_user(self, start: StartKind) -> Iterator[Path]:
-        """Yield files that this run would replace and that no run wrote. A folder is a run's by its config.yaml, or by
-        a checkpoint."""
-        if not self.path.is_dir() or self.holds_a_run:
-            return
-        if self.config.exists():
-            yield self.config
-        if start != "resumed":
-            yield from (path for name in REPLACED for path in sorted(self.path.glob(name)))
 
     @property
     def steps(self) -> int:
@@ -252,36 +246,3 @@ def _replace(path: Path, content: str | bytes) -> None:
     with replacing(path) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
         flush(partial)
-
-
-@dataclass(frozen=True)
-class SavedPolicy:
-    """The policy in a checkpoint."""
-
-    weights: dict[str, Tensor]
-    """Tensors by their names in the module."""
-    step: int
-    """Optimizer steps that it has taken."""
-    beside: dict[str, Any]
-    """The settings that the checkpoint notes of its run, and the keys that were asked for, where they are there."""
-
-
-def read_saved_policy(checkpoint: Path, beside: Sequence[str] = ()) -> SavedPolicy:
-    """Read a checkpoint.
-
-    Args:
-        checkpoint: The file.
-        beside: Keys of the checkpoint that are wanted too, such as `reference`.
-
-    Raises:
-        StorageError: it is no checkpoint of a run, or is damaged.
-    """
-    verify_once(checkpoint)
-    try:
-        saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
-        weights = {name: tensor for name, tensor in saved["state_dict"].items() if name.startswith("policy.")}
-        return SavedPolicy(
-            weights, int(saved["global_step"]), {key: saved[key] for key in ("run", *beside) if key in saved}
-        )
-    except Exception as error:  # an unpickler fails on a file of another kind in every way there is
-        raise unusable_checkpoint(checkpoint, fault_of_contents(error)) from error

@@ -51,7 +51,7 @@ class RunLock:
             if self._is_at_path(file):
                 return file
             file.close()  # who held it before has removed the file in between
-        raise StorageError(f"{self.path} is another file each time that it is looked at. Take another {self._setting}.")
+        raise StorageError(f"{self.path} is replaced again and again by other processes. Take another {self._setting}.")
 
     def _lock_file(self) -> TextIO:
         folder = self.path.parent
@@ -67,9 +67,13 @@ class RunLock:
             if error.errno not in _TAKEN:  # a file system that knows no locks
                 return file
             with file:
+                holder = ""
+                with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # its note cannot be read
+                    file.seek(0)
+                    note = json.loads(file.read())
+                    holder = f" by process {note['pid']} on {note['host']} since {note['since']}"
                 raise StorageError(
-                    f"The run's folder {folder} is in use{_holder(file)}. Wait for that run or stop it, or take "
-                    "another "
+                    f"The run's folder {folder} is in use{holder}. Wait for that run or stop it, or take another "
                     f"{self._setting}."
                 ) from error
         return file
@@ -89,13 +93,3 @@ class RunLock:
         with self._file, contextlib.suppress(OSError):
             if self._is_at_path(self._file):
                 self.path.unlink()
-
-
-def _holder(file: TextIO) -> str:
-    """Return the note of the process that holds it; empty where that cannot be read."""
-    try:
-        file.seek(0)
-        about = json.loads(file.read())
-        return f" by process {about['pid']} on {about['host']} since {about['since']}"
-    except (OSError, ValueError, TypeError, KeyError):
-        return ""

@@ -62,7 +62,13 @@ def serve(job: Serve) -> int:
         try:
             server.start()
             server.wait_healthy(job.startup_timeout, _note)
-            _say_how(job, server)
+            longest = server.client.models(10.0).get(job.model.label)
+            overrides = ["generator=vllm_server", f"generator.urls=[{server.url}]", *job.typed]
+            sys.stdout.write(
+                f"Serving {job.model.name} at {server.url}, prompt and response together up to {longest} tokens. Give "
+                f"the run\n    {shlex.join(overrides)}\nCtrl-C stops the server.\n"
+            )
+            sys.stdout.flush()
             while server.alive:
                 time.sleep(_LOOK_EVERY)
             raise server.failure(f"The vLLM server at {server.url} ended.")
@@ -89,18 +95,6 @@ def _server(job: Serve) -> ServerProcess:
         )
     _note(f"Starting vLLM for {model.name} on port {port}; its output is in {log}")
     return ServerProcess(arguments, url=url, cpu=cpu, log=log)
-
-
-def _say_how(job: Serve, server: ServerProcess) -> None:
-    """Print the overrides to paste, on stdout."""
-    longest = server.client.models(10.0).get(job.model.label)
-    words = ["generator=vllm_server", f"generator.urls=[{server.url}]", *job.typed]
-    sys.stdout.write(
-        f"Serving {job.model.name} at {server.url}, prompt and response together up to {longest} tokens. Give the run\n"
-        f"    {shlex.join(words)}\n"
-        "Ctrl-C stops the server.\n"
-    )
-    sys.stdout.flush()
 
 
 def _note(text: str) -> None:

@@ -51,17 +51,17 @@ def explain_out_of_memory(module: PolicyModule) -> Iterator[None]:
         fits = module._trainer is not None and module.trainer.state.fn == "fit"
         explained = None
         if isinstance(error, DecodingMemoryError):
-            explained = _while_decoding(error, module, fits)
+            explained = _decoding_error(error, module, fits)
         elif module._trainer is not None and not fits:
-            explained = _while_scoring(error, module)
+            explained = _scoring_error(error, module)
         if explained is None and fits:
-            explained = out_of_memory_error(error, module)
+            explained = _learning_error(error, module)
         if explained is None:  # nothing is known of the model
             raise
         raise explained from error
 
 
-def _while_decoding(error: DecodingMemoryError, module: PolicyModule, fits: bool) -> BackendError | None:
+def _decoding_error(error: DecodingMemoryError, module: PolicyModule, fits: bool) -> BackendError | None:
     """Return the error of a decoding that ran out of memory; None where nothing is known of the model."""
     memory, at_once = module.memory(), error.at_once
     if memory is None:
@@ -78,7 +78,7 @@ def _while_decoding(error: DecodingMemoryError, module: PolicyModule, fits: bool
     )
 
 
-def _while_scoring(error: Exception, module: PolicyModule) -> BackendError | None:
+def _scoring_error(error: Exception, module: PolicyModule) -> BackendError | None:
     """Return the error of a validation: a plan has the models, and not the memory that scoring its rows takes."""
     memory, rows = module.memory(), getattr(getattr(module.trainer, "datamodule", None), "val_batch_size", None)
     if memory is None or rows is None:
@@ -104,7 +104,7 @@ def _first_words(error: BaseException) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-def out_of_memory_error(error: BaseException, module: PolicyModule) -> BackendError:
+def _learning_error(error: BaseException, module: PolicyModule) -> BackendError:
     """Return the error with the plan, and the settings that lower it.
 
     Args:

@@ -119,7 +119,7 @@ def train(run: Run) -> int:
                     run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.ckpt_path, weights_only=True)
             except GenerationError:
                 if run.trainer.is_global_zero and not run.dry and run.run_dir.last_checkpoint() is not None:
-                    line = "A rollout failed. Once its cause is mended, go on from the newest checkpoint with:"
+                    line = "A rollout failed. Once its cause is fixed, resume from the newest checkpoint with:"
                     line += f"\n  {run.command} ckpt_path=last"
                     Console().print(line, soft_wrap=True, markup=False, highlight=False)
                 raise
@@ -185,9 +185,13 @@ def measure(run: Run, summary: dict[str, Any], when: str) -> None:
     summary[when] = results
     losses = summary.setdefault("losses", {})
     losses[when] = {}
-    if not _has_validation(run):
+    module, data = run.module, run.data
+    model, kind = module.model, getattr(module, "learns_from", None)
+    ends = model.eos_ids if hasattr(module, "evaluation") else ()
+    data.prepare(model.tokenizer, *([kind] if kind else []), processor=model.processor, eos_ids=ends)  # pyright: ignore
+    sets = [*data.val_names, *getattr(data, "loss_names", ())]  # pyright: ignore
+    if not sets or run.trainer.limit_val_batches == 0:
         return
-    module = run.module
     with explain_out_of_memory(module):
         run.trainer.validate(module, datamodule=run.data, verbose=False)
     if when == "before":
@@ -209,15 +213,6 @@ def measure(run: Run, summary: dict[str, Any], when: str) -> None:
         _collect(run, results, f"val_{module.second_decoding}", training)
 
 
-def _has_validation(run: Run) -> bool:
-    data, kind = run.data, getattr(run.module, "learns_from", None)
-    model = run.module.model
-    ends = model.eos_ids if hasattr(run.module, "evaluation") else ()
-    data.prepare(model.tokenizer, *([kind] if kind else []), processor=model.processor, eos_ids=ends)  # pyright: ignore
-    sets = [*data.val_names, *getattr(data, "loss_names", ())]  # pyright: ignore
-    return bool(sets) and run.trainer.limit_val_batches != 0
-
-
 def _collect(run: Run, results: dict[str, dict[str, dict[str, float]]], stage: str, temperature: float) -> None:
     """Add the metrics of the last validation for every set, by decoding."""
     drawn = decoding_label(temperature)
@@ -233,42 +228,33 @@ def _collect(run: Run, results: dict[str, dict[str, dict[str, float]]], stage: s
 
 def _finish(run: Run, summary: dict[str, Any], earlier: float, started: float) -> None:
     """Measure, export, sum up, and print the paths of everything."""
-    _count_the_last_step(run.trainer)
+    # A checkpoint is written at the end of a step, before Lightning counts that step for its loggers, and its epoch. A
+    # fit that goes on from the very last step trains nothing and counts neither, so the validation after it would be
+    # logged under the step before. So both are counted here, where Lightning has not.
+    loop = run.trainer.fit_loop
+    loop.epoch_loop._batches_that_stepped = run.trainer.global_step
+    epochs: Any = loop.epoch_progress
+    for counted in (epochs.total, epochs.current):
+        counted.completed = max(counted.completed, counted.started)  # a resume may leave out the count of a start
+        counted.processed = max(counted.processed, counted.completed)
     measure(run, summary, "after")
     summary["export"] = export(run, summary)
     summary["data"] = run.data.report  # pyright: ignore
     summary["phases"] = closing_report.phase_totals(run.run_dir.metrics)
-    alarm = _stopping_alarm(run.trainer)
-    summary |= {"status": "stopped", "stopped_by": alarm} if alarm else {"status": "finished"}
+    alarms = (each for each in run.trainer.callbacks if isinstance(each, Alarm))  # pyright: ignore
+    alarm = next((each for each in alarms if each.stopped_at is not None), None)
+    if alarm is None:
+        summary["status"] = "finished"
+    else:
+        planned = f" of {run.trainer.max_steps}" if run.trainer.max_steps > 0 else ""
+        by = f"alarm {alarm.key} at step {alarm.stopped_at}{planned}"
+        summary |= {"status": "stopped", "stopped_by": by}
     summary["seconds"] = earlier + time.time() - started
     _save(run, summary)
     if run.trainer.is_global_zero:
         closing_report.closing_table(summary)
         run_page.write_run_page_at_end(run.run_dir.path)
         _print_closing_lines(run, summary)
-
-
-def _count_the_last_step(trainer: L.Trainer) -> None:
-    """Count the last step and its epoch as done, where Lightning has not.
-
-    A checkpoint is written at the end of a step, before Lightning counts that step for its loggers, and its epoch. A
-    fit that goes on from the very last step trains nothing and counts neither, so the validation after it would be
-    logged under the step before.
-    """
-    trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
-    epochs: Any = trainer.fit_loop.epoch_progress
-    for counted in (epochs.total, epochs.current):
-        counted.completed = max(counted.completed, counted.started)  # a resume may leave out the count of a start
-        counted.processed = max(counted.processed, counted.completed)
-
-
-def _stopping_alarm(trainer: L.Trainer) -> str | None:
-    """Return the alarm that ended the run, and its step: `alarm dead_groups at step 11 of 30`; None where none did."""
-    for each in trainer.callbacks:  # pyright: ignore
-        if isinstance(each, Alarm) and each.stopped_at is not None:
-            planned = f" of {trainer.max_steps}" if trainer.max_steps > 0 else ""
-            return f"alarm {each.key} at step {each.stopped_at}{planned}"
-    return None
 
 
 def export(
@@ -396,8 +382,8 @@ def note_failure(run: Run, code: int) -> None:
         if summary.get("status") in ("finished", "stopped"):
             return  # it had ended, and what failed came behind
         missing = [str(each) for each in not_written(run.trainer)]
-        said = {"status": "failed", "steps": run.trainer.global_step, "exit_code": code}
-        run.run_dir.write_summary(summary | said | ({"not_written": missing} if missing else {}))
+        summary |= {"status": "failed", "steps": run.trainer.global_step, "exit_code": code}
+        run.run_dir.write_summary(summary | ({"not_written": missing} if missing else {}))
 
 
 # ---------------------------------------------------------------------- the end by a signal
@@ -412,23 +398,19 @@ def _signals(run: Run) -> Iterator[GracefulStop]:
     found = [callback for callback in run.trainer.callbacks if isinstance(callback, GracefulStop)]  # pyright: ignore
     if not found or requeue_signal(run.trainer) is None:
         remove_requeue_handler()
-    with (
-        exit_signals.exit_on_signal(run.trainer, lambda number: _left_by_signal(run, number))
-        if found
-        else contextlib.nullcontext()
-    ):
+
+    def note_exit(number: int) -> None:
+        if not run.dry:
+            summary = run.run_dir.read_summary()
+            if summary.get("status") == "running":
+                with contextlib.suppress(OSError):  # of a full disk: the exit code says it too
+                    run.run_dir.write_summary(summary | {"status": "stopped"})
+            Console(stderr=True).print(_resume_lines(run), soft_wrap=True, markup=False, highlight=False)
+        if number == requeue_signal(run.trainer):
+            requeue()
+
+    with exit_signals.exit_on_signal(run.trainer, note_exit) if found else contextlib.nullcontext():
         yield found[0] if found else GracefulStop()
-
-
-def _left_by_signal(run: Run, number: int) -> None:
-    if not run.dry:
-        summary = run.run_dir.read_summary()
-        if summary.get("status") == "running":
-            with contextlib.suppress(OSError):  # of a full disk: the exit code says it too
-                run.run_dir.write_summary(summary | {"status": "stopped"})
-        Console(stderr=True).print(_resume_lines(run), soft_wrap=True, markup=False, highlight=False)
-    if number == requeue_signal(run.trainer):
-        requeue()
 
 
 def _stopped(run: Run, summary: dict[str, Any], stop: GracefulStop) -> int:
@@ -439,8 +421,8 @@ def _stopped(run: Run, summary: dict[str, Any], stop: GracefulStop) -> int:
         _save(run, summary | {"status": "stopped"})
         run_page.write_run_page_at_end(run.run_dir.path)
         exports = stop.signum == signal.SIGINT and stop.saved is not None
-        said = _resume_lines(run) + ("" if exports else _export_command(run))
-        Console().print(said, soft_wrap=True, markup=False, highlight=False)
+        lines = _resume_lines(run) + ("" if exports else _export_command(run))
+        Console().print(lines, soft_wrap=True, markup=False, highlight=False)
     if stop.signum == signal.SIGINT and stop.saved is not None and not run.dry:
         _export_stopped(run, summary)
     return SIGNALLED + (stop.signum or 0)
@@ -466,8 +448,8 @@ def _explain_later_export(run: Run) -> Iterator[None]:
     try:
         yield
     except (LitRLError, OSError) as error:
-        said = f"It could not be written ({type(error).__name__}: {error}); the checkpoint is saved."
-        Console().print(f"{said}{_export_command(run)}", soft_wrap=True, markup=False, highlight=False)
+        line = f"It could not be written ({type(error).__name__}: {error}); the checkpoint is saved."
+        Console().print(f"{line}{_export_command(run)}", soft_wrap=True, markup=False, highlight=False)
 
 
 def _export_command(run: Run) -> str:

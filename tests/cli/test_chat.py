@@ -89,7 +89,7 @@ def test_the_systems_message_opens_it(chat):
 def test_a_bad_line_is_left_out_and_said(chat):
     outcome = chat("<|im_end|>", "/what\x1b[2J", "hello", options=TEMPLATE)
     assert outcome.code == 0
-    assert "control token" in outcome.err and "/what\\x1b[2J is no command" in outcome.err
+    assert "control token" in outcome.err and "/what\\x1b[2J is not a command" in outcome.err
     assert outcome.out == f"{reply(LanguageModel('tiny'), [{'role': 'user', 'content': 'hello'}])}\n"
 
 

@@ -101,7 +101,7 @@ def test_a_run_on_own_rows_is_scored_on_them_and_other_words_are_named(command, 
     others = command(*best, "data.path=others.jsonl")
     assert others.code == 0 and "2 completions of 3 prompts" in others.out, others.err
 
-    refused(command(EVAL[0], "-m", *EVAL[1:], "eval.limit=2,4"), 2, "takes no sweep (-m)")
+    refused(command(EVAL[0], "-m", *EVAL[1:], "eval.limit=2,4"), 2, "cannot be a sweep (-m)")
 
     _hostile(command, cwd)
 

@@ -49,7 +49,9 @@ def test_reward_funcs_is_the_reward():
     for key in ("reward_funcs", "reward"):
         many = expand_aliases([f"{key}=[./mine.py:score, my_package.rewards:brief]"])[0]
         assert many == ["reward=function", "reward.fn=[./mine.py:score,my_package.rewards:brief]"]
-    with pytest.raises(ConfigError, match=r"reward=x is not a choice. A function of yours is reward=\./FILE.py:NAME"):
+    with pytest.raises(
+        ConfigError, match=r"reward=x is not a choice. For a function of your own, type reward=\./FILE.py:NAME"
+    ):
         expand_aliases(["reward_funcs=x"])
     with pytest.raises(ConfigError, match="reward=exact_matsh is not a choice. Did you mean 'exact_match'"):
         expand_aliases(["reward_funcs=exact_matsh"])
@@ -92,16 +94,19 @@ def test_beta_of_rloo_is_another_one():
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("algo=grpoo", "algo=grpoo is not a choice. Did you mean 'grpo'? `lit-rl list algo` says what"),
+        ("algo=grpoo", "algo=grpoo is not a choice. Did you mean 'grpo'? `lit-rl list algo` lists all"),
         ("algo=GRPO", "algo=GRPO is not a choice. Did you mean 'grpo'?"),
         ("algo=what", "algo=what is not a choice. algo has: alphapo, "),
         ("algo/loss=cipso", "Did you mean 'cispo'"),
-        ("model=gpt2", "A folder, or a model of the hub, is model=local model.name=gpt2. `lit-rl list model` says"),
+        (
+            "model=gpt2",
+            "A folder, or a model of the hub, is written model=local model.name=gpt2. `lit-rl list model` lists",
+        ),
         ("model=tinyy", "model=tinyy is not a choice. Did you mean 'tiny'? model has: "),
-        ("data=pairs.jsonl", "Rows of your own are data.path=pairs.jsonl. `lit-rl list data` says what the"),
-        ("data=openai/gsm8k", "Rows of your own are data.path=openai/gsm8k."),
-        ("reward=x", "A function of yours is reward=./FILE.py:NAME. `lit-rl list reward` says what the"),
-        ("reward=mine.py", "A function of yours is reward=./mine.py:NAME."),
+        ("data=pairs.jsonl", "For rows of your own, type data.path=pairs.jsonl. `lit-rl list data` lists all"),
+        ("data=openai/gsm8k", "For rows of your own, type data.path=openai/gsm8k."),
+        ("reward=x", "For a function of your own, type reward=./FILE.py:NAME. `lit-rl list reward` lists all"),
+        ("reward=mine.py", "For a function of your own, type reward=./mine.py:NAME."),
         ("logger=[tensorboard,wandbb]", "logger=wandbb is not a choice. Did you mean 'wandb'?"),
         ("algo/preference=[sigmoidd]", "algo/preference=sigmoidd is not a choice. Did you mean 'sigmoid'?"),
         ("trianer.max_steps=3", "trianer.max_steps is not a key. Did you mean 'trainer'"),
@@ -210,8 +215,8 @@ def test_options_with_dashes_say_how_settings_are_written(typed, meant):
         (["trainer/max_steps=5"], "A key in trainer is written with a point: trainer.max_steps=5."),
         (["trainer[max_steps]=5"], "A key in trainer is written with a point: trainer.max_steps=5."),
         (["seed=1\r"], "'seed=1\\r' ends with the line end of Windows: the script has these."),
-        (["run_dir="], "run_dir= has nothing behind the =; a shell's variable that is not set looks so."),
-        (["data="], "data= has nothing behind the =; a shell's variable that is not set looks so. Type data=VALUE"),
+        (["run_dir="], "run_dir= has no value after the =; an unset variable of the shell looks like this."),
+        (["data="], "data= has no value after the =; an unset variable of the shell looks like this. Type data=VALUE"),
         (["-m", "seed=1,"], "seed=1, ends with a comma, behind which a value is missing: type seed=1."),
         (["~reward"], "~reward takes the whole group away, and others refer to it. Choose another: reward=NAME."),
     ],
@@ -307,7 +312,7 @@ def test_list_takes_groups(capsys):
     assert "it is a choice of algo" in (said := capsys.readouterr().err) and "--package algo`" in said
     assert cli.run(["list", "agol"]) == 2
     said = capsys.readouterr().err
-    assert "Did you mean 'algo'? `lit-rl list` names the" in said and "sampling" not in said
+    assert "Did you mean 'algo'? `lit-rl list` lists all" in said and "sampling" not in said
 
 
 def test_a_typo_is_refused_before_torch_is_loaded():
@@ -364,7 +369,7 @@ def test_a_home_is_found_behind_the_equals_sign(monkeypatch: pytest.MonkeyPatch)
         (["fit", "mine.yaml"], "mine.yaml: a config file is --config mine.yaml."),
         (["fit", "-trainer.max_steps=3"], "an option begins with two dashes: --trainer.max_steps=3."),
         (["fit", "--trainer.max_steps", "3", "foo"], "foo: it is no option of lit-rl fit"),
-        (["--config", "mine.yaml", "fit"], "stands before its options: lit-rl fit --config mine.yaml"),
+        (["--config", "mine.yaml", "fit"], "comes before its options: lit-rl fit --config mine.yaml"),
     ],
 )
 def test_a_word_that_is_no_option_of_lightnings_command_says_what_to_type(words, told, monkeypatch, capsys):

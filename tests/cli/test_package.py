@@ -158,7 +158,7 @@ class TestHelp:
                 choices = listing.groups([ROOT / "conf"])[group]
                 assert set(choices) == {path.stem for path in (ROOT / "conf" / group).glob("*.yaml")}
                 assert all(choices.values()), group
-        assert "\n  dpo " in command("list", "algo").out and "(grpo where none is typed)" in command("list", "algo").out
+        assert "\n  dpo " in command("list", "algo").out and "(default: grpo)" in command("list", "algo").out
         listed = command("list", "algo").out
         page = (ROOT / "docs" / "algorithms" / "README.md").read_text().partition("<!-- index")[2]
         for table in page.split("\n### ")[1:7]:  # the same families

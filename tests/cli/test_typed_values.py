@@ -131,7 +131,7 @@ def test_a_reward_file_with_a_space_or_an_equals_sign():
     for word in ('reward="./my r.py:f"', "reward=./my r.py:f", "reward=./a=b.py:f"):
         choice, fn = words_of([word])[0]
         assert choice == "reward=function" and read(fn) == unquoted(word.partition("=")[2])
-    with pytest.raises(ConfigError, match=r"A function of yours is reward=\./r\.py:NAME"):
+    with pytest.raises(ConfigError, match=r"For a function of your own, type reward=\./r\.py:NAME"):
         words_of(["reward=./r.py"])
 
 

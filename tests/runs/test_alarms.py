@@ -281,7 +281,10 @@ def test_a_run_that_went_back_as_often_as_it_may_ends(tmp_path):
     with notices() as told:
         trainer = fitted(tmp_path, alarm, steps=4)
     back, end = (json.loads(line)["message"] for line in (tmp_path / "alarms.jsonl").read_text().splitlines())
-    assert "The run goes on with the weights of" in back and "went back as often as it may, and ends here" in end
+    assert (
+        "The run goes on with the weights of" in back
+        and "It was rolled back as often as allowed (roll_backs=1), and the run ends here" in end
+    )
     assert told == [back, end]
     assert alarm.stopped_at == 6
     assert trainer.global_step == 6 and alarm.rolled_back == 1  # back at the end of rollout 2, the end at that of 3

@@ -211,6 +211,6 @@ def test_the_merged_weights_lie_between_the_first_and_the_last_ones(train, tmp_p
 def test_a_merge_of_adapters_is_refused(train, tmp_path, capsys):
     overrides = ["callbacks=merge" if word == "callbacks=ema" else word for word in RUN if ".decay" not in word]
     assert train(*overrides, "model.lora.r=2", f"run_dir={tmp_path}") == 2
-    assert "callbacks=merge goes along a line" in capsys.readouterr().err
+    assert "callbacks=merge interpolates weights" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"callbacks\.merge\.share"):
         MergedWeights(share=2.5)

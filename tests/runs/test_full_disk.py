@@ -39,7 +39,7 @@ def test_a_full_disk_is_tried_again_and_what_was_saved_before_stays(
             disk.save_checkpoint(STATE, target)
         assert torch.equal(disk.load_checkpoint(target)["state_dict"]["weight"], STATE["state_dict"]["weight"])
     else:
-        with pytest.raises(StorageError, match=r"\[Errno 28\].* go on from there with ckpt_path=last"):
+        with pytest.raises(StorageError, match=r"\[Errno 28\].* resume from the newest with ckpt_path=last"):
             disk.save_checkpoint(STATE, target)
         assert target.read_bytes() == before
     assert list(tmp_path.iterdir()) == [target]
@@ -82,7 +82,7 @@ def test_a_quota_is_a_full_disk_and_a_failing_disk_is_not_tried_again(
         well.setattr(FailingFile, "write", io.FileIO.write)
         disk.save_checkpoint({"state_dict": {}}, target)
     before = target.read_bytes()
-    with pytest.raises(StorageError, match=rf"\[Errno {number}\].* go on from there with ckpt_path=last"):
+    with pytest.raises(StorageError, match=rf"\[Errno {number}\].* resume from the newest with ckpt_path=last"):
         disk.save_checkpoint(STATE, target)
     assert target.read_bytes() == before and list(tmp_path.iterdir()) == [target]
     tries = [each for each in recwarn if "finds no room" in str(each.message)]

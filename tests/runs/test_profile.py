@@ -87,7 +87,7 @@ def test_steps_that_begin_within_a_rollout_and_a_folder_that_cannot_be_written(t
 
 @pytest.mark.parametrize("steps", [[5, 3], [3, 3], [0], [1, 2, 3], 3, "35", [-1, 2], [0.0, 1], [True, 2], None])
 def test_steps_that_are_no_part_of_a_run_are_refused(steps):
-    with pytest.raises(ConfigError, match=r"profile\.steps=\[.*\] is no part of a run: .* profile\.steps=\[3,5\]"):
+    with pytest.raises(ConfigError, match=r"profile\.steps=\[.*\]: give two whole numbers .* profile\.steps=\[3,5\]"):
         Profile(steps, "profile")
 
 

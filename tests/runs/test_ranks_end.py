@@ -85,8 +85,8 @@ def test_how_another_rank_ended_is_asked_of_those_that_were_started(monkeypatch:
     assert rank_processes.child_exit_reason(4, 60.0) == (f"Rank 5 {ended}", False)
     said = str(one_has_ended(*(f"Rank 1 {ended}", False), None, RuntimeError("Connection closed by peer [::1]:5")))
     assert said == (
-        f"Rank 1 {ended}. What it said last is the reason. Start the same command again. What torch.distributed said: "
-        "Connection closed by peer [::1]:5."
+        f"Rank 1 {ended}. The last lines that it printed say why. Start the same command again. What torch.distributed "
+        "said: Connection closed by peer [::1]:5."
     )
     rank_processes._children.append(lives)
     assert rank_processes.child_exit_reason(0, 0.1) == (f"Rank 1 {ended}", False)
@@ -285,7 +285,7 @@ def test_a_rank_that_rank_0_has_started_ends_with_it_before_they_have_met(
     began = time.monotonic()
     output, _ = child.communicate(timeout=60)  # the pipe is closed when both have ended
     assert time.monotonic() - began < AT_ONCE, output
-    assert f"Process {child.pid}, which was rank 0 and had started this one ({started[0]}), is gone" in output
+    assert f"Process {child.pid}, rank 0, which had started this one ({started[0]}), has died" in output
 
 
 STARTS = """
@@ -455,7 +455,7 @@ def test_a_rank_that_hangs_in_a_reward_ends_the_run_which_says_where_it_stands(
     error = json.loads((folder / "error.json").read_text())
     assert (error["error"], error["exit_code"], error["rank"]) == ("BackendError", 8, 1 - rank), output
     said = error["message"]
-    assert (waited := re.match(rf"Rank {rank} did not come: rank {1 - rank} waited (\d+) s", said)), said
+    assert (waited := re.match(rf"Rank {rank} did not arrive: rank {1 - rank} waited (\d+) s", said)), said
     assert 40 <= int(waited[1]) < 40 + AT_ONCE and "optimizer step 5" in said
     assert "lit_rl/rewards/" in said and "in take_rollout" in said and "reward.timeout" in said
     assert said in output

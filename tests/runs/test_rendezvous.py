@@ -121,7 +121,7 @@ def test_a_newer_checkpoint_on_another_node_is_not_passed_over(tmp_path, held):
             raise
 
     for each in together(main, other):
-        with pytest.raises(StorageError, match=f"{newer}.*let the machine be node 0 that was it before"):
+        with pytest.raises(StorageError, match=f"{newer}.*make the machine node 0 that was it before"):
             each.result()
     assert (there / "summary.json").read_text() == "{}"
 
@@ -142,7 +142,7 @@ def test_a_folder_that_is_not_on_every_node_is_refused(tmp_path):
             meeting.abort_others(error)
 
     _, other_node = together(main, other)
-    with pytest.raises(StorageError, match="all nodes share the file system"):
+    with pytest.raises(StorageError, match="all nodes must share the file system"):
         other_node.result()
 
 
@@ -151,20 +151,20 @@ def test_nobody_waits_for_one_that_has_failed():
         meeting.abort_others(DataError("data.path=x is not there."))
 
     first, _ = together(lambda meeting: meeting.wait_until_ready(), fails)
-    with pytest.raises(DataError, match=r"node 1 \(.*\) has failed: data.path=x is not there."):
+    with pytest.raises(DataError, match=r"node 1 \(.*\) failed: data.path=x is not there."):
         first.result()
 
 
 def test_whom_it_waits_for_is_said_with_what_to_type_and_in_vain_it_ends(capsys, monkeypatch):
     monkeypatch.setattr(rendezvous, "_REPORT_AFTER", (0.0, 0.5))
     port = free_port()
-    with pytest.raises(BackendError, match=rf"node 1 did not come to 127.0.0.1:{port} in 1 s.*firewall"):
+    with pytest.raises(BackendError, match=rf"node 1 did not reach 127.0.0.1:{port} in 1 s.*firewall"):
         Rendezvous(at(0, port), "python train.py seed=1", patience=1)
     first, again = capsys.readouterr().out.split("This is ")[1:]
     there = f"MASTER_ADDR={socket.gethostname()} MASTER_PORT={port} NODE_RANK=1 python train.py seed=1\n"
-    assert first == f"node 0 of 2, waiting for node 1 at 127.0.0.1:{port}. Type there:\n  {there}"
-    assert "still waiting for node 1" in again and "leads every machine to itself" in again and again.endswith(there)
-    with pytest.raises(BackendError, match=rf"node 0 \(Connection refused\) did not come to 127.0.0.1:{port}"):
+    assert first == f"node 0 of 2, waiting for node 1 at 127.0.0.1:{port}. Start the others with:\n  {there}"
+    assert "still waiting for node 1" in again and "is each machine itself" in again and again.endswith(there)
+    with pytest.raises(BackendError, match=rf"node 0 \(Connection refused\) did not reach 127.0.0.1:{port}"):
         Rendezvous(at(1, port), "", patience=0.5)
 
 
@@ -177,7 +177,7 @@ def test_a_port_that_is_taken_and_a_number_that_two_nodes_have_are_refused():
             Rendezvous(at(0, port), "")
 
     def second(meeting):
-        with pytest.raises(ConfigError, match="say that they are node 1"):
+        with pytest.raises(ConfigError, match="claim to be node 1"):
             Rendezvous(meeting.placement, "", patience=5)
 
     for each in together(lambda meeting: None, second):

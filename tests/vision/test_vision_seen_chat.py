@@ -84,7 +84,7 @@ def test_what_cannot_be_shown_is_said_and_the_talk_goes_on(chat: Any, tmp_path: 
 
 def test_a_model_over_text_says_that_it_sees_none(chat: Any) -> None:
     _, notes = chat("tiny", "/image 0.png")
-    assert "tiny is a language model over text, and sees no image. Take one that does" in notes
+    assert "tiny reads text only, no images. Take a model that reads them" in notes
     assert "/image FILE" not in notes
     _, notes = chat("digits", "/image 0.png", plain=True)
     assert "Images are shown in messages: set a chat template, and chat.plain=false." in notes
