@@ -26,7 +26,7 @@ _TICK = 0.05  # seconds between two checks of the child
 _FILE_BYTES = 16 * 2**20
 _OPEN_FILES = 64
 _SUBREAPER = 36
-_SAID = 300
+_LONGEST_ERROR = 300
 
 
 def main() -> None:
@@ -63,7 +63,7 @@ def _run(request: dict[str, Any], nonce: bytes, verdict: int) -> None:
             exec(compile(source, name, "exec"), module.__dict__)  # noqa: S102 (the purpose of this file)
         said, code = nonce, 0
     except BaseException as error:
-        said = f"{type(error).__name__}: {error}".encode(errors="replace")[:_SAID]
+        said = f"{type(error).__name__}: {error}".encode(errors="replace")[:_LONGEST_ERROR]
     try:
         if os.getpid() == me:  # a forked copy of the program must not report
             os.write(verdict, said)
@@ -90,7 +90,7 @@ def _watch(child: int, reading: int, nonce: bytes, seconds: float) -> str:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if select.select([reading], [], [], _TICK)[0]:  # a word, or the end of the last process that could give one
-            said = os.read(reading, _SAID)
+            said = os.read(reading, _LONGEST_ERROR)
             if said:
                 return "passed" if said == nonce else said.decode(errors="replace")
             return _ended(child)

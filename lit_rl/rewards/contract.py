@@ -188,7 +188,20 @@ def keywords(name: str, function: Function, columns: Iterable[str]) -> list[str]
     offered = [*standard, *columns]
     parameters = _parameters(name, function)
     for parameter in parameters:
-        _check_parameter(name, parameter, standard, columns)
+        variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if variadic or parameter.default is not parameter.empty:
+            continue
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise RewardError(
+                f"reward function {name!r} takes {parameter.name!r} by position only, and every argument is passed by "
+                "keyword. Remove the '/' from its signature, or wrap it: def f(completions, **columns)."
+            )
+        if parameter.name not in offered:
+            raise RewardError(
+                f"reward function {name!r} needs the argument {parameter.name!r}, which is no column of the data. "
+                f"Columns: {', '.join(columns) or 'none'}. Any function may also name {', '.join(standard)}."
+                f"{did_you_mean(parameter.name, offered)} {_FIX.get(parameter.name, _RENAME)}"
+            )
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return offered
     by_keyword = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
@@ -202,23 +215,6 @@ def columns_read(name: str, function: Function, columns: Iterable[str]) -> set[s
     if any(parameter.kind is parameter.VAR_KEYWORD and parameter.name != "_" for parameter in parameters):
         return {*columns}
     return {*columns} & {parameter.name for parameter in parameters}
-
-
-def _check_parameter(name: str, parameter: inspect.Parameter, standard: Sequence[str], columns: Sequence[str]) -> None:
-    variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    if variadic or parameter.default is not parameter.empty:
-        return
-    if parameter.kind is parameter.POSITIONAL_ONLY:
-        raise RewardError(
-            f"reward function {name!r} takes {parameter.name!r} by position only; arguments come by keyword. "
-            "Remove the '/' from its signature, or call it in a def of your own: def f(completions, **columns)."
-        )
-    if parameter.name not in standard and parameter.name not in columns:
-        raise RewardError(
-            f"reward function {name!r} needs the argument {parameter.name!r}, which is no column of the data. "
-            f"Columns: {', '.join(columns) or 'none'}. Any function may also name {', '.join(standard)}."
-            f"{did_you_mean(parameter.name, [*standard, *columns])} {_FIX.get(parameter.name, _RENAME)}"
-        )
 
 
 def _parameters(name: str, function: Function) -> list[inspect.Parameter]:
@@ -292,7 +288,16 @@ def _with_article(kind: str) -> str:
 
 def _part(name: str, index: int, part: Any, completion: Completion) -> Part:
     if not is_turn_reward(part):
-        return _span(name, index, part, completion)
+        start, end, value = part
+        length = len(text_of(completion))
+        if not (isinstance(start, int) and isinstance(end, int) and 0 <= start < end <= length):
+            shown = tuple(each.text if isinstance(each, Opaque) else each for each in part)
+            raise RewardError(
+                f"reward function {name!r} returned the span {shown} for completion {index}, which has {length} "
+                "characters. A span is (start, end, value) with whole numbers 0 <= start < end <= length; end is "
+                "exclusive."
+            )
+        return start, end, _number(name, index, value, completion)
     turn, value = part
     if not isinstance(turn, int) or turn < 0:
         shown = turn.text if isinstance(turn, Opaque) else reprlib.repr(turn)
@@ -301,19 +306,6 @@ def _part(name: str, index: int, part: Any, completion: Completion) -> Part:
             "(turn, value), and turns of the policy are counted 0, 1, 2, ..."
         )
     return turn, _number(name, index, value, completion)
-
-
-def _span(name: str, index: int, span: Any, completion: Completion) -> Span:
-    start, end, value = span
-    length = len(text_of(completion))
-    whole = isinstance(start, int) and isinstance(end, int)
-    if not whole or not 0 <= start < end <= length:
-        shown = tuple(part.text if isinstance(part, Opaque) else part for part in span)
-        raise RewardError(
-            f"reward function {name!r} returned the span {shown} for completion {index}, which has {length} "
-            "characters. A span is (start, end, value) with whole numbers 0 <= start < end <= length; end is exclusive."
-        )
-    return start, end, _number(name, index, value, completion)
 
 
 _IN_GROUPS = {

@@ -168,7 +168,7 @@ def _check_math_answers(columns: Mapping[str, Sequence[Any]], given: Sequence[st
     warn_of_missing_answers(columns)
     answers = [answer_text(answer) for answer in columns.get("answer", ())]
     different = [text for text in dict.fromkeys(answers) if text is not None]
-    needs = {text: _needs(text) for text in different[:_CHECKED_ANSWERS]}
+    needs = {text: _required_form(text) for text in different[:_CHECKED_ANSWERS]}
     looked_at = sum(text is None or text in needs for text in answers)
     among = f"{looked_at} answers" if looked_at == len(answers) else f"the {looked_at} answers that were looked at"
     for what in dict.fromkeys(filter(None, needs.values())):
@@ -178,7 +178,7 @@ def _check_math_answers(columns: Mapping[str, Sequence[Any]], given: Sequence[st
         )
 
 
-def _needs(answer: str) -> str:
+def _required_form(answer: str) -> str:
     """Return the requirement on a completion that repeats an answer word for word; empty where there is none."""
     part = golden_part(answer)
     if _score(f": {part}.", answer):
@@ -327,8 +327,4 @@ def math_accuracy(
     return _shared()(prompts, completions, answer)
 
 
-def _check_verified_answers(columns: Mapping[str, Sequence[Any]], given: Sequence[str] = ()) -> None:
-    _shared().check_columns(columns, given)
-
-
-math_accuracy.check_columns = _check_verified_answers  # pyright: ignore[reportFunctionMemberAccess]
+math_accuracy.check_columns = lambda columns, given=(): _shared().check_columns(columns, given)  # pyright: ignore

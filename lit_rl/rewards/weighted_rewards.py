@@ -118,14 +118,14 @@ class ValueWatch:
         self._value = first
         if self._batches not in (CONSTANT, self.constant_limit):
             return
-        told = (
+        text = (
             f"reward function {self.name!r} returned {first:g} for every completion of {self._batches} batches in a "
             "row: it teaches nothing. Look at what it is given; the last completion starts "
             f"{text_of(completions[rows[-1]])[:80]!r}."
         )
         if self._batches == self.constant_limit:
-            raise RewardError(f"{told} The run ends because of reward.constant_limit={self.constant_limit}.")
-        warnings.warn(told, stacklevel=4)
+            raise RewardError(f"{text} The run ends because of reward.constant_limit={self.constant_limit}.")
+        warnings.warn(text, stacklevel=4)
 
 
 class PendingRewards:
@@ -453,6 +453,10 @@ class Rewards:
                 if scores.output and sys.stdout is not None:
                     sys.stdout.write(scores.output)
             self._watches[name].observe(scores.values, completions)
+            # A function may log the column that it computes in place of one of the data, or repeat one as it is.
+            replaced = getattr(self.functions[name], "replaces_column", None)
+            changed = [column for column, values in scores.extras.items() if not _equal(values, inputs.get(column))]
+            check_extra_names(name, changed, {column for column in inputs if column != replaced})
         weights = self._weights(inputs, len(completions))
         table = torch.tensor([scores.values for scores in by_function.values()], dtype=torch.float64)
         values = table.reshape(len(by_function), len(completions)).T.contiguous()
@@ -462,7 +466,7 @@ class Rewards:
             total=self._total(values, weights),
             weights=weights.float(),
             metrics=self._metrics(by_function),
-            extras=self._extras(by_function, inputs),
+            extras=_merged("log_extra", {name: scores.extras for name, scores in by_function.items()}),
             span_rewards=_span_rewards(by_function, weights),
         )
 
@@ -510,14 +514,6 @@ class Rewards:
         if total.isinf().any():
             raise RewardError(f"the weighted sum of {', '.join(self.names)} is beyond float32. Use smaller weights.")
         return total.masked_fill(values.isnan().all(1), math.nan)
-
-    def _extras(self, by_function: Mapping[str, FunctionScores], inputs: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Return the extra columns of each completion."""
-        for name, scores in by_function.items():
-            replaced = getattr(self.functions[name], "replaces_column", None)
-            noted = [each for each, values in scores.extras.items() if not _equal(values, inputs.get(each))]
-            check_extra_names(name, noted, {column for column in inputs if column != replaced})
-        return _merged("log_extra", {name: scores.extras for name, scores in by_function.items()})
 
     def _metrics(self, by_function: Mapping[str, FunctionScores]) -> dict[str, tuple[float, int]]:
         """Return the logged metrics, and the shares of completions that failed, hung or were cached."""
