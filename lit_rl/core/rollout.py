@@ -99,8 +99,8 @@ class Structured:
     def __post_init__(self) -> None:
         given = [f.name for f in fields(self) if getattr(self, f.name) is not None]
         if len(given) != 1:
-            came = f"{' and '.join(given)} are set" if given else "none is set"
-            raise ConfigError(f"sampling.structured takes exactly one of regex, json_schema, grammar, choice: {came}.")
+            fault = f"{' and '.join(given)} are set" if given else "none is set"
+            raise ConfigError(f"sampling.structured takes exactly one of regex, json_schema, grammar, choice: {fault}.")
         for key in ("regex", "grammar"):
             text = getattr(self, key)
             if text is not None and (not isinstance(text, str) or not text):
@@ -108,7 +108,12 @@ class Structured:
         if self.json_schema is not None:
             object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
         if self.choice is not None:
-            object.__setattr__(self, "choice", _choices(self.choice))
+            choice: Any = self.choice
+            if isinstance(choice, str) or not choice or not all(isinstance(text, str) and text for text in choice):
+                raise ConfigError(
+                    f"sampling.structured.choice={choice!r} must be a list of texts, none of them empty: ['yes', 'no']."
+                )
+            object.__setattr__(self, "choice", tuple(choice))
 
     @property
     def kind(self) -> str:
@@ -125,14 +130,6 @@ def _schema_text(schema: Any) -> str:
     except (ValueError, TypeError) as error:
         raise ConfigError(f"sampling.structured.json_schema={schema!r} is no JSON: {error}.") from error
     raise ConfigError(f"sampling.structured.json_schema={schema!r} must be a JSON object, such as {{type: object}}.")
-
-
-def _choices(choice: Any) -> tuple[str, ...]:
-    if isinstance(choice, str) or not choice or not all(isinstance(text, str) and text for text in choice):
-        raise ConfigError(
-            f"sampling.structured.choice={choice!r} must be a list of texts, none of them empty: ['yes', 'no']."
-        )
-    return tuple(choice)
 
 
 PromptForm = Literal["text", "messages"]
@@ -545,11 +542,11 @@ def _filled(one: Completions, other: Completions) -> Completions:
 def _joined(one: Any, two: Any) -> Any:
     """Join columns at the width of the wider one; values outside the masks are 0, and never read."""
     values: dict[str, Tensor] = {}
-    for (name, width, mine), (_, _, theirs) in zip(columns_of(one), columns_of(two)):
-        assert (mine is None) == (theirs is None), name
-        if mine is None or theirs is None:
+    for (name, width, first), (_, _, second) in zip(columns_of(one), columns_of(two)):
+        assert (first is None) == (second is None), name
+        if first is None or second is None:
             continue
-        parts = [mine, theirs]
+        parts = [first, second]
         if width is not Width.NONE:
             widest = max(part.shape[1] for part in parts)
             missing = [widest - part.shape[1] for part in parts]
