@@ -659,7 +659,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "environment of a validation row": (
         lambda: module_of(env=guessing({"a": GuessNumber})),
         lambda: RolloutDataModule(task=TwoKinds(), prompts_per_rollout=4),
-        "environment is 'b', and env.path has a",
+        "The column 'environment' of a row is 'b', but env.path has a",
     ),
     "context": (
         lambda: module_of(env=guessing(max_tokens=600)),

@@ -148,7 +148,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
             *("env=environment", "env.path={game: './mine.py:Game'}", "reward=environment"),
             *("data=jsonl", "data.path=kinds.jsonl", "data.val_fraction=0"),
         ],
-        ["A row's environment is 'gane'", "Did you mean 'game'"],
+        ["The column 'environment' of a row is 'gane'", "Did you mean 'game'"],
     ),
     "fault_10_no_reward": (
         ["env=tools", "env.parser=hermes", "env.functions=[./mine.py:double]", "reward=environment"],

@@ -99,7 +99,7 @@ class Opened(Game):
         (lambda: CustomEnvironment(Needs), "Needs.. raised TypeError.*without arguments"),
         (lambda: CustomEnvironment(lambda: SHARED), "returned the same object twice"),
         (lambda: CustomEnvironment(Single), "returned the same object twice"),
-        (lambda: CustomEnvironment(Game, functions=[double]), "env.functions names tools, and Game is stepped"),
+        (lambda: CustomEnvironment(Game, functions=[double]), "env.functions gives tools, but Game is stepped"),
         (lambda: CustomEnvironment({}), "env.path is empty"),
         (lambda: CustomEnvironment(Game, style="stepp"), "env.style='stepp'.*Did you mean 'step'"),  # type: ignore[arg-type]
         (lambda: CustomEnvironment(Game, max_turns=0), "env.max_turns=0 is out of range"),
@@ -110,7 +110,7 @@ class Opened(Game):
         (lambda: CustomEnvironment(Game, rollout_timeout=0), "env.rollout_timeout=0"),
         (lambda: CustomEnvironment(Game, max_failed=1.5), "env.max_failed=1.5"),
         (lambda: CustomEnvironment(Game, seed="row"), "env.seed='row'"),  # type: ignore[arg-type]
-        (lambda: CustomEnvironment(Game, journal=3), "env.journal=3 is true, false, or the folder"),  # type: ignore[arg-type]
+        (lambda: CustomEnvironment(Game, journal=3), "env.journal=3: allowed are true, false, or the folder"),  # type: ignore[arg-type]
         (lambda: CustomEnvironment(Game, parser="hermez"), "env.parser='hermez'.*Did you mean 'hermes'"),
         (
             lambda: texts(FunctionTools([double], parser="regex", call_pattern="(")),

@@ -14,9 +14,9 @@ from test_frames import frames_of
 from trl.chat_template_utils import supports_tool_calling
 
 from lit_rl.core.errors import ConfigError
+from lit_rl.environments.parser_base import BadCall, ParsedTurn, Parser
 from lit_rl.environments.tool_parsers import (
     PARSERS,
-    BadCall,
     DeepSeekV3Parser,
     Gemma4Parser,
     Glm4Parser,
@@ -25,8 +25,6 @@ from lit_rl.environments.tool_parsers import (
     Lfm2Parser,
     Llama3Parser,
     MuseGlimmerParser,
-    ParsedTurn,
-    Parser,
     Qwen35Parser,
     TemplateParser,
     parse_typed,

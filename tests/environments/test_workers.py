@@ -102,7 +102,7 @@ def _all(talk: Talk, count: int) -> list[Any]:
 
 def _workers(factory: EnvironmentFactory) -> list[int]:
     assert factory.pool is not None
-    return [place.life.process.process.pid for place in factory.pool._places if place.life is not None]
+    return [place.life.process.process.pid for place in factory.pool._slots if place.life is not None]
 
 
 def _is_gone(pid: int) -> bool:
