@@ -76,7 +76,9 @@ class OnRunDevice:
             try:
                 return torch.device(self.device)
             except RuntimeError as error:
-                raise ConfigError(f"device={self.device!r} is no device: allowed is cpu, cuda, cuda:1, ...") from error
+                raise ConfigError(
+                    f"device={self.device!r} is not a device: allowed are cpu, cuda, cuda:1, ..."
+                ) from error
         if self.run_device is not None:
             return self.run_device
         gpu = torch.accelerator.current_accelerator(check_available=True)
@@ -110,7 +112,9 @@ class Lockstep:
         torch.distributed.all_reduce(extremes, torch.distributed.ReduceOp.MAX, group=self._group)
         most, least = int(extremes[0]), -int(extremes[1])
         if least == _GAVE_UP and calls != _GAVE_UP:
-            raise RewardError("A reward model could not score the completions of another rank, which says why.")
+            raise RewardError(
+                "A reward model could not score the completions of another rank. The error of that rank says why."
+            )
         return most
 
 
@@ -306,7 +310,9 @@ class Classifier(OnRunDevice):
         lengths = [len(row) for row in rows]
         limit = self.max_length or getattr(config, "max_position_embeddings", None) or max(lengths, default=0)
         if 0 in lengths:
-            raise RewardError(f"row {lengths.index(0)} has no token for {self.name!r}: it is empty.")
+            raise RewardError(
+                f"row {lengths.index(0)} is empty: the reward model {self.name!r} would have no token to read."
+            )
         if self.overlong == "error" and max(lengths, default=0) > limit:
             ways = " or ".join(way for way in self.allowed_overlong if way != "error")
             raise RewardError(
@@ -377,7 +383,8 @@ def _check_loaded_model(description: Classifier, model: Any, tokenizer: Any, *, 
         )
     if revision is not None or dtype != "auto" or description.init_kwargs:
         raise ConfigError(
-            "revision, dtype and init_kwargs are of loading, and the reward model is loaded already: leave them out."
+            "revision, dtype and init_kwargs apply to loading a model, and this reward model is loaded already. Leave "
+            "them out."
         )
 
 

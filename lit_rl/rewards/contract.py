@@ -38,7 +38,7 @@ def text_of(completion: Completion) -> str:
     if isinstance(completion, str):
         return completion
     if not isinstance(completion, list | tuple):
-        raise RewardError(f"a completion is text or a list of messages, not {type(completion).__name__}.")
+        raise RewardError(f"a completion must be a text or a list of messages, not a {type(completion).__name__}.")
     return "\n".join(
         content_of(message)
         for message in completion
@@ -59,7 +59,7 @@ def content_of(message: Message) -> str:
         return "".join(part["text"] for part in content if part.get("type") == "text")
     if isinstance(content, str) and isinstance(message, dict):
         return content
-    raise RewardError(f"a message is {message!r:.80}; it needs a text under 'content'.")
+    raise RewardError(f"the message {message!r:.80} has no text under 'content'.")
 
 
 Function = Callable[..., Any]
@@ -99,14 +99,15 @@ class LooksAtData(Protocol):
 
 _RENAME = "Rename the argument, or the column with data.rename."
 _FIX = {
-    "solution_str": "In verl that is the text of one completion: name it completion here, and in the place of "
-    "ground_truth the column that holds the right answer.",
-    "ground_truth": "In verl that is the right answer of one row: name the column that holds it, such as answer.",
-    "queries": "In OpenRLHF a query is a prompt and its response as one text: name prompts and completions here.",
-    "self": "It is a method without its object: give one of an object, CLASS(...).METHOD.",
-    "episodes": "Episodes are there where something answers the policy: env=tools, or env=environment.",
-    "environments": "TRL hands over its environment objects; here they are gone when rewards are asked, and may be in "
-    "another process: write get_reward(self) and take reward=environment, or name episodes, which says what was said.",
+    "solution_str": "In verl this is the text of one completion. Call it completion here, and name the column that "
+    "holds the right answer instead of ground_truth.",
+    "ground_truth": "In verl this is the right answer of one row. Name the column that holds it here, such as answer.",
+    "queries": "In OpenRLHF a query is a prompt and its response as one text. Name prompts and completions here.",
+    "self": "This is a method without its object: pass the method of an object, CLASS(...).METHOD.",
+    "episodes": "There are episodes only if an environment answers the policy: set env=tools or env=environment.",
+    "environments": "TRL passes its environment objects to reward functions. Here they are closed by then, and may "
+    "live in another process: give the environment a method get_reward(self) and set reward=environment, or name the "
+    "argument episodes, which has all messages.",
 }
 
 _LARGEST = float(torch.finfo(torch.float32).max)
@@ -136,8 +137,8 @@ def check_callable(name: str, function: Any) -> None:
         )
     if isinstance(function, type):
         raise RewardError(
-            f"reward function {name!r} is a class. Give an object of it, made by {function.__name__}(...); of a file, "
-            "make one there and give its name."
+            f"reward function {name!r} is a class. Pass an object of it, made by {function.__name__}(...). For a "
+            "config, make the object in the file and give its name."
         )
     if not callable(function):
         raise RewardError(f"reward function {name!r} is {reprlib.repr(function)}, which cannot be called.")
@@ -374,7 +375,7 @@ def check_metric_names(function: str, names: Iterable[str]) -> None:
     for name in names:
         if is_taken(name):
             raise RewardError(
-                f"log_metric({name!r}, ...) of {function!r}: train/{name} is a metric of the run's own. Log it under "
+                f"log_metric({name!r}, ...) of {function!r}: the run itself logs train/{name}. Log it under "
                 f"another name; {_free(function, name)!r} is free."
             )
 
@@ -390,8 +391,8 @@ def check_extra_names(function: str, names: Iterable[str], of_the_data: Collecti
         if name in taken or _OF_SAMPLES.fullmatch(name) or name in of_the_data:
             whose = "the data have" if name in of_the_data else "the samples have"
             raise RewardError(
-                f"log_extra({name!r}, ...) of {function!r}: {whose} a column of this name. Note it under another one; "
-                f"{_free(function, name)!r} is free."
+                f"log_extra({name!r}, ...) of {function!r}: {whose} a column of this name. Log it under another "
+                f"name; {_free(function, name)!r} is free."
             )
 
 

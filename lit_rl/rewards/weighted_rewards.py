@@ -67,7 +67,7 @@ def functions_by_name(functions: Any) -> dict[str, Function]:
     for name, function in pairs:
         if not name.strip() or len(name.splitlines()) > 1:
             raise ConfigError(
-                f"a reward function is called {name!r}: its name is a text on one line, not an empty one."
+                f"a reward function is called {name!r}. Give it a name that is not empty and has no line break."
             )
         check_callable(name, function)
     return dict(pairs)
@@ -432,7 +432,10 @@ class Rewards:
         inputs = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
         for key, values in inputs.items():
             if values is not None and len(values) != len(completions):
-                raise RewardError(f"{key} has {len(values)} values for {len(completions)} completions.")
+                raise RewardError(
+                    f"Rewards.score got {len(values)} {key} for {len(completions)} completions. Pass one value per "
+                    "completion in every column."
+                )
         if rows is not None:
             inputs = {key: None if values is None else [values[i] for i in rows] for key, values in inputs.items()}
             return self._scores(inputs, trainer_state, {}).among(rows, len(completions))
@@ -512,7 +515,9 @@ class Rewards:
         total = parts.nansum(1)
         total = total.masked_fill(total.abs() < _ROUNDING * parts.abs().nansum(1), 0.0).float()
         if total.isinf().any():
-            raise RewardError(f"the weighted sum of {', '.join(self.names)} is beyond float32. Use smaller weights.")
+            raise RewardError(
+                f"the weighted sum of {', '.join(self.names)} does not fit into float32. Use smaller weights."
+            )
         return total.masked_fill(values.isnan().all(1), math.nan)
 
     def _metrics(self, by_function: Mapping[str, FunctionScores]) -> dict[str, tuple[float, int]]:
@@ -603,8 +608,8 @@ def from_paths(  # noqa: PLR0913 (one keyword a setting, as in the config)
     paths = [fn] if isinstance(fn, str) else fn
     if not isinstance(paths, Sequence) or not paths or not all(isinstance(path, str) for path in paths):
         raise ConfigError(
-            f"reward.fn={fn!r} names no function; allowed are './my_reward.py:score', 'package.module:name' and a list "
-            "of such."
+            f"reward.fn={fn!r} names no function. Give './my_reward.py:score' or 'package.module:name', or a list of "
+            "these."
         )
     functions = [load_function(path) for path in paths]
     counts = Counter(function.__name__ for function in functions)

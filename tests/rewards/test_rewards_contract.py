@@ -197,7 +197,7 @@ def test_arguments_of_other_libraries_are_answered_with_ours(argument):
 
 @pytest.mark.parametrize("name", ["", " ", "a\nb"])
 def test_a_function_has_a_name_that_can_be_shown(name):
-    with pytest.raises(ConfigError, match="a text on one line"):
+    with pytest.raises(ConfigError, match="not empty and has no line break"):
         Rewards({name: returning([0.0])})
 
 
@@ -327,7 +327,7 @@ def test_trainer_state_is_read_only():
 
 
 def test_columns_of_another_length_are_refused():
-    with pytest.raises(RewardError, match="answer has 3 values for 4 completions"):
+    with pytest.raises(RewardError, match="got 3 answer for 4 completions. Pass one value per completion"):
         score(returning([0.0] * 4), answer=[1, 2, 3])
 
 
