@@ -98,12 +98,11 @@ def message_text(message: Mapping[str, Any]) -> str:
     if isinstance(content, list):  # the names of images stand in their place
         parts = (part["text"] if "text" in part else f"[image {part.get('image', '')}]" for part in content)
         content = "".join(parts)
-    written = [_call_text(call["function"]) for call in calls]
+    written = list[str]()
+    for function in (call["function"] for call in calls):
+        arguments = (f"{name}={value!r}" for name, value in function["arguments"].items())
+        written.append(f"{function['name']}({', '.join(arguments)})")
     return " ".join(part for part in (str(content or ""), *written) if part)
-
-
-def _call_text(function: Mapping[str, Any]) -> str:
-    return f"{function['name']}({', '.join(f'{name}={value!r}' for name, value in function['arguments'].items())})"
 
 
 @dataclass(frozen=True)

@@ -41,13 +41,13 @@ class LogitBias(dict[int, float]):
 
     def __init__(self, biases: Any = None) -> None:
         try:
-            given = dict(biases or {})
+            chosen = dict(biases or {})
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"sampling.logit_bias={biases!r} must map token ids to numbers, such as {{42: -5.0}}."
             ) from error
         checked: dict[int, float] = {}
-        for key, value in given.items():
+        for key, value in chosen.items():
             text = str(key).strip()
             if isinstance(key, bool) or not (text.isascii() and text.isdigit()):
                 raise ConfigError(
@@ -443,23 +443,25 @@ def select(item: Any, rows: Tensor) -> Any:
     return _selected(item, {rows.device: rows}, rows)
 
 
-def _selected(item: Any, there: dict[torch.device, Tensor], rows: Tensor) -> Any:
+def _selected(item: Any, by_device: dict[torch.device, Tensor], rows: Tensor) -> Any:
     """Select rows as `select` does, with a cache of the rows on each device."""
     if isinstance(item, Tensor):
-        if item.device not in there:
-            there[item.device] = to_device(rows, item.device) if rows.device.type == "cpu" else rows.to(item.device)
-        return item[there[item.device]]
+        if item.device not in by_device:
+            by_device[item.device] = to_device(rows, item.device) if rows.device.type == "cpu" else rows.to(item.device)
+        return item[by_device[item.device]]
     if isinstance(item, Vision):
         return item.select(rows)
     if isinstance(item, Mapping):
-        return {key: _selected(value, there, rows) for key, value in item.items()}
+        return {key: _selected(value, by_device, rows) for key, value in item.items()}
     if isinstance(item, tuple):
         return tuple(item[row] for row in rows.tolist())
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
         names = [f.name for f in dataclasses.fields(item) if f.name != "host"]
-        found: Any = dataclasses.replace(item, **{name: _selected(getattr(item, name), there, rows) for name in names})
+        found: Any = dataclasses.replace(
+            item, **{name: _selected(getattr(item, name), by_device, rows) for name in names}
+        )
         if isinstance(item, Completions) and item.host is not None and (kept := item.kept_on_host) is not None:
-            found = found.with_host(_selected(kept, there, rows))
+            found = found.with_host(_selected(kept, by_device, rows))
         return found
     return item
 

@@ -303,12 +303,12 @@ async def score_completion(row: TaskRow, prompt: Sequence[Message], completion: 
     task, invoke = row.task(), verifiers("utils.decorators").invoke
     base = verifiers().Task
     trace = _trace(task, prompt, completion)
-    given = {"task": task.data, "trace": trace}
+    arguments = {"task": task.data, "trace": trace}
     async with asyncio.timeout(task.data.timeout.scoring):
         if type(task).setup is not base.setup:
-            await invoke(task.setup, given)
+            await invoke(task.setup, arguments)
         if type(task).finalize is not base.finalize:
-            await invoke(task.finalize, given)
+            await invoke(task.finalize, arguments)
         await task.score(trace)
     return scores_of(trace)
 

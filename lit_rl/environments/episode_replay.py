@@ -37,7 +37,7 @@ from lit_rl.environments.runner import CALL_CONTEXT, NoReply, TimedOut
 class JournalEntry:
     """The result of one call of an environment."""
 
-    given: Any = None
+    result: Any = None
     """An opening, a reply, or a reward."""
     failed: tuple[End, str] | None = None
     """The end of an episode that failed here, and the error."""
@@ -111,7 +111,7 @@ class Journal:
         """
         self._entries.setdefault(name, {})[place] = entry
         try:
-            line = json.dumps([name, *place, _plain(entry.given), entry.failed], default=_image_as_json)
+            line = json.dumps([name, *place, _plain(entry.result), entry.failed], default=_image_as_json)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"env.journal cannot write a reply of the environment: {error}.") from error
         try:
@@ -254,7 +254,7 @@ class _PastCall:
 
     ask: _Ask
     seed: int
-    given: Any
+    result: Any
 
 
 class ReplayableEnvironment(Environment):
@@ -302,13 +302,13 @@ class ReplayableEnvironment(Environment):
         self._at = at, action
         seed, entry = CALL_CONTEXT.get().seed, self._journal and self._journal.known(at, action)
         if entry is None:
-            given = await self._call_now(ask)
+            result = await self._call_now(ask)
         elif entry.failed is not None:
             raise FailedBefore(*entry.failed)
         else:
-            given = entry.given
-        self._past.append(_PastCall(ask, seed, given))
-        return given
+            result = entry.result
+        self._past.append(_PastCall(ask, seed, result))
+        return result
 
     async def _call_now(self, ask: _Ask) -> Any:
         while True:
@@ -328,18 +328,18 @@ class ReplayableEnvironment(Environment):
                     raise
                 self._write(JournalEntry(failed=("failed", error_line(error))))
                 raise
-            self._write(JournalEntry(given=result))
+            self._write(JournalEntry(result=result))
             return result
 
     async def _replay(self, made: Environment) -> None:
         now = CALL_CONTEXT.get()
         for past in self._past:
             CALL_CONTEXT.set(now.with_seed(past.seed))
-            given = await past.ask(made)
-            if canonical_json(given) != canonical_json(past.given):
+            result = await past.ask(made)
+            if canonical_json(result) != canonical_json(past.result):
                 raise ReplayDiverged(
-                    f"made anew in the middle of its episode, it gave {_short_reply(given)} and not "
-                    f"{_short_reply(past.given)}"
+                    f"made anew in the middle of its episode, it gave {_short_reply(result)} and not "
+                    f"{_short_reply(past.result)}"
                 )
         CALL_CONTEXT.set(now.with_seed(now.seed))
 

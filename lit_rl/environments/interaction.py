@@ -87,12 +87,6 @@ class PromptOpener:
                         "Mark it as special in the tokenizer's files, or leave env out."
                     )
 
-    def with_tools(self, plain: OpenedPrompt, where: str, template_kwargs: Mapping[str, Any]) -> OpenedPrompt:
-        """Return the prompt of a row, rendered with its tools."""
-        if not template_kwargs.get("tools"):
-            return plain
-        return self._rendered(plain.prompt, plain.seen, where, template_kwargs)
-
     def with_opening(
         self, plain: OpenedPrompt, opening: str | Sequence[Message], where: str, template_kwargs: Mapping[str, Any]
     ) -> OpenedPrompt:
@@ -125,7 +119,7 @@ class PromptOpener:
             opened = _with_texts(prompt, opening, parts)
             spelled = next((token for token in self._control for part in parts if token in part), None)
             if spelled is None:
-                found = self._rendered(opened, plain.seen, where, template_kwargs, images)
+                found = self.render(opened, plain.seen, where, template_kwargs, images)
             elif plain.seen is not None or images:  # a processor tokenises whole texts only
                 raise OpeningFailed(
                     f"the first observation holds the text {spelled!r}, which is a control token of the policy, and a "
@@ -139,17 +133,17 @@ class PromptOpener:
             raise OpeningFailed("what it began with is longer than env.max_observation_tokens")
         return found
 
-    def _rendered(
+    def render(
         self,
         prompt: Prompt,
         seen: PromptVision | None,
         where: str,
         template_kwargs: Mapping[str, Any],
-        given: tuple[ImageRef, ...] = (),
+        returned: tuple[ImageRef, ...] = (),
     ) -> OpenedPrompt:
         """Return the prompt as the policy reads it, with images of the first observation after those of the data."""
         how = {"where": where, "chat_template_kwargs": template_kwargs, "control": self._control}
-        if isinstance(prompt, str) or (seen is None and not given):
+        if isinstance(prompt, str) or (seen is None and not returned):
             return OpenedPrompt(prompt, encode_prompt(self._tokenizer, prompt, **how), None)
         source = PromptVisuals("", (), where) if seen is None else seen.source
         if self._processor is None or not isinstance(source, PromptVisuals):
@@ -159,15 +153,15 @@ class PromptOpener:
             )
         bare_prompt = [{**message, "content": without_payload(message["content"])} for message in prompt]
         text = render_prompt(self._tokenizer, bare_prompt, where, template_kwargs, self._control)
-        shown = PromptVisuals(text, (*source.visuals, *given), where)
+        shown = PromptVisuals(text, (*source.visuals, *returned), where)
         try:
             ids, found = self._processor.process(text, shown.visuals, where)
         except DataError as error:
-            if not given:
+            if not returned:
                 raise
             raise OpeningFailed(str(error)) from error
         if found is not None:
-            found = replace(found, row=-1 if seen is None else seen.row, source=shown, from_environment=bool(given))
+            found = replace(found, row=-1 if seen is None else seen.row, source=shown, from_environment=bool(returned))
         return OpenedPrompt(prompt, ids, found)
 
     def _ids_around(
@@ -435,9 +429,9 @@ class Interaction(EpisodeSource):
         ready = self.ready_for(rows[0].columns)
         kwargs = {**tools_argument(rows[0].columns.get("tools")), **ready.template_kwargs}
         where = f"the prompt of row {batch.rows[number]}"
-        opened = self._opener.with_tools(
-            OpenedPrompt(batch.prompts[number], batch.prompt_ids[number], seen), where, kwargs
-        )
+        opened = OpenedPrompt(batch.prompts[number], batch.prompt_ids[number], seen)
+        if kwargs.get("tools"):
+            opened = self._opener.render(opened.prompt, seen, where, kwargs)
         if opening is not None:
             try:
                 opened = self._opener.with_opening(opened, opening, where, kwargs)

@@ -237,12 +237,12 @@ def call_from(value: Any, text: str) -> AnyCall:
     if not isinstance(value, dict):
         return BadCall(text, f"a call is an object with name and arguments, not {excerpt(json.dumps(value), 40)}")
     value = value.get("function") if isinstance(value.get("function"), dict) else value
-    name, given = value.get("name"), [value[key] for key in ("arguments", "parameters") if key in value]
+    name, candidates = value.get("name"), [value[key] for key in ("arguments", "parameters") if key in value]
     if not isinstance(name, str) or not name:
         return BadCall(text, "the call has no name")
-    if not given and (other := value.keys() - _CALL_KEYS):
+    if not candidates and (other := value.keys() - _CALL_KEYS):
         return BadCall(text, f"the call has no arguments, and {', '.join(sorted(other))} beside its name")
-    arguments = next((each for each in given if each is not None), None)
+    arguments = next((each for each in candidates if each is not None), None)
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments.strip() or "null")

@@ -96,11 +96,11 @@ class DiscreteReader:
 
     def read(self, text: str) -> int:
         """Return the action that a text names, spaces around it aside."""
-        said = text.strip()
+        word = text.strip()
         if self._words:
-            place = self._places.get(said.casefold(), -1)
+            place = self._places.get(word.casefold(), -1)
         else:
-            place = int(said) - self._first if re.fullmatch(r"-?[0-9]{1,18}", said) else -1
+            place = int(word) - self._first if re.fullmatch(r"-?[0-9]{1,18}", word) else -1
         if not 0 <= place < self._count:
             raise InvalidAction(f"write {self._allowed}")
         return self._first + place
@@ -142,9 +142,9 @@ class FunctionReader:
             raise InvalidAction(str(error) or "this is no action") from error
         if action is not None and self._space.shape:
             try:
-                given = np.asarray(action)
-                array = given.astype(self._space.dtype)
-                action = array if np.allclose(array, given) else None
+                numbers = np.asarray(action)
+                array = numbers.astype(self._space.dtype)
+                action = array if np.allclose(array, numbers) else None
             except (TypeError, ValueError):  # it is no number, or the space's type cannot hold it
                 action = None
         if action is None or not self._space.contains(action):

@@ -101,8 +101,8 @@ class Thoughts:
     def _next_opened(self, text: str, at: int) -> tuple[int, int, str] | None:
         """Return where the next opening mark begins and ends, and what closes it."""
         places = [(text.find(open_, at), open_, close) for open_, close in self.marks]
-        there = [(place, place + len(open_), close) for place, open_, close in places if place >= 0]
-        return min(there, default=None)
+        opened = [(place, place + len(open_), close) for place, open_, close in places if place >= 0]
+        return min(opened, default=None)
 
 
 def generation_prompt(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> str:
@@ -179,7 +179,7 @@ def split_thoughts(written: str) -> tuple[str, str]:
     Args:
         written: The turn with its control tokens.
     """
-    said, thought = list[str](), list[str]()
+    content, thought = list[str](), list[str]()
     for message in channel_messages(written):
-        (thought if message.thought else said).append(message.text.strip())
-    return "\n".join(filter(None, said)), "\n".join(filter(None, thought))
+        (thought if message.thought else content).append(message.text.strip())
+    return "\n".join(filter(None, content)), "\n".join(filter(None, thought))

@@ -218,11 +218,11 @@ class Toolbox:
         Raises:
             ConfigError: two have one name.
         """
-        both = copy.copy(self)
-        both.tools = dict(self.tools)
+        merged = copy.copy(self)
+        merged.tools = dict(self.tools)
         for tool in more.tools.values():
-            _add(both.tools, tool)
-        return both
+            _add(merged.tools, tool)
+        return merged
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -248,8 +248,8 @@ def _described_function(function: Callable[..., Any]) -> tuple[Callable[..., Any
     """Return the function whose types and docstring describe a tool, and the arguments that are bound already."""
     if isinstance(function, functools.partial):
         inner, bound = _described_function(function.func)
-        given = inspect.signature(inner).bind_partial(*function.args, **function.keywords).arguments
-        return inner, bound | given.keys()
+        arguments = inspect.signature(inner).bind_partial(*function.args, **function.keywords).arguments
+        return inner, bound | arguments.keys()
     if inspect.isroutine(function) or isinstance(function, type):
         return function, frozenset()
     return getattr(function, "__wrapped__", function.__call__), frozenset()  # the first of functools.lru_cache

@@ -347,7 +347,7 @@ class Caller:
         this process does not allow a thread; where it logs a number per call; and where a cache counts its hits.
 
         Args:
-            job: All rows of the batch. Missing completions are put into its inputs before a row is told.
+            job: All rows of the batch. Missing completions are put into its inputs before `tell` is called for a row.
             completions: The same of the completions, for messages.
         """
         runs_elsewhere = self.pool is not None or is_async(self.function)

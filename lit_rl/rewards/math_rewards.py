@@ -152,8 +152,8 @@ def math_answer(
 
 
 def _score(text: str, gold: str) -> float:
-    given = final_answer(text)
-    return float(given is not None and same_answer(given, golden_part(gold)))
+    answer = final_answer(text)
+    return float(answer is not None and same_answer(answer, golden_part(gold)))
 
 
 def _check_math_answers(columns: Mapping[str, Sequence[Any]], given: Sequence[str] = ()) -> None:
@@ -310,8 +310,8 @@ def _compare(gold: str | list[Any], text: str, limit: Any) -> float | None:
         boxed_match_priority=0,
         try_extract_without_anchor=False,
     )
-    given = parse(_tidied(text), extraction_config=[latex], extraction_mode="first_match", parsing_timeout=limit)
-    return float(verify(gold, given, timeout_seconds=limit))
+    answer = parse(_tidied(text), extraction_config=[latex], extraction_mode="first_match", parsing_timeout=limit)
+    return float(verify(gold, answer, timeout_seconds=limit))
 
 
 @functools.cache

@@ -169,8 +169,8 @@ class PendingRewards:
 
     def of(self, completions: Sequence[Completion], completion_ids: Sequence[Sequence[int]]) -> dict[str, EarlyRows]:
         """Return the early calls of each function, and the recorded rows that are unchanged in the batch."""
-        told = zip(self._completions, self._ids, completions, completion_ids, strict=True)
-        same = {row for row, (text, ids, now, ids_now) in enumerate(told) if text == now and ids == list(ids_now)}
+        pairs = zip(self._completions, self._ids, completions, completion_ids, strict=True)
+        same = {row for row, (text, ids, now, ids_now) in enumerate(pairs) if text == now and ids == list(ids_now)}
         return {name: (calls, same) for name, calls in self._calls.items()}
 
     def cancel(self) -> None:
@@ -212,8 +212,8 @@ class Scores:
             return values.new_full((count, *values.shape[1:]), nothing).index_copy(0, at, values)
 
         def listed(values: Sequence[Any], nothing: Any) -> list[Any]:
-            given = dict(zip(rows, values, strict=True))
-            return [given.get(row, nothing) for row in range(count)]
+            by_row = dict(zip(rows, values, strict=True))
+            return [by_row.get(row, nothing) for row in range(count)]
 
         return replace(
             self,
@@ -381,7 +381,7 @@ class Rewards:
     def begin(
         self, prompts: Sequence[Prompt], columns: Mapping[str, Sequence[Any]], trainer_state: TrainerState | None = None
     ) -> PendingRewards | None:
-        """Prepare for completions that are finished one by one; the result is told of each, and then passed to `score`.
+        """Prepare for completions that are finished one by one; tell the result of each, then pass it to `score`.
 
         Called early are functions that name `prompt` or `completion`, where they are `async def` or run in
         worker processes, and functions whose attribute ``independent_rows`` is True. All others see the whole batch, in

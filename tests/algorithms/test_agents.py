@@ -716,7 +716,7 @@ def test_episodes_without_an_environment_are_refused(tmp_path: Path) -> None:
     def as_in_trl(completions: Sequence[Any], environments: Sequence[Any]) -> list[float]:
         return [each.score for each in environments]
 
-    with pytest.raises(RewardError, match=r"'environments'.*env.*get_reward\(self\) and take reward=environment"):
+    with pytest.raises(RewardError, match=r"'environments'.*env.*get_reward\(self\) and set reward=environment"):
         trainer_of(tmp_path).fit(module_of(reward=as_in_trl), prompts())
 
 

@@ -137,7 +137,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "fault_05_drops_tools": (chat("untold"), ["The chat template of", "does not tell the policy of the tools: double"]),
     "fault_07_no_parser": (
         [*DOUBLE, "env.parser=auto"],
-        ["env.parser=auto", "env.parser is hermes, llama3", "or regex with env.call_pattern"],
+        ["env.parser=auto", "env.parser to hermes, llama3", "or to regex with env.call_pattern"],
     ),
     "fault_08_context": (
         [*DOUBLE, "env.max_tokens=4000"],

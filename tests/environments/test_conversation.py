@@ -369,7 +369,7 @@ class PaysLater(Endless):
 
 
 def test_a_reward_that_is_no_number_names_its_turn() -> None:
-    with pytest.raises(RewardError, match=r"PaysLater\.step in turn 2 gave the reward inf"):
+    with pytest.raises(RewardError, match=r"PaysLater\.step in turn 2 returned the reward inf"):
         one(texts(CustomEnvironment(PaysLater)), "a", "b", "c")
 
 

@@ -201,7 +201,9 @@ def test_a_tokenizer_that_says_how_calls_are_written_is_believed() -> None:
 
 
 def test_nothing_says_how_calls_are_written() -> None:
-    with pytest.raises(ConfigError, match=r"env.parser is hermes, llama3, mistral, .*, or regex with env.call_pattern"):
+    with pytest.raises(
+        ConfigError, match=r"env.parser to hermes, llama3, mistral, .*, or to regex with env.call_pattern"
+    ):
         texts(FunctionTools([double]))
 
 
@@ -246,5 +248,5 @@ def test_an_observation_may_be_an_array(given: Any, text: str) -> None:
 
 
 def test_a_reward_beyond_floats_is_no_number() -> None:
-    with pytest.raises(RewardError, match=r"Mine\.step gave the reward 1000"):
+    with pytest.raises(RewardError, match=r"Mine\.step returned the reward 1000"):
         check_reward(10**400, "Mine.step")

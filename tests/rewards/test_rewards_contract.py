@@ -280,7 +280,7 @@ def test_async_generators_are_refused_at_once():
 
 @pytest.mark.parametrize("function", [3, None, Judge], ids=["number", "none", "class"])
 def test_what_cannot_score_is_refused(function):
-    with pytest.raises(RewardError, match="'mine'.*(cannot be called|is a class.*of a file, make one there)"):
+    with pytest.raises(RewardError, match="'mine'.*(cannot be called|is a class.*make the object in the file)"):
         Rewards({"mine": function})
 
 
