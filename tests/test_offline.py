@@ -24,7 +24,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "https://hub.invalid")
-    monkeypatch.setattr(machine, "_set_offline", False)
+    monkeypatch.setattr(machine, "_offline_by_lit_rl", False)
     for name in machine._PROXIES:
         monkeypatch.delenv(name, raising=False)
 
@@ -57,8 +57,8 @@ def test_a_proxy_looks_names_up_itself(asked, monkeypatch, proxy):
 def test_what_the_user_has_set_stays(asked, monkeypatch):
     import huggingface_hub
 
-    machine._ask_the_hub(False)
-    monkeypatch.setattr(machine, "_set_offline", False)
+    machine._use_hub(False)
+    monkeypatch.setattr(machine, "_offline_by_lit_rl", False)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
     machine.go_offline_if_unreachable()
     assert is_offline()
@@ -98,12 +98,12 @@ def test_why_nothing_can_be_sent_is_found_out_within_seconds(asked, monkeypatch)
         assert str(machine.why_hub_is_unreachable()).endswith("cannot be reached: timed out")
         for each in waiting:
             each.close()
-    machine._ask_the_hub(False)
+    machine._use_hub(False)
     with socket.create_server(("127.0.0.1", 0)) as there:
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{there.getsockname()[1]}")
         assert machine.why_hub_is_unreachable() is None and not is_offline()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(machine, "_set_offline", False)
+    monkeypatch.setattr(machine, "_offline_by_lit_rl", False)
     assert "HF_HUB_OFFLINE is set" in str(machine.why_hub_is_unreachable())
 
 

@@ -15,7 +15,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,16 +107,25 @@ def call_arguments(arguments: Any) -> Any:
 
 def _rendered(tokenizer: Any, messages: Sequence[Any], how: dict[str, Any]) -> Any:
     """Return the rendering, with thoughts and contents in the form that the template reads."""
-    placed = _in_parts if _wants_parts(tokenizer) else list[Any]
-    told = _with_thoughts(tokenizer, messages)
+    in_form = _in_parts if _wants_parts(tokenizer) else list[Any]
+
+    def thinks(message: Any) -> bool:
+        return isinstance(message, Mapping) and (
+            any(message.get(key) for key in THOUGHTS) or _CLOSES in str(message.get("content"))
+        )
+
+    with_thoughts = messages
+    if any(map(thinks, messages)):
+        form = _form_of_thoughts(tokenizer)
+        with_thoughts = [_thoughts_by_key(message, form) if thinks(message) else message for message in messages]
     try:
-        return _with_calls(tokenizer, placed(told), how)
+        return _with_calls(tokenizer, in_form(with_thoughts), how)
     except (TimeLimitExceeded, MemoryError):
         raise
     except Exception:  # gpt-oss' refuses thoughts beside content and calls: they are dropped, with a warning
-        if told == messages:
+        if with_thoughts == messages:
             raise
-        return _with_calls(tokenizer, placed(messages), how)
+        return _with_calls(tokenizer, in_form(messages), how)
 
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
@@ -130,65 +139,54 @@ mark stands on a line of its own, or before the mark of a call. Marks anywhere e
 
 
 @dataclass(frozen=True)
-class _Thinking:
+class _ThoughtForm:
     """The way in which a template takes thoughts."""
 
     keys: tuple[str, ...]
     """The keys of `THOUGHTS` that it reads."""
-    apart: tuple[bool, bool]
+    moves: tuple[bool, bool]
     """True if thoughts in a content are to be passed by the key: between both marks, and before the second."""
 
 
-_thinking: dict[str, _Thinking] = {}
+_thought_forms: dict[str, _ThoughtForm] = {}
 """Cache by template."""
 
 _PROBE, _THOUGHT, _REPLY = "qqpartsqq", "qqthoughtqq", "qqsaidqq"
 """Texts of trial renderings."""
 
 
-def _with_thoughts(tokenizer: Any, messages: Sequence[Any]) -> Sequence[Any]:
-    """Return the messages with thoughts by the key that the template reads."""
-
-    def thinks(message: Any) -> bool:
-        return isinstance(message, Mapping) and (
-            any(message.get(key) for key in THOUGHTS) or _CLOSES in str(message.get("content"))
-        )
-
-    if not any(map(thinks, messages)):
-        return messages
-    takes = _takes_thoughts(tokenizer)
-    return [_thinking_apart(message, takes) if thinks(message) else message for message in messages]
-
-
-def _thinking_apart(message: Mapping[str, Any], takes: _Thinking) -> Mapping[str, Any]:
-    if not takes.keys or message.get("role") != "assistant" or any(message.get(key) for key in takes.keys):
+def _thoughts_by_key(message: Mapping[str, Any], form: _ThoughtForm) -> Mapping[str, Any]:
+    """Return a message of the assistant with its thought by the key that the template reads."""
+    if not form.keys or message.get("role") != "assistant" or any(message.get(key) for key in form.keys):
         return message
     content = message.get("content")
-    given = next((key for key in THOUGHTS if isinstance(message.get(key), str) and message[key]), None)
-    if given is not None:
-        return {**{key: item for key, item in message.items() if key != given}, takes.keys[0]: message[given]}
+    found_key = next((key for key in THOUGHTS if isinstance(message.get(key), str) and message[key]), None)
+    if found_key is not None:
+        others = {key: item for key, item in message.items() if key != found_key}
+        return {**others, form.keys[0]: message[found_key]}
     if not isinstance(content, str):
         return message
     opened = content.lstrip().startswith(_OPENS)
     found = (_OPENED if opened else _CLOSED).fullmatch(content)
-    if found is None or not takes.apart[0 if opened else 1]:
+    if found is None or not form.moves[0 if opened else 1]:
         return message
     if not opened and (_OPENS in found[1] or content.count(_CLOSES) > 1):
         return message
-    return {**message, takes.keys[0]: found[1].strip("\n"), "content": found[2].lstrip("\n")}
+    return {**message, form.keys[0]: found[1].strip("\n"), "content": found[2].lstrip("\n")}
 
 
-def _takes_thoughts(tokenizer: Any) -> _Thinking:
+def _form_of_thoughts(tokenizer: Any) -> _ThoughtForm:
+    """Return how the template takes thoughts, by trial renderings; cached by template."""
     template = tokenizer.chat_template
     source = "\n".join(template.values()) if isinstance(template, dict) else str(template)
-    if source not in _thinking:
+    if source not in _thought_forms:
         keys = tuple(key for key in THOUGHTS if re.search(rf"\.{key}\b|['\"]{key}['\"]", source))
-        apart = (False, False)
+        moves = (False, False)
         if keys and _thinks_once(tokenizer, {keys[0]: _THOUGHT, "content": _REPLY}):
             both, closed = f"{_OPENS}\n{_THOUGHT}\n{_CLOSES}\n\n{_REPLY}", f"{_THOUGHT}\n{_CLOSES}\n\n{_REPLY}"
-            apart = not _thinks_once(tokenizer, {"content": both}), not _thinks_once(tokenizer, {"content": closed})
-        _thinking[source] = _Thinking(keys, apart)
-    return _thinking[source]
+            moves = not _thinks_once(tokenizer, {"content": both}), not _thinks_once(tokenizer, {"content": closed})
+        _thought_forms[source] = _ThoughtForm(keys, moves)
+    return _thought_forms[source]
 
 
 def _thinks_once(tokenizer: Any, reply: Mapping[str, Any]) -> bool:
@@ -236,41 +234,42 @@ def _with_calls(tokenizer: Any, messages: Sequence[Any], how: dict[str, Any]) ->
     if not any(isinstance(message, Mapping) and message.get("tool_calls") for message in messages):
         return tokenizer.apply_chat_template(messages, **how)
     try:
-        return tokenizer.apply_chat_template(_arguments_as(call_arguments, messages), **how)
+        return tokenizer.apply_chat_template(_with_arguments(messages, as_text=False), **how)
     except (TimeLimitExceeded, MemoryError):
         raise
     except Exception as error:  # a template is a program, and may raise anything if it gets an object
         try:
-            return tokenizer.apply_chat_template(_arguments_as(_json_text, messages), **how)
+            return tokenizer.apply_chat_template(_with_arguments(messages, as_text=True), **how)
         except (TimeLimitExceeded, MemoryError):
             raise
         except Exception:
             raise error from None
 
 
-def _arguments_as(form: Callable[[Any], Any], messages: Sequence[Any]) -> list[Any]:
-    """Return the messages with the arguments of every call in this form; the input is not changed."""
+def _with_arguments(messages: Sequence[Any], *, as_text: bool) -> list[Any]:
+    """Return the messages with the arguments of every call as an object, or as JSON text; the input is not changed."""
 
     def changed(call: Any) -> Any:
         if not isinstance(call, Mapping):
             return call
         if isinstance(call.get("function"), Mapping):
             return {**call, "function": changed(call["function"])}
-        return {**call, "arguments": form(call["arguments"])} if "arguments" in call else call
+        if "arguments" not in call:
+            return call
+        arguments = call["arguments"]
+        if not as_text:
+            arguments = call_arguments(arguments)
+        elif not isinstance(arguments, str) or not arguments.strip():
+            arguments = json.dumps(call_arguments(arguments), ensure_ascii=False)
+        return {**call, "arguments": arguments}
 
-    def of(message: Any) -> Any:
+    found = []
+    for message in messages:
         calls = message.get("tool_calls") if isinstance(message, Mapping) else None
-        return (
-            {**message, "tool_calls": [changed(call) for call in calls]} if isinstance(calls, list | tuple) else message
-        )
-
-    return [of(message) for message in messages]
-
-
-def _json_text(arguments: Any) -> str:
-    if isinstance(arguments, str) and arguments.strip():
-        return arguments
-    return json.dumps(call_arguments(arguments), ensure_ascii=False)
+        if isinstance(calls, list | tuple):
+            message = {**message, "tool_calls": [changed(call) for call in calls]}
+        found.append(message)
+    return found
 
 
 class _Watch:
@@ -388,7 +387,7 @@ def _settled(
 
 def common_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
     """Return how many leading ids two sequences have in common."""
-    return next((i for i, (mine, theirs) in enumerate(zip(one, other)) if mine != theirs), min(len(one), len(other)))
+    return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 def marks_start(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -69,8 +69,8 @@ def _errno_of(error: BaseException) -> int | None:
     their text only."""
     if isinstance(error, OSError):
         return error.errno
-    said = re.search(r"\(os error (\d+)\)", str(error))
-    return int(said[1]) if said is not None else None
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found is not None else None
 
 
 def check_free_space(folder: str | Path, size: int) -> None:
@@ -83,9 +83,9 @@ def check_free_space(folder: str | Path, size: int) -> None:
     Raises:
         OSError: ENOSPC, with both numbers.
     """
-    there = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
+    existing = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
     try:
-        total, _, free = shutil.disk_usage(there)
+        total, _, free = shutil.disk_usage(existing)
     except OSError:
         return  # unknown
     if total and free < size:
@@ -150,20 +150,16 @@ def write_new(path: Path, text: str) -> None:
         except FileExistsError:
             raise
         except OSError:  # a file system without hard links
-            _write_new_in_place(path, text)
+            with path.open("x") as file:
+                try:
+                    file.write(text)
+                    file.flush()
+                except OSError:
+                    path.unlink(missing_ok=True)
+                    raise
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink()
-
-
-def _write_new_in_place(path: Path, text: str) -> None:
-    with path.open("x") as file:
-        try:
-            file.write(text)
-            file.flush()
-        except OSError:
-            path.unlink(missing_ok=True)
-            raise
 
 
 def write_manifest(folder: Path) -> None:

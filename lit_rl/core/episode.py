@@ -94,19 +94,15 @@ def transcript_of(messages: Sequence[Mapping[str, Any]]) -> str:
 def message_text(message: Mapping[str, Any]) -> str:
     """Return the text of a message, with its calls as ``name(argument=value)``."""
     calls: Sequence[Mapping[str, Any]] = message.get("tool_calls") or ()
-    written = [_call(call["function"]) for call in calls]
-    return " ".join(part for part in (_content_text(message.get("content")), *written) if part)
-
-
-def _content_text(content: Any) -> str:
-    """Return the text of a content, with the names of its images in place."""
-    if not isinstance(content, list):
-        return str(content or "")
-    return "".join(f"[image {part.get('image', '')}]" if "text" not in part else part["text"] for part in content)
-
-
-def _call(function: Mapping[str, Any]) -> str:
-    return f"{function['name']}({', '.join(f'{name}={value!r}' for name, value in function['arguments'].items())})"
+    content: Any = message.get("content")
+    if isinstance(content, list):  # the names of images stand in their place
+        parts = (part["text"] if "text" in part else f"[image {part.get('image', '')}]" for part in content)
+        content = "".join(parts)
+    written = list[str]()
+    for function in (call["function"] for call in calls):
+        arguments = (f"{name}={value!r}" for name, value in function["arguments"].items())
+        written.append(f"{function['name']}({', '.join(arguments)})")
+    return " ".join(part for part in (str(content or ""), *written) if part)
 
 
 @dataclass(frozen=True)
@@ -147,7 +143,7 @@ class Responder(ABC):
         """The largest length of a row, including the environment's tokens: ``sampling.max_new_tokens`` or more."""
 
     @abstractmethod
-    def tell(self, said: PolicyTurn) -> None:
+    def tell(self, turn: PolicyTurn) -> None:
         """Begin to answer. Does not wait for it."""
 
     @abstractmethod

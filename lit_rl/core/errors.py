@@ -299,8 +299,8 @@ def refuse_unknown_keywords(
         return
     allowed = known | keyword_names(kind)
     elsewhere = place(wrong, allowed)
-    said = f" {elsewhere[0].upper()}{elsewhere[1:]}." if elsewhere else did_you_mean(wrong, allowed)
-    error = UnknownKeyword(f"{kind.__name__} takes no {wrong}=.{said} help({kind.__name__}) lists them.")
+    hint = f" {elsewhere[0].upper()}{elsewhere[1:]}." if elsewhere else did_you_mean(wrong, allowed)
+    error = UnknownKeyword(f"{kind.__name__} takes no {wrong}=.{hint} help({kind.__name__}) lists them.")
     error.keyword = wrong
     raise error
 

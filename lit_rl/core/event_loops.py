@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import Awaitable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -30,16 +30,14 @@ def run_coroutine(coroutine: Coroutine[Any, Any, Result]) -> Result:
             return loop.run_until_complete(coroutine)
         finally:
             try:
-                loop.run_until_complete(_cancelled(asyncio.all_tasks(loop)))
+                tasks = asyncio.all_tasks(loop)
+                for task in tasks:
+                    task.cancel()
+                if tasks:
+                    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
                 loop.run_until_complete(loop.shutdown_asyncgens())
             finally:
                 loop.close()
-
-
-async def _cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @contextmanager
@@ -115,14 +113,15 @@ class BackgroundLoop:
 
 def _end_loop(loop: asyncio.AbstractEventLoop, pid: int) -> None:
     """Stop a loop once its tasks are over. In a forked process it is the parent's, and only its memory is here."""
-    if pid == os.getpid():
-        asyncio.run_coroutine_threadsafe(_stop_when_idle(loop), loop)
+    if pid != os.getpid():
+        return
 
+    async def stop_when_idle() -> None:
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(others)
+        loop.stop()
 
-async def _stop_when_idle(loop: asyncio.AbstractEventLoop) -> None:
-    while others := asyncio.all_tasks() - {asyncio.current_task()}:
-        await asyncio.wait(others)
-    loop.stop()
+    asyncio.run_coroutine_threadsafe(stop_when_idle(), loop)
 
 
 FUNCTION_LOOP = BackgroundLoop("lit_rl-async-rewards")

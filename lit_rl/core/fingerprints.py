@@ -94,7 +94,11 @@ def _reads(function: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
         if isinstance(parameter.default, bool | int | float | str) and parameter.default is not parameter.empty:
             yield name, parameter.default
     enclosed = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    values = {name: cell.cell_contents for name, cell in enclosed if _is_filled(cell)}
+    values: dict[str, Any] = {}
+    for name, cell in enclosed:
+        with contextlib.suppress(ValueError):  # of a name that is not bound yet
+            if cell.cell_contents is not None:
+                values[name] = cell.cell_contents
     names = dict.fromkeys(_names(function.__code__))
     values |= {name: function.__globals__[name] for name in names if name in function.__globals__}
     for name, value in values.items():
@@ -102,13 +106,6 @@ def _reads(function: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
             yield from _other(value, function.__module__, seen)
         else:
             yield name, value
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:  # of a name that is not bound yet
-        return False
 
 
 def _names(code: CodeType) -> Iterator[str]:

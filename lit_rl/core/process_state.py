@@ -39,7 +39,7 @@ def seed_generators(seed: int) -> None:
         numpy.random.seed(seed)
     if (torch := sys.modules.get("torch")) is not None:
         torch.default_generator.manual_seed(seed)
-        if (gpu := _gpu(torch)) is not None:
+        if (gpu := _gpu_module(torch)) is not None:
             gpu.manual_seed(seed)
 
 
@@ -80,7 +80,7 @@ def preserve_process_state(whose: str, left: Collection[str] = ()) -> Iterator[N
         left: Names of settings that stay as the block leaves them.
     """
     in_main = threading.current_thread() is threading.main_thread()
-    with preserve_settings(whose, left, _HANDLERS if in_main else ()):
+    with preserve_settings(whose, left, _SIGNAL_HANDLERS if in_main else ()):
         yield
 
 
@@ -94,17 +94,19 @@ def preserve_settings(whose: str, left: Collection[str] = (), others: Sequence[_
         left: Names of settings that stay as the block leaves them.
         others: Further settings.
     """
-    settings = [(setting, _value(setting)) for setting in (*_settings(), *others) if setting.name not in left]
+    settings = [
+        (setting, _read_or_none(setting)) for setting in (*_known_settings(), *others) if setting.name not in left
+    ]
     try:
         with preserve_generators():
             yield
     except KeyboardInterrupt:  # the signal's handler has restored the handlers
-        settings = [(setting, before) for setting, before in settings if setting not in _HANDLERS]
+        settings = [(setting, before) for setting, before in settings if setting not in _SIGNAL_HANDLERS]
         raise
     finally:
         changed: list[str] = []
         for setting, before in settings:
-            after = _value(setting)
+            after = _read_or_none(setting)
             if before is not None and after is not before and after != before:
                 setting.write(before)
                 changed.append(setting.name)
@@ -123,11 +125,11 @@ _warned: set[tuple[str, ...]] = set()
 @contextmanager
 def preserve_generators() -> Iterator[None]:
     """Put the random generators back behind the block as they were before it, whatever it drew or raised."""
-    numpy, torch = sys.modules.get("numpy"), _torch()
+    numpy, torch = sys.modules.get("numpy"), _imported_torch()
     python = random.getstate()
     array = None if numpy is None else numpy.random.get_state()
     tensor = None if torch is None else torch.get_rng_state()
-    gpu = None if torch is None else _gpu(torch)
+    gpu = None if torch is None else _gpu_module(torch)
     drawn = None if gpu is None else gpu.get_rng_state()
     try:
         yield
@@ -152,7 +154,7 @@ def temporarily_seeded(seed: int) -> Iterator[None]:
     Args:
         seed: In [0, 2^32).
     """
-    python, torch, numpy = random.getstate(), _torch(), sys.modules.get("numpy")
+    python, torch, numpy = random.getstate(), _imported_torch(), sys.modules.get("numpy")
     tensor = None if torch is None else torch.get_rng_state()
     random.seed(seed)
     if torch is not None:
@@ -160,9 +162,9 @@ def temporarily_seeded(seed: int) -> Iterator[None]:
     array = None
     if numpy is not None:
         array = numpy.random.get_bit_generator()
-        if not _spare:
-            _spare.append(numpy.random.MT19937(0))
-        numpy.random.set_bit_generator(_spare[0])
+        if not _replacement:
+            _replacement.append(numpy.random.MT19937(0))
+        numpy.random.set_bit_generator(_replacement[0])
         numpy.random.seed(seed)
     try:
         yield
@@ -174,7 +176,7 @@ def temporarily_seeded(seed: int) -> Iterator[None]:
             numpy.random.set_bit_generator(array)
 
 
-_spare: list[Any] = []
+_replacement: list[Any] = []
 """The replacement of NumPy's generator."""
 
 
@@ -189,24 +191,26 @@ class _Setting(NamedTuple):
     """Sets it."""
 
 
-def _value(setting: _Setting) -> Any:
+def _read_or_none(setting: _Setting) -> Any:
+    """Return the value of a setting; None where it cannot be read."""
     with suppress(RuntimeError):  # torch refuses to read the precision that its other interface has set
         return setting.read()
     return None
 
 
-def _settings() -> list[_Setting]:
-    found = list(_OF_PYTHON)
-    if (torch := _torch()) is not None:
-        if not _OF_TORCH:
-            _OF_TORCH.extend(_settings_of_torch(torch))
-        found += _OF_TORCH
+def _known_settings() -> list[_Setting]:
+    """Return the settings of Python, and of PyTorch and NumPy where these are imported."""
+    found = list(_PYTHON_SETTINGS)
+    if (torch := _imported_torch()) is not None:
+        if not _TORCH_SETTINGS:
+            _TORCH_SETTINGS.extend(_settings_of_torch(torch))
+        found += _TORCH_SETTINGS
     if (numpy := sys.modules.get("numpy")) is not None and hasattr(numpy, "geterr"):
         found.append(_Setting("numpy.seterr", numpy.geterr, lambda before: numpy.seterr(**before)))
     return found
 
 
-def _gpu(torch: ModuleType) -> Any:
+def _gpu_module(torch: ModuleType) -> Any:
     """Return the module of the kind of GPU that this process uses, which has a generator of its own; None without."""
     for kind in ("cuda", "xpu"):
         if getattr(torch, kind).is_initialized():
@@ -214,25 +218,25 @@ def _gpu(torch: ModuleType) -> Any:
     return torch.mps if torch.backends.mps.is_available() else None
 
 
-def _torch() -> ModuleType | None:
+def _imported_torch() -> ModuleType | None:
     """Return PyTorch, where its import is over."""
     torch = sys.modules.get("torch")
     return torch if hasattr(torch, "get_default_device") else None
 
 
-def _folder() -> str | None:
+def _current_folder() -> str | None:
     with suppress(OSError):  # it is gone
         return os.getcwd()
     return None
 
 
-def _go_back(folder: str) -> None:
+def _return_to_folder(folder: str) -> None:
     with suppress(OSError):
         os.chdir(folder)
 
 
-_OF_PYTHON = (
-    _Setting("the current directory", _folder, _go_back),
+_PYTHON_SETTINGS = (
+    _Setting("the current directory", _current_folder, _return_to_folder),
     _Setting("sys.stdout", lambda: sys.stdout, partial(setattr, sys, "stdout")),
     _Setting("sys.stderr", lambda: sys.stderr, partial(setattr, sys, "stderr")),
     _Setting(
@@ -240,12 +244,12 @@ _OF_PYTHON = (
     ),
     _Setting("logging.disable", lambda: logging.root.manager.disable, logging.disable),
 )
-_HANDLERS = [
+_SIGNAL_HANDLERS = [
     _Setting(f"the handler of {number.name}", partial(signal.getsignal, number), partial(signal.signal, number))
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
     if (number := getattr(signal, name, None)) is not None
 ]
-_OF_TORCH: list[_Setting] = []
+_TORCH_SETTINGS: list[_Setting] = []
 
 
 def _settings_of_torch(torch: Any) -> list[_Setting]:

@@ -41,13 +41,13 @@ class LogitBias(dict[int, float]):
 
     def __init__(self, biases: Any = None) -> None:
         try:
-            given = dict(biases or {})
+            chosen = dict(biases or {})
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"sampling.logit_bias={biases!r} must map token ids to numbers, such as {{42: -5.0}}."
             ) from error
         checked: dict[int, float] = {}
-        for key, value in given.items():
+        for key, value in chosen.items():
             text = str(key).strip()
             if isinstance(key, bool) or not (text.isascii() and text.isdigit()):
                 raise ConfigError(
@@ -99,8 +99,8 @@ class Structured:
     def __post_init__(self) -> None:
         given = [f.name for f in fields(self) if getattr(self, f.name) is not None]
         if len(given) != 1:
-            came = f"{' and '.join(given)} are set" if given else "none is set"
-            raise ConfigError(f"sampling.structured takes exactly one of regex, json_schema, grammar, choice: {came}.")
+            fault = f"{' and '.join(given)} are set" if given else "none is set"
+            raise ConfigError(f"sampling.structured takes exactly one of regex, json_schema, grammar, choice: {fault}.")
         for key in ("regex", "grammar"):
             text = getattr(self, key)
             if text is not None and (not isinstance(text, str) or not text):
@@ -108,7 +108,12 @@ class Structured:
         if self.json_schema is not None:
             object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
         if self.choice is not None:
-            object.__setattr__(self, "choice", _choices(self.choice))
+            choice: Any = self.choice
+            if isinstance(choice, str) or not choice or not all(isinstance(text, str) and text for text in choice):
+                raise ConfigError(
+                    f"sampling.structured.choice={choice!r} must be a list of texts, none of them empty: ['yes', 'no']."
+                )
+            object.__setattr__(self, "choice", tuple(choice))
 
     @property
     def kind(self) -> str:
@@ -125,14 +130,6 @@ def _schema_text(schema: Any) -> str:
     except (ValueError, TypeError) as error:
         raise ConfigError(f"sampling.structured.json_schema={schema!r} is no JSON: {error}.") from error
     raise ConfigError(f"sampling.structured.json_schema={schema!r} must be a JSON object, such as {{type: object}}.")
-
-
-def _choices(choice: Any) -> tuple[str, ...]:
-    if isinstance(choice, str) or not choice or not all(isinstance(text, str) and text for text in choice):
-        raise ConfigError(
-            f"sampling.structured.choice={choice!r} must be a list of texts, none of them empty: ['yes', 'no']."
-        )
-    return tuple(choice)
 
 
 PromptForm = Literal["text", "messages"]
@@ -446,23 +443,25 @@ def select(item: Any, rows: Tensor) -> Any:
     return _selected(item, {rows.device: rows}, rows)
 
 
-def _selected(item: Any, there: dict[torch.device, Tensor], rows: Tensor) -> Any:
+def _selected(item: Any, by_device: dict[torch.device, Tensor], rows: Tensor) -> Any:
     """Select rows as `select` does, with a cache of the rows on each device."""
     if isinstance(item, Tensor):
-        if item.device not in there:
-            there[item.device] = to_device(rows, item.device) if rows.device.type == "cpu" else rows.to(item.device)
-        return item[there[item.device]]
+        if item.device not in by_device:
+            by_device[item.device] = to_device(rows, item.device) if rows.device.type == "cpu" else rows.to(item.device)
+        return item[by_device[item.device]]
     if isinstance(item, Vision):
         return item.select(rows)
     if isinstance(item, Mapping):
-        return {key: _selected(value, there, rows) for key, value in item.items()}
+        return {key: _selected(value, by_device, rows) for key, value in item.items()}
     if isinstance(item, tuple):
         return tuple(item[row] for row in rows.tolist())
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
         names = [f.name for f in dataclasses.fields(item) if f.name != "host"]
-        found: Any = dataclasses.replace(item, **{name: _selected(getattr(item, name), there, rows) for name in names})
+        found: Any = dataclasses.replace(
+            item, **{name: _selected(getattr(item, name), by_device, rows) for name in names}
+        )
         if isinstance(item, Completions) and item.host is not None and (kept := item.kept_on_host) is not None:
-            found = found.with_host(_selected(kept, there, rows))
+            found = found.with_host(_selected(kept, by_device, rows))
         return found
     return item
 
@@ -545,11 +544,11 @@ def _filled(one: Completions, other: Completions) -> Completions:
 def _joined(one: Any, two: Any) -> Any:
     """Join columns at the width of the wider one; values outside the masks are 0, and never read."""
     values: dict[str, Tensor] = {}
-    for (name, width, mine), (_, _, theirs) in zip(columns_of(one), columns_of(two)):
-        assert (mine is None) == (theirs is None), name
-        if mine is None or theirs is None:
+    for (name, width, first), (_, _, second) in zip(columns_of(one), columns_of(two)):
+        assert (first is None) == (second is None), name
+        if first is None or second is None:
             continue
-        parts = [mine, theirs]
+        parts = [first, second]
         if width is not Width.NONE:
             widest = max(part.shape[1] for part in parts)
             missing = [widest - part.shape[1] for part in parts]

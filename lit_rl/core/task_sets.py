@@ -252,15 +252,15 @@ def prompt_of(task: Any) -> list[Message]:
             f"{name} has no prompt: somebody else opens its conversation. Play it by its environment, "
             "env=rollout_func with lit_rl.generation.VerifiersHarness, on a set whose tasks have one."
         )
-    begun: list[Message] = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
+    messages: list[Message] = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
     if isinstance(data.prompt, str):
-        return [*begun, {"role": "user", "content": data.prompt}]
+        return [*messages, {"role": "user", "content": data.prompt}]
     for message in data.prompt:
         images = [part for part in message.content or () if getattr(part, "type", "text") != "text"]
         if images or getattr(message, "tool_calls", None):
             raise ConfigError(f"{name} has a prompt with images or calls of tools, and data=verifiers shows texts.")
-        begun.append({"role": message.role, "content": verifiers("types").content_text(message.content)})
-    return begun
+        messages.append({"role": message.role, "content": verifiers("types").content_text(message.content)})
+    return messages
 
 
 # ------------------------------------------------------------------ verifiers: scores of a completion
@@ -303,12 +303,12 @@ async def score_completion(row: TaskRow, prompt: Sequence[Message], completion: 
     task, invoke = row.task(), verifiers("utils.decorators").invoke
     base = verifiers().Task
     trace = _trace(task, prompt, completion)
-    given = {"task": task.data, "trace": trace}
+    arguments = {"task": task.data, "trace": trace}
     async with asyncio.timeout(task.data.timeout.scoring):
         if type(task).setup is not base.setup:
-            await invoke(task.setup, given)
+            await invoke(task.setup, arguments)
         if type(task).finalize is not base.finalize:
-            await invoke(task.finalize, given)
+            await invoke(task.finalize, arguments)
         await task.score(trace)
     return scores_of(trace)
 
@@ -325,7 +325,7 @@ def scores_of(trace: Any) -> VerifiersScores:
 def _trace(task: Any, prompt: Sequence[Message], completion: Sequence[Message]) -> Any:
     """Return a finished trace with one line of messages, without tokens and usage."""
     vf, parse_message = verifiers(), verifiers("dialects").parse_message
-    said = [parse_message(_openai_message(message, number)) for number, message in enumerate((*prompt, *completion))]
+    parsed = [parse_message(_openai_message(message, number)) for number, message in enumerate((*prompt, *completion))]
     trace = vf.Trace(
         task=vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
         state=verifiers("state").state_cls(type(task))(),
@@ -337,7 +337,7 @@ def _trace(task: Any, prompt: Sequence[Message], completion: Sequence[Message]) 
             message=message,
             sampled=number >= len(prompt) and message.role == "assistant",
         )
-        for number, message in enumerate(said)
+        for number, message in enumerate(parsed)
     ]
     trace.stop("agent_completed")
     trace.ok = True

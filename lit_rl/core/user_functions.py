@@ -57,7 +57,7 @@ def load_file(path: Path, text: bytes) -> ModuleType:
     name = f"_lit_rl_reward_{path.stem}_{digest}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path, loader=_KeptSource(name, str(path), text))
+    spec = importlib.util.spec_from_file_location(name, path, loader=_SourceAsRead(name, str(path), text))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up
@@ -70,7 +70,7 @@ def load_file(path: Path, text: bytes) -> ModuleType:
     return module
 
 
-class _KeptSource(SourceFileLoader):
+class _SourceAsRead(SourceFileLoader):
     """Runs a text that was read before: a worker that is replaced must not pick up an edit in the middle of a run."""
 
     def __init__(self, name: str, path: str, text: bytes) -> None:
@@ -114,8 +114,8 @@ def check_file(path: Path, key: str) -> None:
 
 def missing_function_error(path: str, key: str, name: str, public: Sequence[str]) -> ConfigError:
     """Return the error for a file or module without that name."""
-    there = ", ".join(public) or "none"
-    return ConfigError(f"{key}={path!r}: there is no {name!r}. There are: {there}.{did_you_mean(name, public)}")
+    listed = ", ".join(public) or "none"
+    return ConfigError(f"{key}={path!r}: there is no {name!r}. There are: {listed}.{did_you_mean(name, public)}")
 
 
 def check_function(path: str, key: str) -> None:
@@ -135,26 +135,22 @@ def check_function(path: str, key: str) -> None:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):  # reported where it is loaded
         return
-    bound = _bound_names(tree)
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    used |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    bound, used = set[str](), set[str]()  # anywhere in it, in functions too: more than the module has
+    for node in ast.walk(tree):
+        if isinstance(node, _DEFINED):
+            bound.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            bound |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name):
+            used.add(node.id)
+            if isinstance(node.ctx, ast.Store):
+                bound.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            used.add(node.attr)
     is_dynamic = "*" in bound or not _DYNAMIC.isdisjoint(used | bound)
     if name not in bound and not is_dynamic:
         public = {node.name for node in tree.body if isinstance(node, _DEFINED) and not node.name.startswith("_")}
         raise missing_function_error(path, key, name, sorted(public))
-
-
-def _bound_names(tree: ast.Module) -> set[str]:
-    """Return every name that is bound anywhere in it, in functions too: more than the module has."""
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, _DEFINED):
-            found.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-    return found
 
 
 @dataclass(frozen=True)
@@ -169,17 +165,17 @@ class LoadedObject:
     value: Any
 
 
-def load_by_path(path: str, key: str, failed: type[LitRLError] = RewardError) -> LoadedObject:
+def load_by_path(path: str, key: str, error_class: type[LitRLError] = RewardError) -> LoadedObject:
     """Load and return the object at ``package.module:name`` or ``./file.py:name``.
 
     Args:
         path: The path; a file is relative to the current directory.
         key: The setting that named it, for messages.
-        failed: The class of error for a module or file that fails on import.
+        error_class: The class of error for a module or file that fails on import.
 
     Raises:
         ConfigError: the path is not of this form, or the module, file or name does not exist.
-        LitRLError: `failed`.
+        LitRLError: `error_class`.
     """
     source, colon, name = str(path).rpartition(":")
     if not (colon and source and name):
@@ -189,7 +185,7 @@ def load_by_path(path: str, key: str, failed: type[LitRLError] = RewardError) ->
         file = Path(source).expanduser().resolve()
         check_file(file, key)
         source, text = str(file), file.read_bytes()
-    module = _import(source, text, key, failed)
+    module = _import_source(source, text, key, error_class)
     if not hasattr(module, name):
         public = sorted(
             each
@@ -202,7 +198,7 @@ def load_by_path(path: str, key: str, failed: type[LitRLError] = RewardError) ->
     return LoadedObject(source, text, name, getattr(module, name))
 
 
-def _import(source: str, text: bytes | None, key: str, failed: type[LitRLError]) -> ModuleType:
+def _import_source(source: str, text: bytes | None, key: str, error_class: type[LitRLError]) -> ModuleType:
     try:
         with preserve_process_state(f"{key}: importing {source}", CHOSEN_FOR_SPEED):
             return load_source(source, text)
@@ -211,7 +207,7 @@ def _import(source: str, text: bytes | None, key: str, failed: type[LitRLError])
             raise
         missing = error.name if text is None and isinstance(error, ModuleNotFoundError) else None
         if missing is None or not f"{source}.".startswith(f"{missing}."):
-            raise failed(f"{key}: importing {source} failed with {describe_error(error)}.") from error
+            raise error_class(f"{key}: importing {source} failed with {describe_error(error)}.") from error
         parent, _, last = missing.rpartition(".")
         hint = ""
         if Path(f"{source}.py").is_file():
@@ -229,13 +225,13 @@ def weights_by_name(weights: Any, names: list[str]) -> dict[str, float]:
     Raises:
         ConfigError: a weight has no function, or is not a finite number.
     """
-    given = {} if weights is None else weights
-    if not isinstance(given, Mapping):
-        if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != len(names):
+    chosen = {} if weights is None else weights
+    if not isinstance(chosen, Mapping):
+        if not isinstance(chosen, Sequence) or isinstance(chosen, str) or len(chosen) != len(names):
             raise ConfigError(f"weights={weights!r} must be {len(names)} numbers, for {', '.join(names)}.")
-        given = dict(zip(names, given))
-    check_weights("weights", given, names)
-    return {name: float(given.get(name, 1.0)) for name in names}
+        chosen = dict(zip(names, chosen))
+    check_weights("weights", chosen, names)
+    return {name: float(chosen.get(name, 1.0)) for name in names}
 
 
 def check_weights(key: str, weights: Mapping[str, Any], names: Sequence[str]) -> None:

@@ -57,12 +57,12 @@ class TurnCodec:
         self.max_image_pixels = None if processor is None else max_image_pixels
         """None: the policy reads text."""
 
-    def turn(self, said: PolicyTurn) -> Turn:
+    def turn(self, turn: PolicyTurn) -> Turn:
         """Return a turn as text, with its special tokens and without, and its thoughts apart."""
-        ids = said.token_ids
+        ids = turn.token_ids
         written = str(self._tokenizer.decode(ids[:-1] if self.is_closed(ids) else ids))
         thought = split_thoughts(str(self._tokenizer.decode(ids)))[1] if self._on_channels else ""
-        return Turn(self.text(ids), written, cut=not said.ended, thought=thought)
+        return Turn(self.text(ids), written, cut=not turn.ended, thought=thought)
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of a turn without special tokens, and without thoughts that stand apart."""
@@ -124,14 +124,14 @@ class EpisodeRow:
 
     def episode(self) -> Episode:
         """Return the finished episode."""
-        given = [reward for reward in self.turn_rewards if reward is not None]
+        rewards = [reward for reward in self.turn_rewards if reward is not None]
         return Episode(
             prompt=self.prompt,
             messages=self.messages,
             end=self.end or "failed",
             turns=sum(message["role"] == "assistant" for message in self.messages),
             turn_rewards=self.turn_rewards,
-            reward=sum(given) if self.reward is None and given else self.reward,
+            reward=sum(rewards) if self.reward is None and rewards else self.reward,
             calls=self.calls,
             failed_calls=self.failed_calls,
             unreadable_calls=self.unreadable_calls,
@@ -195,7 +195,12 @@ class Conversations(Responder):
 
     def open(self) -> list[Opening]:
         """Make and reset every environment; return the first observations, one a row."""
-        openings = self._each(self._rows, _SeedOffset.RESET, _make_and_reset)
+
+        async def make_and_reset(row: EpisodeRow) -> Opening:
+            row.environment = row.make()  # by the user's constructor
+            return await row.environment.reset(row.seed, row.columns)
+
+        openings = self._each(self._rows, _SeedOffset.RESET, make_and_reset)
         return [self._unless_failed(row, opening) for row, opening in zip(self._rows, openings)]
 
     def episodes(self) -> tuple[Episode, ...]:
@@ -217,56 +222,51 @@ class Conversations(Responder):
         rows = [row for row in self._rows if row.environment is not None]
         self._each(rows, _SeedOffset.CLOSE, lambda row: row.made.close())
 
-    def _unless_failed(self, row: EpisodeRow, given: Any) -> Any:
+    def _unless_failed(self, row: EpisodeRow, result: Any) -> Any:
         """Return a result, or record a failure in the row and return None."""
-        if isinstance(given, _EnvironmentFailure):
-            row.end, row.error = given.end, given.error
+        if isinstance(result, _EnvironmentFailure):
+            row.end, row.error = result.end, result.error
             return None
-        return given
+        return result
 
     # ------------------------------------------------------------------ turns
 
-    def tell(self, said: PolicyTurn) -> None:
-        row = self._rows[said.row]
-        row.tokens += len(said.token_ids)
+    def tell(self, turn: PolicyTurn) -> None:
+        row = self._rows[turn.row]
+        row.tokens += len(turn.token_ids)
         row.started = time.perf_counter() if row.started is None else row.started
         if row.end is None and time.perf_counter() > self._end_of(row):
-            self._answered.append(self._record_reply(said, self._too_late(row), 0.0))
+            self._answered.append(self._record_reply(turn, self._too_late(row), 0.0))
             return
         if row.end is not None or row.environment is None:
-            self._answered.append(EnvironmentTurn(said.row, None, ended=False))
+            self._answered.append(EnvironmentTurn(turn.row, None, ended=False))
             return
-        task = self._task(partial(row.environment.answer, self._codec.turn(said)), row, _SeedOffset.TURN + said.turn)
+        task = self._task(partial(row.environment.answer, self._codec.turn(turn)), row, _SeedOffset.TURN + turn.turn)
         if self._factory.is_async:
-            self._ask(said, task)
+            self._ask(turn, task)
         else:
-            self._waiting.append((said, task))
+            self._waiting.append((turn, task))
 
     def answers(self, *, wait: bool) -> list[EnvironmentTurn]:
-        self._answer_in_order()
+        waiting, self._waiting = self._waiting, []
+        if waiting:  # nothing is awaited: they are answered one after another
+            begun = time.perf_counter()
+            with self._time_waited():
+                replies = self._runner.in_order([task for _, task in waiting])
+            seconds = (time.perf_counter() - begun) / len(waiting)
+            for (turn, _), reply in zip(waiting, replies, strict=True):
+                self._answered.append(self._record_reply(turn, self._in_time(reply, self._rows[turn.row]), seconds))
         while not self._arrived.empty():
             self._collect(*self._arrived.get())
         while wait and not self._answered:
             self._wait()
-        given, self._answered = self._answered, []
-        return given
+        answered, self._answered = self._answered, []
+        return answered
 
-    def _answer_in_order(self) -> None:
-        """Answer the waiting turns in order, where nothing is awaited."""
-        waiting, self._waiting = self._waiting, []
-        if not waiting:
-            return
-        begun = time.perf_counter()
-        with self._time_waited():
-            replies = self._runner.in_order([task for _, task in waiting])
-        seconds = (time.perf_counter() - begun) / len(waiting)
-        for (said, _), reply in zip(waiting, replies, strict=True):
-            self._answered.append(self._record_reply(said, self._in_time(reply, self._rows[said.row]), seconds))
-
-    def _ask(self, said: PolicyTurn, task: TimedTask) -> None:
+    def _ask(self, turn: PolicyTurn, task: TimedTask) -> None:
         begun, now = self._runner.begin(task), time.perf_counter()
-        self._asked[said.row] = said, begun
-        begun.future.add_done_callback(lambda done: self._arrived.put((said, now, begun)))
+        self._asked[turn.row] = turn, begun
+        begun.future.add_done_callback(lambda done: self._arrived.put((turn, now, begun)))
 
     def _wait(self) -> None:
         """Wait for one more reply. A call that blocks its thread is abandoned after its time limit, with those running
@@ -282,26 +282,26 @@ class Conversations(Responder):
                 return
             self._runner.abandon()
             asked, self._asked = self._asked, {}
-            for said, begun in asked.values():
+            for turn, begun in asked.values():
                 if begun.abandon():
-                    self._answered.append(self._record_reply(said, self._too_late(self._rows[said.row]), limit))
+                    self._answered.append(self._record_reply(turn, self._too_late(self._rows[turn.row]), limit))
                 else:
-                    self._ask(said, begun.task)
+                    self._ask(turn, begun.task)
 
-    def _collect(self, said: PolicyTurn, since: float, begun: RunningTask) -> None:
-        if self._asked.get(said.row, (None, None))[1] is begun:  # otherwise it was abandoned
-            self._asked.pop(said.row)
-            reply = self._result(begun, self._rows[said.row])
-            self._answered.append(self._record_reply(said, reply, time.perf_counter() - since))
+    def _collect(self, turn: PolicyTurn, since: float, begun: RunningTask) -> None:
+        if self._asked.get(turn.row, (None, None))[1] is begun:  # otherwise it was abandoned
+            self._asked.pop(turn.row)
+            reply = self._result(begun, self._rows[turn.row])
+            self._answered.append(self._record_reply(turn, reply, time.perf_counter() - since))
 
-    def _record_reply(self, said: PolicyTurn, reply: Reply | _EnvironmentFailure, seconds: float) -> EnvironmentTurn:
+    def _record_reply(self, turn: PolicyTurn, reply: Reply | _EnvironmentFailure, seconds: float) -> EnvironmentTurn:
         """Record the reply to a turn, and return the row's tokens of it."""
-        row, factory = self._rows[said.row], self._factory
+        row, factory = self._rows[turn.row], self._factory
         row.seconds += seconds
         if isinstance(reply, _EnvironmentFailure):
-            row.messages.append({"role": "assistant", "content": self._codec.text(said.token_ids)})
+            row.messages.append({"role": "assistant", "content": self._codec.text(turn.token_ids)})
             row.end, row.error = reply.end, reply.error
-            return EnvironmentTurn(said.row, None, ended=False)
+            return EnvironmentTurn(turn.row, None, ended=False)
         messages = self._shortened(reply.messages)
         row.messages += [dict(reply.said), *messages]
         row.turn_rewards.append(reply.reward)
@@ -309,40 +309,33 @@ class Conversations(Responder):
         row.unreadable_calls += reply.unreadable_calls
         if reply.end is not None:
             row.end = reply.end
-            return EnvironmentTurn(said.row, None, ended=reply.end != "cut")
-        if said.turn + 1 >= factory.max_turns:
+            return EnvironmentTurn(turn.row, None, ended=reply.end != "cut")
+        if turn.turn + 1 >= factory.max_turns:
             row.end = "max_turns"
-            return EnvironmentTurn(said.row, None, ended=False)
-        try:
-            ids, seen = self._encoded(row, messages, closed=self._codec.is_closed(said.token_ids))
-        except _ObservationTooLong as why:
-            row.end, row.error = "failed", str(why)
-            return EnvironmentTurn(said.row, None, ended=False)
+            return EnvironmentTurn(turn.row, None, ended=False)
+        closed, seen = self._codec.is_closed(turn.token_ids), tuple[Later, ...]()
+        if not any(isinstance(message["content"], list) for message in messages):
+            ids = row.frames.encode(messages, closed=closed)
+        else:
+            try:
+                ids, seen = row.frames.encode_seen(messages, closed=closed)
+            except DataError as error:
+                row.end, row.error = "failed", str(error)
+                return EnvironmentTurn(turn.row, None, ended=False)
+            count, most = count_placeholders(self._codec.placeholders, ids), factory.max_observation_tokens
+            if count > most:
+                row.end = "failed"
+                row.error = (
+                    f"the images of an answer have {count} tokens, more than env.max_observation_tokens={most}, and an "
+                    "image cannot be cut: raise it, or return smaller or fewer images"
+                )
+                return EnvironmentTurn(turn.row, None, ended=False)
         room = min(self._max_new_tokens, self.max_tokens - row.tokens - len(ids))
         if room < 1:
             row.end = "max_tokens"
-            return EnvironmentTurn(said.row, None, ended=False)
+            return EnvironmentTurn(turn.row, None, ended=False)
         row.tokens, row.observed = row.tokens + len(ids), row.observed + len(ids)
-        return EnvironmentTurn(said.row, ids, room, seen=seen)
-
-    def _encoded(
-        self, row: EpisodeRow, messages: Sequence[Message], *, closed: bool
-    ) -> tuple[list[int], tuple[Later, ...]]:
-        """Return the tokens of a reply, and the images in it."""
-        if not any(isinstance(message["content"], list) for message in messages):
-            return row.frames.encode(messages, closed=closed), ()
-        try:
-            ids, seen = row.frames.encode_seen(messages, closed=closed)
-        except DataError as error:
-            raise _ObservationTooLong(str(error)) from error
-        count = count_placeholders(self._codec.placeholders, ids)
-        most = self._factory.max_observation_tokens
-        if count > most:
-            raise _ObservationTooLong(
-                f"the images of an answer have {count} tokens, more than env.max_observation_tokens={most}, and an "
-                "image cannot be cut: raise it, or return smaller or fewer images"
-            )
-        return ids, seen
+        return EnvironmentTurn(turn.row, ids, room, seen=seen)
 
     def _shortened(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages with their texts cut to equal shares of the longest reply."""
@@ -372,7 +365,7 @@ class Conversations(Responder):
         tasks = [self._task(partial(ask, row), row, place) for row in rows]
         with self._time_waited():
             if not self._factory.is_async:
-                return [self._in_time(given, row) for given, row in zip(self._runner.in_order(tasks), rows)]
+                return [self._in_time(result, row) for result, row in zip(self._runner.in_order(tasks), rows)]
             begun = [self._runner.begin(task) for task in tasks]
             limit = self._factory.step_timeout + GRACE
             while not all(each.future.done() for each in begun):
@@ -396,8 +389,8 @@ class Conversations(Responder):
         seed, in_worker = (row.seed + place * _ODD) & _LARGEST_SEED, self._factory.pool is not None
         return TimedTask(self._catching_errors(ask), self._factory.step_timeout, seed, until=until, in_worker=in_worker)
 
-    def _in_time(self, given: Any, row: EpisodeRow) -> Any:
-        return self._too_late(row) if isinstance(given, TimedOut) else given
+    def _in_time(self, result: Any, row: EpisodeRow) -> Any:
+        return self._too_late(row) if isinstance(result, TimedOut) else result
 
     def _result(self, begun: RunningTask, row: EpisodeRow) -> Any:
         if not begun.future.done():
@@ -443,17 +436,7 @@ class Conversations(Responder):
         return _EnvironmentFailure("timeout", limit)
 
 
-class _ObservationTooLong(Exception):
-    """The error for a reply that cannot be shown to the policy: the episode fails with its message."""
-
-
 class _SeedOffset:
     """Offsets of the seeds, so that each call of an environment draws from a seed of its own."""
 
     RESET, TURN, REWARD, CLOSE = 0, 1, 1 << 20, (1 << 20) + 1
-
-
-async def _make_and_reset(row: EpisodeRow) -> Opening:
-    """Make the row's environment, by the user's constructor, and reset it."""
-    row.environment = row.make()
-    return await row.environment.reset(row.seed, row.columns)

@@ -59,7 +59,7 @@ class Pool:
 
     def _reset(self) -> None:
         self._pid = os.getpid()
-        self._places = [_WorkerSlot() for _ in range(self.size)]
+        self._slots = [_WorkerSlot() for _ in range(self.size)]
         self._numbers = itertools.count()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -80,8 +80,8 @@ class Pool:
         async def called(*arguments: Any, **keywords: Any) -> Any:
             asked = CALL_CONTEXT.get()
             call = WorkerCall(number, None, target.name, arguments, keywords, asked.next_seed())
-            given, _ = await _run_in_loop(self.call(call, asked, None))
-            return _result_or_raise(given)
+            result, _ = await _run_in_loop(self.call(call, asked, None))
+            return _result_or_raise(result)
 
         return called
 
@@ -106,36 +106,31 @@ class Pool:
             ObjectLost: the object's worker had ended.
             GenerationError: no worker can be started.
         """
-        place = self._least_busy_slot(call) if life is None else life.place
-        place.waiting += 1
+        if life is not None:
+            slot = life.slot
+        else:  # the least busy one
+            if self._pid != os.getpid():  # forked: the workers belong to the parent process
+                self._reset()
+            slot = min(self._slots, key=lambda each: each.waiting if call.object is None else each.objects)
+        slot.waiting += 1
         try:
-            async with place.lock:
-                if life is not None and not (place.life is life and life.process.alive):
+            async with slot.lock:
+                if life is not None and not (slot.life is life and life.process.alive):
                     raise ObjectLost("its worker has ended")
-                alive = await self._live_worker(place)
+                if slot.life is not None and not slot.life.process.alive:
+                    slot.life.end()
+                if slot.life is None:
+                    slot.life = await self._start_worker(slot)
+                live = slot.life
                 if life is None and call.object is not None:
-                    alive.objects += 1
+                    live.objects += 1
                 if not (limit := asked.left):  # the wait for the worker used it up
                     raise TimedOut
-                return await alive.call(call, limit), alive
+                return await live.call(call, limit), live
         finally:
-            place.waiting -= 1
+            slot.waiting -= 1
 
-    def _least_busy_slot(self, call: WorkerCall) -> _WorkerSlot:
-        if self._pid != os.getpid():  # forked: the workers belong to the parent process
-            self._reset()
-        if call.object is None:
-            return min(self._places, key=lambda place: place.waiting)
-        return min(self._places, key=lambda place: place.objects)
-
-    async def _live_worker(self, place: _WorkerSlot) -> _WorkerLife:
-        if place.life is not None and not place.life.process.alive:
-            place.life.end()
-        if place.life is None:
-            place.life = await self._start_worker(place)
-        return place.life
-
-    async def _start_worker(self, place: _WorkerSlot) -> _WorkerLife:
+    async def _start_worker(self, slot: _WorkerSlot) -> _WorkerLife:
         try:
             process = WorkerProcess("env", [*self.modules, "lit_rl.environments.environment_worker"])
         except OSError as error:
@@ -149,11 +144,11 @@ class Pool:
                 f"env.workers={self.size}: a worker process failed while it imported {what}, with {failure.kind}: "
                 f"{failure.text}{quote_output(failure.output)}.{hint}"
             )
-        return _WorkerLife(place, process, self.memory_mb)
+        return _WorkerLife(slot, process, self.memory_mb)
 
     async def release(self, call: WorkerCall, asked: CallContext, life: _WorkerLife) -> None:
         """Close an object, if it lives."""
-        if life.place.life is life:
+        if life.slot.life is life:
             life.objects -= 1
             with contextlib.suppress(ObjectLost):
                 await self.call(call, asked, life)
@@ -177,8 +172,8 @@ class _WorkerSlot:
 class _WorkerLife:
     """One worker from its start to its end."""
 
-    def __init__(self, place: _WorkerSlot, process: WorkerProcess, memory_mb: int | None) -> None:
-        self.place, self.process, self._memory_mb = place, process, memory_mb
+    def __init__(self, slot: _WorkerSlot, process: WorkerProcess, memory_mb: int | None) -> None:
+        self.slot, self.process, self._memory_mb = slot, process, memory_mb
         self.objects = 0
 
     async def call(self, call: WorkerCall, limit: float) -> Any:
@@ -192,7 +187,10 @@ class _WorkerLife:
         except BaseException:
             self.end()
             raise
-        _print_output(self.process.output.take())
+        output = self.process.output.take()
+        if output and sys.stdout is not None:
+            with contextlib.suppress(OSError, ValueError):  # a closed output must not end a run
+                sys.stdout.write(output)
         if isinstance(reply, Failure) and reply.kind == "MemoryError":
             self._fail(reply, call)
         return reply
@@ -208,7 +206,7 @@ class _WorkerLife:
     def end(self) -> None:
         """End what is left of the worker and its group."""
         self.process.kill()
-        self.place.life = None
+        self.slot.life = None
 
 
 class WorkerObject:
@@ -240,8 +238,8 @@ class WorkerObject:
     async def _call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         asked = CALL_CONTEXT.get()
         call = WorkerCall(self._target, self._number, method, arguments, keywords, asked.next_seed())
-        given, self._life = await _run_in_loop(self._pool.call(call, asked, self._life))
-        return _result_or_raise(given)
+        result, self._life = await _run_in_loop(self._pool.call(call, asked, self._life))
+        return _result_or_raise(result)
 
 
 def target_of(path: Any, key: str) -> tuple[LoadedObject, Target]:
@@ -257,31 +255,24 @@ def target_of(path: Any, key: str) -> tuple[LoadedObject, Target]:
     if not isinstance(path, str):
         name = getattr(path, "__name__", type(path).__name__)
         raise ConfigError(
-            f"env.workers runs what {key} names in processes of its own, which find it by its path, and {name} was "
-            f"given as an object: give 'package.module:{name}' or './file.py:{name}', or take env.workers=0."
+            f"env.workers runs {key} in other processes, which import it by its path, but {name} was given as an "
+            f"object. Give 'package.module:{name}' or './file.py:{name}', or set env.workers=0."
         )
     named = load_by_path(path, key)
     return named, Target(named.source, named.text, named.name)
 
 
-def _result_or_raise(given: Any) -> Any:
+def _result_or_raise(result: Any) -> Any:
     """Return the result of the user's code.
 
     Raises:
         Exception: what it raised, by the name of its class.
     """
-    if isinstance(given, Failure):
-        raise type(given.kind, (_Raised,), {})(given.text) from WorkerTraceback(given.trace)
-    return given
+    if isinstance(result, Failure):
+        raise type(result.kind, (_Raised,), {})(result.text) from WorkerTraceback(result.trace)
+    return result
 
 
 async def _run_in_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Run a coroutine in the loop of the workers."""
     return await asyncio.wrap_future(_LOOP.submit(coroutine))
-
-
-def _print_output(output: str) -> None:
-    """Print what a worker printed."""
-    if output and sys.stdout is not None:
-        with contextlib.suppress(OSError, ValueError):  # a closed output must not end a run
-            sys.stdout.write(output)

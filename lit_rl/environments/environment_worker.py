@@ -97,10 +97,19 @@ class _Objects:
     def answer(self, call: WorkerCall) -> Any:
         """Return the result of a call, awaited where it has to be."""
         seed_generators(call.seed)
-        given = self._given(call)
-        return _sendable(self._awaited(given) if inspect.isawaitable(given) else given)
+        result = self._call(call)
+        if inspect.isawaitable(result):
+            import asyncio  # takes half of a worker's start time, and few methods are async
 
-    def _given(self, call: WorkerCall) -> Any:
+            async def wait() -> Any:
+                return await result
+
+            if self._loop is None:  # one for all calls: a client may keep its connections
+                self._loop = asyncio.new_event_loop()
+            result = self._loop.run_until_complete(wait())
+        return _sendable(result)
+
+    def _call(self, call: WorkerCall) -> Any:
         target, keywords = self._targets[call.target]
         if call.object is None:
             return target(*call.arguments, **call.keywords)
@@ -109,16 +118,6 @@ class _Objects:
         if call.object not in self._objects:
             self._objects[call.object] = target(**keywords)
         return getattr(self._objects[call.object], call.method)(*call.arguments, **call.keywords)
-
-    def _awaited(self, given: Any) -> Any:
-        import asyncio  # takes half of a worker's start time, and few methods are async
-
-        async def awaited() -> Any:
-            return await given
-
-        if self._loop is None:  # one for all calls: a client may keep its connections
-            self._loop = asyncio.new_event_loop()
-        return self._loop.run_until_complete(awaited())
 
 
 def _sendable(value: Any) -> Any:

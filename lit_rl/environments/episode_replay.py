@@ -37,7 +37,7 @@ from lit_rl.environments.runner import CALL_CONTEXT, NoReply, TimedOut
 class JournalEntry:
     """The result of one call of an environment."""
 
-    given: Any = None
+    result: Any = None
     """An opening, a reply, or a reward."""
     failed: tuple[End, str] | None = None
     """The end of an episode that failed here, and the error."""
@@ -111,7 +111,7 @@ class Journal:
         """
         self._entries.setdefault(name, {})[place] = entry
         try:
-            line = json.dumps([name, *place, _plain(entry.given), entry.failed], default=_of_image)
+            line = json.dumps([name, *place, _plain(entry.result), entry.failed], default=_image_as_json)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"env.journal cannot write a reply of the environment: {error}.") from error
         try:
@@ -192,7 +192,7 @@ def _plain(given: Any) -> Any:
     return {each.name: getattr(given, each.name) for each in dataclasses.fields(given)}
 
 
-def _of_image(value: Any) -> dict[str, Any]:
+def _image_as_json(value: Any) -> dict[str, Any]:
     """Return an image as JSON, with its bytes.
 
     Raises:
@@ -254,7 +254,7 @@ class _PastCall:
 
     ask: _Ask
     seed: int
-    given: Any
+    result: Any
 
 
 class ReplayableEnvironment(Environment):
@@ -269,7 +269,7 @@ class ReplayableEnvironment(Environment):
     def __init__(self, make: Callable[[], Environment], *, has_state: bool, journal: EpisodeJournal | None) -> None:
         self._make, self._has_state, self._journal = make, has_state, journal
         self._made: Environment | None = None
-        self._said: list[_PastCall] = []
+        self._past: list[_PastCall] = []
         self._turns = 0
         self._at: tuple[str, str | None] = ("reset", None)
         """The current or next call, and its action where it is known."""
@@ -302,18 +302,22 @@ class ReplayableEnvironment(Environment):
         self._at = at, action
         seed, entry = CALL_CONTEXT.get().seed, self._journal and self._journal.known(at, action)
         if entry is None:
-            given = await self._call_now(ask)
+            result = await self._call_now(ask)
         elif entry.failed is not None:
             raise FailedBefore(*entry.failed)
         else:
-            given = entry.given
-        self._said.append(_PastCall(ask, seed, given))
-        return given
+            result = entry.result
+        self._past.append(_PastCall(ask, seed, result))
+        return result
 
     async def _call_now(self, ask: _Ask) -> Any:
         while True:
             try:
-                given = await ask(await self._live_environment())
+                if self._made is None:
+                    self._made = self._make()
+                    if self._has_state and self._past:  # lost in the middle of its episode
+                        await self._replay(self._made)
+                result = await ask(self._made)
             except ObjectLost:
                 self._made = None
                 continue
@@ -324,26 +328,18 @@ class ReplayableEnvironment(Environment):
                     raise
                 self._write(JournalEntry(failed=("failed", error_line(error))))
                 raise
-            self._write(JournalEntry(given=given))
-            return given
-
-    async def _live_environment(self) -> Environment:
-        """Return the environment, made again and with the past calls replayed where it was lost."""
-        if self._made is None:
-            self._made = self._make()
-            if self._has_state and self._said:
-                await self._replay(self._made)
-        return self._made
+            self._write(JournalEntry(result=result))
+            return result
 
     async def _replay(self, made: Environment) -> None:
         now = CALL_CONTEXT.get()
-        for said in self._said:
-            CALL_CONTEXT.set(now.with_seed(said.seed))
-            given = await said.ask(made)
-            if canonical_json(given) != canonical_json(said.given):
+        for past in self._past:
+            CALL_CONTEXT.set(now.with_seed(past.seed))
+            result = await past.ask(made)
+            if canonical_json(result) != canonical_json(past.result):
                 raise ReplayDiverged(
-                    f"made anew in the middle of its episode, it gave {_short_reply(given)} and not "
-                    f"{_short_reply(said.given)}"
+                    f"made anew in the middle of its episode, it gave {_short_reply(result)} and not "
+                    f"{_short_reply(past.result)}"
                 )
         CALL_CONTEXT.set(now.with_seed(now.seed))
 

@@ -10,7 +10,8 @@ from lit_rl.core.errors import ConfigError, in_range, one_of
 from lit_rl.environments.environment_base import Environment, Interactive
 from lit_rl.environments.environment_pool import Pool
 from lit_rl.environments.frames import AnswerRole
-from lit_rl.environments.tool_parsers import Parser, check_parser
+from lit_rl.environments.parser_base import Parser
+from lit_rl.environments.tool_parsers import check_parser
 from lit_rl.environments.tools import Toolbox
 
 
@@ -119,11 +120,13 @@ class EnvironmentFactory(Interactive, ABC):
             in_range("env.memory_mb", memory_mb, low=1)
             if not workers:
                 raise ConfigError(
-                    f"env.memory_mb={memory_mb} is the limit of a worker process, and env.workers=0: set env.workers=1 "
-                    "or more."
+                    f"env.memory_mb={memory_mb} limits a worker process, but env.workers=0 starts none. Set "
+                    "env.workers=1 or more."
                 )
         if not isinstance(journal, (bool, str)) or journal == "":
-            raise ConfigError(f"env.journal={journal!r} is true, false, or the folder that the replies are written in.")
+            raise ConfigError(
+                f"env.journal={journal!r}: allowed are true, false, or the folder to write the replies to."
+            )
         self.pool = Pool(workers, memory_mb) if workers else None
         self.journal = journal
 

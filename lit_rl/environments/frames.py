@@ -116,7 +116,7 @@ class ChatFrames(Frames):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         processor: Processor | None = None,
     ) -> None:
-        self._processor, self._apart = processor, False
+        self._processor, self._images_are_separate = processor, False
         self._tokenizer, self._eos_ids = tokenizer, frozenset(eos_ids)
         self._calls_are_text = calls_are_text
         self._name = template_name(tokenizer)
@@ -129,24 +129,43 @@ class ChatFrames(Frames):
 
     def encode(self, messages: Sequence[Message], *, closed: bool) -> list[int]:
         kind: AnswerRole = "tool" if messages[0]["role"] == "tool" else "user"
-        messages = messages if self._renders(kind, len(messages)) else [_joined(messages)]
-        skeleton, count = self._skeletons[kind], len(messages)
-        ids = self._rendered_ids(skeleton, messages)
-        ends = [place for place, token in enumerate(ids) if token in self._eos_ids]
-        return ids[ends[self._ends[kind, count] or 0] + closed :]
+        if not self._renders(kind, len(messages)):
+            messages = [{**messages[0], "content": "\n".join(message["content"] for message in messages)}]
+        skeleton, ids = self._skeletons[kind], list[int]()
+        texts = [message["content"] for message in messages]
+        if any(token in text for text in texts for token in self._control):
+            # A text that spells a control token would become it: it is tokenised apart from what the template writes.
+            marks = [f"{_BETA}{number}{_BETA}" for number in range(len(texts))]
+            rest = self._rendered(skeleton, [{**message, "content": mark} for message, mark in zip(messages, marks)])
+            for mark, content in zip(marks, texts):
+                before, rest = rest.split(mark, 1)
+                ids += [*self._ids(before), *literal_ids(self._tokenizer, skeleton.written(content))]
+            ids += self._ids(rest)
+        else:
+            ids = self._ids(self._rendered(skeleton, messages))
+        return ids[self._begin_of_reply(kind, len(messages), ids) + closed :]
 
     def encode_seen(self, messages: Sequence[Message], *, closed: bool) -> tuple[list[int], tuple[Later, ...]]:
         kind: AnswerRole = "tool" if messages[0]["role"] == "tool" else "user"
-        messages = messages if self._renders(kind, len(messages)) else [_joined_seen(messages)]
-        skeleton, count = self._skeletons[kind], len(messages)
+        if not self._renders(kind, len(messages)):  # one message with the contents of all, a line each
+            parts: list[dict[str, Any]] = []
+            for message in messages:
+                content = message["content"]
+                parts += [{"type": "text", "text": "\n"}] if parts else []
+                parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
+            messages = [{**messages[0], "content": parts}]
         ids: list[int] = []
         later: list[Later] = []
-        for piece, seen in self._pieces(skeleton, messages):
+        for piece, seen in self._pieces(self._skeletons[kind], messages):
             later += [] if seen is None else [Later(len(ids), seen, len(piece))]
             ids += piece
-        ends = [place for place, token in enumerate(ids) if token in self._eos_ids]
-        begin = ends[self._ends[kind, count] or 0] + closed
+        begin = self._begin_of_reply(kind, len(messages), ids) + closed
         return ids[begin:], tuple(each.from_column(begin) for each in later)
+
+    def _begin_of_reply(self, kind: AnswerRole, count: int, ids: Sequence[int]) -> int:
+        """Return the place of the token that ends the assistant's turn, in a rendering of `count` replies."""
+        ends = [place for place, token in enumerate(ids) if token in self._eos_ids]
+        return ends[self._ends[kind, count] or 0]
 
     def history(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids of a whole conversation rendered again, up to the policy's next turn.
@@ -167,7 +186,16 @@ class ChatFrames(Frames):
             messages: Messages with the arguments of calls as mappings.
         """
         tools = self._skeletons.get("tool")
-        return [*_with_ids(messages, text_arguments=tools is not None and tools.arguments == "text")]
+        text_arguments, answers, found = tools is not None and tools.arguments == "text", 0, []
+        for message in messages:  # ids are counted in each turn
+            if message["role"] == "tool":
+                found.append(_with_call(message, answers))
+                answers += 1
+                continue
+            answers = 0
+            calls = [_call(call, number, text_arguments) for number, call in enumerate(message.get("tool_calls") or ())]
+            found.append(message | {"tool_calls": calls} if calls else message)
+        return found
 
     def _renders(self, kind: AnswerRole, count: int) -> bool:
         """Tell whether the template renders `count` replies to one turn. Some allow only one call a turn."""
@@ -179,19 +207,6 @@ class ChatFrames(Frames):
             except Exception:  # a template may raise anything
                 self._ends[kind, count] = None
         return self._ends[kind, count] is not None
-
-    def _rendered_ids(self, skeleton: _Skeleton, messages: Sequence[Message]) -> list[int]:
-        texts = [message["content"] for message in messages]
-        if not any(token in text for text in texts for token in self._control):
-            return self._ids(self._rendered(skeleton, messages))
-        # A text that spells a control token would become it: it is tokenised apart from what the template writes.
-        marks = [f"{_BETA}{number}{_BETA}" for number in range(len(texts))]
-        text = self._rendered(skeleton, [{**message, "content": mark} for message, mark in zip(messages, marks)])
-        ids: list[int] = []
-        for mark, content in zip(marks, texts):
-            before, text = text.split(mark, 1)
-            ids += [*self._ids(before), *literal_ids(self._tokenizer, skeleton.written(content))]
-        return [*ids, *self._ids(text)]
 
     def _pieces(
         self, skeleton: _Skeleton, messages: Sequence[Message]
@@ -208,25 +223,22 @@ class ChatFrames(Frames):
             own = [next(new) for _ in texts_of_content(message["content"])]
             shown.append({**message, "content": without_payload(with_texts(message["content"], own))})
         rest = self._rendered(skeleton, shown)
-        self._check_places(rest, len(images))
-        self._check_apart(images[0])
+        assert self._processor is not None
+        if (places := self._processor.places(rest)) != len(images):
+            raise ImageReturned(
+                f"A tool or an environment returned images, and the {self._name} shows {places} of the {len(images)} "
+                "of an answer. Give one that writes a placeholder for each with model.chat_template=FILE."
+            )
+        self._check_separate_images(images[0])
         for mark, text in zip(marks, texts) if apart else ():
             before, rest = rest.split(mark, 1)
-            yield self._seen(before, images)
+            yield self._take_images(before, images)
             yield literal_ids(self._tokenizer, skeleton.written(text)), None
-        yield self._seen(rest, images)
+        yield self._take_images(rest, images)
 
-    def _check_places(self, text: str, images: int) -> None:
-        assert self._processor is not None
-        if (places := self._processor.places(text)) != images:
-            raise ImageReturned(
-                f"A tool or an environment returned images, and the {self._name} shows {places} of the {images} of an "
-                "answer. Give one that writes a placeholder for each with model.chat_template=FILE."
-            )
-
-    def _check_apart(self, image: ImageRef) -> None:
+    def _check_separate_images(self, image: ImageRef) -> None:
         """Check once that two images have twice the tokens of one."""
-        if self._apart:
+        if self._images_are_separate:
             return
         assert self._processor is not None
         counts = []
@@ -241,9 +253,9 @@ class ChatFrames(Frames):
                 f"tokens alone and two {counts[1]}: a conversation that is read anew would have other tokens than the "
                 "policy learned from. Take a model that shows each image for itself, such as smolvlm_256m."
             )
-        self._apart = True
+        self._images_are_separate = True
 
-    def _seen(self, text: str, images: list[ImageRef]) -> tuple[list[int], PromptVision | None]:
+    def _take_images(self, text: str, images: list[ImageRef]) -> tuple[list[int], PromptVision | None]:
         """Return the tokens of a text with its vision inputs; its images are removed from `images`."""
         assert self._processor is not None
         count = self._processor.places(text)
@@ -385,19 +397,6 @@ def _with_call(message: Message, number: int) -> Message:
     return {"tool_call_id": _call_id(number), **message} if message["role"] == "tool" else dict(message)
 
 
-def _with_ids(messages: Sequence[Message], *, text_arguments: bool) -> Iterator[Message]:
-    """Yield the messages of a conversation with an id for each call and each tool's reply, counted in their turn."""
-    answers = 0
-    for message in messages:
-        if message["role"] == "tool":
-            yield _with_call(message, answers)
-            answers += 1
-            continue
-        answers = 0
-        calls = [_call(call, number, text_arguments) for number, call in enumerate(message.get("tool_calls") or ())]
-        yield message | {"tool_calls": calls} if calls else message
-
-
 def _call(call: Message, number: int, text_arguments: bool) -> Message:
     function = call["function"]
     if text_arguments:
@@ -408,20 +407,6 @@ def _call(call: Message, number: int, text_arguments: bool) -> Message:
 def _call_id(number: int) -> str:
     """Return an id of nine letters and digits, as Mistral's templates require."""
     return f"call{number:05d}"
-
-
-def _joined_seen(messages: Sequence[Message]) -> Message:
-    """Join all replies into one message: their contents, a line each."""
-    parts: list[dict[str, Any]] = []
-    for message in messages:
-        content = message["content"]
-        parts += [{"type": "text", "text": "\n"}] if parts else []
-        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return {**messages[0], "content": parts}
-
-
-def _joined(messages: Sequence[Message]) -> Message:
-    return {**messages[0], "content": "\n".join(message["content"] for message in messages)}
 
 
 def literal_ids(tokenizer: Any, text: str) -> list[int]:

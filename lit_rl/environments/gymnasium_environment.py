@@ -17,6 +17,7 @@ from lit_rl.environments.environment_pool import target_of
 from lit_rl.environments.environment_worker import Target
 from lit_rl.environments.factory import EnvironmentFactory, EnvironmentKind
 from lit_rl.environments.games import GameDemonstrations
+from lit_rl.environments.parser_base import Parser
 from lit_rl.environments.text_game import (
     DiscreteReader,
     FunctionPath,
@@ -26,7 +27,6 @@ from lit_rl.environments.text_game import (
     render_as_text,
     render_modes,
 )
-from lit_rl.environments.tool_parsers import Parser
 from lit_rl.environments.user_environments import SteppedEnvironment, UserClass
 
 _WORKER_MODULE = "lit_rl.environments.text_game"
@@ -68,7 +68,10 @@ class GymnasiumEnvironment(EnvironmentFactory):
         super().__init__(**limits)
         one_of("env.observation", observation, ("value", "render"))
         if observation == "render" and show is not None:
-            raise ConfigError("env.show and env.observation=render: either says what the policy reads.")
+            raise ConfigError(
+                "env.show and env.observation=render are both set, and each of them decides what the policy reads. "
+                "Keep one."
+            )
         self._options = {**(options or {})}
         if observation == "render":
             self._options = {"render_mode": "ansi", **self._options}
@@ -78,7 +81,15 @@ class GymnasiumEnvironment(EnvironmentFactory):
             self._show = render_as_text
             if observation == "value":
                 self._show = make_renderer(made, _function(show, "env.show"), self._name)
-            self._check_begins(made)
+            try:
+                first, _ = made.reset(seed=0)
+                begins = self._show(made, first)
+            except Exception as error:  # of the environment, or of the user's function
+                raise ConfigError(f"env: {self._name!r} cannot begin: {type(error).__name__}: {error}.") from error
+            if not isinstance(begins, str):
+                raise ConfigError(
+                    f"env.show returned {excerpt(repr(begins))} for the first observation; it has to return a str."
+                )
         self._options = {"disable_env_checker": True, **self._options}  # the probe ran the checker already
         described = UserClass(self.made, self._name, "step")
         if self.pool is not None:
@@ -97,16 +108,6 @@ class GymnasiumEnvironment(EnvironmentFactory):
         """Return a new environment. The caller closes it."""
         return TextGame(_gymnasium().make(self._name, **self._options), self.actions, self._show)
 
-    def _check_begins(self, made: Any) -> None:
-        """Refuse what cannot begin an episode, or begins with what is no text."""
-        try:
-            observation, _ = made.reset(seed=0)
-            begins = self._show(made, observation)
-        except Exception as error:  # of the environment, or of the user's function
-            raise ConfigError(f"env: {self._name!r} cannot begin: {type(error).__name__}: {error}.") from error
-        if not isinstance(begins, str):
-            raise ConfigError(f"env.show made {excerpt(repr(begins))} of an observation, which is no text.")
-
 
 class _GymnasiumKind(EnvironmentKind):
     opens = gives_reward = True
@@ -121,7 +122,7 @@ class _GymnasiumKind(EnvironmentKind):
 def _function(function: str | Callable[..., Any] | None, key: str) -> Callable[..., Any] | None:
     found = load_by_path(function, key).value if isinstance(function, str) else function
     if found is not None and not callable(found):
-        raise ConfigError(f"{key}={function!r} is a {type(found).__name__}, and no function.")
+        raise ConfigError(f"{key}={function!r} is a {type(found).__name__}, not a function.")
     return found
 
 

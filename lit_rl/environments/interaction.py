@@ -33,9 +33,10 @@ from lit_rl.environments.observations import (
     with_texts,
     without_payload,
 )
+from lit_rl.environments.parser_base import Parser
 from lit_rl.environments.runner import Runner
 from lit_rl.environments.template_checks import CHECK_EVERY, TemplateRewriteCheck
-from lit_rl.environments.tool_parsers import Parser, RegexParser, parser_for
+from lit_rl.environments.tool_parsers import RegexParser, parser_for
 
 
 class OpeningFailed(Exception):
@@ -76,13 +77,15 @@ class PromptOpener:
         self._control = control_tokens(tokenizer)
         if processor is not None:
             self._control = sorted({*self._control, *processor.reserved})
-            _refuse_spelled_placeholders(tokenizer, processor)
-
-    def with_tools(self, plain: OpenedPrompt, where: str, template_kwargs: Mapping[str, Any]) -> OpenedPrompt:
-        """Return the prompt of a row, rendered with its tools."""
-        if not template_kwargs.get("tools"):
-            return plain
-        return self._rendered(plain.prompt, plain.seen, where, template_kwargs)
+            # Replies of tools and environments may spell a placeholder.
+            for token in processor.placeholders:
+                text = str(tokenizer.decode([token]))
+                if token in literal_ids(tokenizer, text):
+                    raise ConfigError(
+                        f"With env= others than the policy write texts, and its tokenizer turns the plain text "
+                        f"{text!r} into the placeholder of an image, because that is not marked as a special token. "
+                        "Mark it as special in the tokenizer's files, or leave env out."
+                    )
 
     def with_opening(
         self, plain: OpenedPrompt, opening: str | Sequence[Message], where: str, template_kwargs: Mapping[str, Any]
@@ -100,14 +103,6 @@ class PromptOpener:
                 processor refuses.
             ImageReturned: it begins with an image, and the prompt is plain text.
         """
-        found = self._with(plain, opening, where, template_kwargs)
-        if len(found.ids) - len(plain.ids) > self._most:
-            raise OpeningFailed("what it began with is longer than env.max_observation_tokens")
-        return found
-
-    def _with(
-        self, plain: OpenedPrompt, opening: str | Sequence[Message], where: str, template_kwargs: Mapping[str, Any]
-    ) -> OpenedPrompt:
         prompt, contents = plain.prompt, _contents(opening)
         images = tuple(image for content in contents for image in images_of_content(content))
         texts = [text for content in contents for text in texts_of_content(content)]
@@ -119,31 +114,36 @@ class PromptOpener:
                     'says where an image stands. Make them lists of messages: [{"role": "user", "content": ...}].'
                 )
             text = "".join(parts)
-            return OpenedPrompt(prompt + text, [*plain.ids, *literal_ids(self._tokenizer, text)], None)
-        opened = _with_texts(prompt, opening, parts)
-        written = next((token for token in self._control for part in parts if token in part), None)
-        if written is None:
-            return self._rendered(opened, plain.seen, where, template_kwargs, images)
-        if plain.seen is not None or images:  # a processor tokenises whole texts only
-            raise OpeningFailed(
-                f"what it began with holds the text {written!r}, a control token of the policy, which a prompt with "
-                "images cannot hold: let reset return other words"
-            )
-        marks = [f"qq{number}opening{number}qq" for number in range(len(parts))]
-        marked = _with_texts(prompt, opening, marks)
-        return OpenedPrompt(opened, self._ids_around(marked, marks, parts, template_kwargs), None)
+            found = OpenedPrompt(prompt + text, [*plain.ids, *literal_ids(self._tokenizer, text)], None)
+        else:
+            opened = _with_texts(prompt, opening, parts)
+            spelled = next((token for token in self._control for part in parts if token in part), None)
+            if spelled is None:
+                found = self.render(opened, plain.seen, where, template_kwargs, images)
+            elif plain.seen is not None or images:  # a processor tokenises whole texts only
+                raise OpeningFailed(
+                    f"the first observation holds the text {spelled!r}, which is a control token of the policy, and a "
+                    "prompt with images cannot hold it as text: let reset return it in other words"
+                )
+            else:
+                marks = [f"qq{number}opening{number}qq" for number in range(len(parts))]
+                marked = _with_texts(prompt, opening, marks)
+                found = OpenedPrompt(opened, self._ids_around(marked, marks, parts, template_kwargs), None)
+        if len(found.ids) - len(plain.ids) > self._most:
+            raise OpeningFailed("what it began with is longer than env.max_observation_tokens")
+        return found
 
-    def _rendered(
+    def render(
         self,
         prompt: Prompt,
         seen: PromptVision | None,
         where: str,
         template_kwargs: Mapping[str, Any],
-        given: tuple[ImageRef, ...] = (),
+        returned: tuple[ImageRef, ...] = (),
     ) -> OpenedPrompt:
         """Return the prompt as the policy reads it, with images of the first observation after those of the data."""
         how = {"where": where, "chat_template_kwargs": template_kwargs, "control": self._control}
-        if isinstance(prompt, str) or (seen is None and not given):
+        if isinstance(prompt, str) or (seen is None and not returned):
             return OpenedPrompt(prompt, encode_prompt(self._tokenizer, prompt, **how), None)
         source = PromptVisuals("", (), where) if seen is None else seen.source
         if self._processor is None or not isinstance(source, PromptVisuals):
@@ -153,15 +153,15 @@ class PromptOpener:
             )
         bare_prompt = [{**message, "content": without_payload(message["content"])} for message in prompt]
         text = render_prompt(self._tokenizer, bare_prompt, where, template_kwargs, self._control)
-        shown = PromptVisuals(text, (*source.visuals, *given), where)
+        shown = PromptVisuals(text, (*source.visuals, *returned), where)
         try:
             ids, found = self._processor.process(text, shown.visuals, where)
         except DataError as error:
-            if not given:
+            if not returned:
                 raise
             raise OpeningFailed(str(error)) from error
         if found is not None:
-            found = replace(found, row=-1 if seen is None else seen.row, source=shown, from_environment=bool(given))
+            found = replace(found, row=-1 if seen is None else seen.row, source=shown, from_environment=bool(returned))
         return OpenedPrompt(prompt, ids, found)
 
     def _ids_around(
@@ -194,40 +194,24 @@ def _with_texts(prompt: list[Message], opening: str | Sequence[Message], texts: 
     new, contents = iter(texts), list[Content]()
     for content in _contents(opening):
         contents.append(with_texts(content, [next(new) for _ in texts_of_content(content)]))
-    if _extends_last_message(opening):
-        return [*prompt[:-1], {**prompt[-1], "content": _append_content(prompt[-1]["content"], contents[0])}]
-    messages: Any = opening
-    return [*prompt, *({**message, "content": content} for message, content in zip(messages, contents))]
-
-
-def _append_content(content: Content, more: Content) -> Content:
-    """Return a message's content with more on its end."""
+    if not _extends_last_message(opening):
+        messages: Any = opening
+        return [*prompt, *({**message, "content": content} for message, content in zip(messages, contents))]
+    before, more = prompt[-1]["content"], contents[0]
     if not isinstance(more, str):
-        return [*([{"type": "text", "text": content}] if isinstance(content, str) else content), *more]
-    text = more
-    if isinstance(content, str):
-        return f"{content}{text}"
-    *others, last = content
-    if last["type"] != "text":
-        return [*content, {"type": "text", "text": text}]
-    return [*others, {**last, "text": f"{last['text']}{text}"}]
-
-
-def _refuse_spelled_placeholders(tokenizer: Any, processor: Processor) -> None:
-    """Refuse a tokenizer that makes placeholders of plain text: replies of tools and environments may spell one."""
-    for token in processor.placeholders:
-        text = str(tokenizer.decode([token]))
-        if token in literal_ids(tokenizer, text):
-            raise ConfigError(
-                f"env= lets others write texts for the policy, and its tokenizer makes a placeholder of an image of "
-                f"{text!r} wherever it stands, since that is no special token of it. Mark it as special in the "
-                "tokenizer's files, or leave env out."
-            )
+        whole: Content = [*([{"type": "text", "text": before}] if isinstance(before, str) else before), *more]
+    elif isinstance(before, str):
+        whole = f"{before}{more}"
+    elif before[-1]["type"] == "text":
+        whole = [*before[:-1], {**before[-1], "text": f"{before[-1]['text']}{more}"}]
+    else:
+        whole = [*before, {"type": "text", "text": more}]
+    return [*prompt[:-1], {**prompt[-1], "content": whole}]
 
 
 _SEED_BITS = 31
 _MAX_PREPARED = 64
-"""Different arguments of rows for which what the tokenizer makes of an environment is kept."""
+"""Different arguments of rows for which what the tokenizer makes of an environment is journals."""
 
 
 @dataclass(frozen=True)
@@ -340,7 +324,7 @@ class Interaction(EpisodeSource):
             journal = self.journal.request(request.batch.rollout, request)
         with ExitStack() as closes:
 
-            def begun() -> tuple[list[OpenedPrompt], Conversations]:
+            def begin_episodes() -> tuple[list[OpenedPrompt], Conversations]:
                 opened, conversations = self.begin(
                     request.batch, seeds, max_new_tokens=sampling.max_new_tokens, journal=journal, seen=asked.vision
                 )
@@ -348,14 +332,14 @@ class Interaction(EpisodeSource):
                 return opened, conversations
 
             try:
-                opened, conversations = request.agree(begun)
+                opened, conversations = request.agree(begin_episodes)
             except GenerationError:
                 self.forget()  # a fixed environment must not replay a wrong beginning
                 raise
-            told = replace(asked, token_ids=[each.ids for each in opened], responder=conversations)
+            opened_prompts = replace(asked, token_ids=[each.ids for each in opened], responder=conversations)
             if any(each.seen is not None for each in opened):
-                told = replace(told, vision=[each.seen for each in opened])
-            completions = request.generate(told, sampling)
+                opened_prompts = replace(opened_prompts, vision=[each.seen for each in opened])
+            completions = request.generate(opened_prompts, sampling)
             drawn = replace(completions, episodes=conversations.episodes())
             rollout = request.batch.rollout
             due = rollout >= 0 and rollout % CHECK_EVERY == 0  # validations are below 0
@@ -392,11 +376,11 @@ class Interaction(EpisodeSource):
             GenerationError: the environments of one prompt began differently.
         """
         group = len(seeds) // len(batch)
-        kept: list[EpisodeJournal | None] = [None] * len(seeds)
+        journals: list[EpisodeJournal | None] = [None] * len(seeds)
         if journal is not None:
             names = [(batch.rows[n // group], batch.occurrences[n // group], n % group) for n in range(len(seeds))]
-            kept = [journal(*name, seed) for name, seed in zip(names, seeds)]
-        rows = [self._row(batch, number // group, seed, kept[number]) for number, seed in enumerate(seeds)]
+            journals = [journal(*name, seed) for name, seed in zip(names, seeds)]
+        rows = [self._row(batch, number // group, seed, journals[number]) for number, seed in enumerate(seeds)]
         conversations = Conversations(
             rows,
             self.factory,
@@ -445,9 +429,9 @@ class Interaction(EpisodeSource):
         ready = self.ready_for(rows[0].columns)
         kwargs = {**tools_argument(rows[0].columns.get("tools")), **ready.template_kwargs}
         where = f"the prompt of row {batch.rows[number]}"
-        opened = self._opener.with_tools(
-            OpenedPrompt(batch.prompts[number], batch.prompt_ids[number], seen), where, kwargs
-        )
+        opened = OpenedPrompt(batch.prompts[number], batch.prompt_ids[number], seen)
+        if kwargs.get("tools"):
+            opened = self._opener.render(opened.prompt, seen, where, kwargs)
         if opening is not None:
             try:
                 opened = self._opener.with_opening(opened, opening, where, kwargs)

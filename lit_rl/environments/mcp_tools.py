@@ -174,24 +174,29 @@ class _Session:
 
     def __init__(self, place: ServerConfig) -> None:
         self._place = place
-        self._said = _LastLines() if place.command else None
+        self._stderr = _LastLines() if place.command else None
         self._loop, self.pid = asyncio.get_running_loop(), os.getpid()
         self._client: asyncio.Future[Client] = self._loop.create_future()
         self._asked_to_end = asyncio.Event()
         self._task = asyncio.create_task(self._run())
         self.gone = futures.Future[None]()
         _SESSIONS.add(self)
-        self._task.add_done_callback(lambda done: self._note_end())
+
+        def note_end(done: asyncio.Task[None]) -> None:
+            _SESSIONS.discard(self)
+            self.gone.set_result(None)
+
+        self._task.add_done_callback(note_end)
 
     @property
     def is_over(self) -> bool:
         """True if it has ended, is about to, or could not be started."""
-        return self._task.done() or self._asked_to_end.is_set() or (self._said is not None and self._said.ended)
+        return self._task.done() or self._asked_to_end.is_set() or (self._stderr is not None and self._stderr.ended)
 
     @property
     def last_lines(self) -> str:
         """The last lines of its stderr, when it has ended."""
-        return "" if self._said is None else f"\nThe last lines of its stderr:{self._said}"
+        return "" if self._stderr is None else f"\nThe last lines of its stderr:{self._stderr}"
 
     async def client(self) -> Client:
         """Return the client of the session, once it has started.
@@ -212,10 +217,16 @@ class _Session:
 
     async def _run(self) -> None:
         """Start it, and wait until it is to end: the task that entered a client has to leave it too."""
-        from mcp import Client
+        from mcp import Client, StdioServerParameters
+        from mcp.client.stdio import stdio_client
 
         try:
-            async with asyncio.timeout(self._place.seconds) as limit, Client(self._transport()) as client:
+            transport: Any = self._place.url
+            if self._stderr is not None:
+                watched = ["-I", supervisor.__file__, str(os.getpid()), str(_GRACE), *self._place.command]
+                process = StdioServerParameters(command=sys.executable, args=watched, env=self._place.variables)
+                transport = stdio_client(process, errlog=self._stderr.file)
+            async with asyncio.timeout(self._place.seconds) as limit, Client(transport) as client:
                 limit.reschedule(None)
                 self._close_our_stderr_end()
                 self._client.set_result(client)
@@ -232,25 +243,10 @@ class _Session:
             )
             self._client.exception()  # retrieved here, in case no caller waits for it
 
-    def _transport(self) -> Any:
-        """Return the transport for a client."""
-        from mcp import StdioServerParameters
-        from mcp.client.stdio import stdio_client
-
-        if self._said is None:
-            return self._place.url
-        watched = ["-I", supervisor.__file__, str(os.getpid()), str(_GRACE), *self._place.command]
-        process = StdioServerParameters(command=sys.executable, args=watched, env=self._place.variables)
-        return stdio_client(process, errlog=self._said.file)
-
     def _close_our_stderr_end(self) -> None:
         """Close our end of its stderr, so that the end of the stream is the end of the process."""
-        if self._said is not None:
-            self._said.file.close()
-
-    def _note_end(self) -> None:
-        _SESSIONS.discard(self)
-        self.gone.set_result(None)
+        if self._stderr is not None:
+            self._stderr.file.close()
 
 
 _SESSIONS: set[_Session] = set()
@@ -329,8 +325,8 @@ class MCPTools(EnvironmentFactory):
         super().__init__(**limits)
         if self.pool is not None:
             raise ConfigError(
-                f"env.workers={self.pool.size}: the servers of env=mcp are processes of their own: a call that takes "
-                "longer than env.step_timeout is given up without workers. Leave env.workers out."
+                f"env.workers={self.pool.size} has no use with env=mcp: its servers are processes of their own, and a "
+                "call that takes longer than env.step_timeout is ended anyway. Leave env.workers out."
             )
         if importlib.util.find_spec("mcp") is None:
             raise BackendError("env=mcp needs the package mcp: pip install 'lit-rl[mcp]'.")
@@ -402,12 +398,12 @@ class _ConfiguredServer:
         """
         listed = {each.name: each for each in self._server.tools()}
         if not listed:
-            raise ConfigError(f"The MCP server {self._name!r} lists no tools, and the policy could call none.")
+            raise ConfigError(f"The MCP server {self._name!r} lists no tools, so the policy could not call any.")
         chosen = list(listed) if self._chosen is None else list(self._chosen)
         for name in chosen:
             if name not in listed:
                 raise ConfigError(
-                    f"{self._key}.tools names {name!r}, and the server has {', '.join(listed)}."
+                    f"{self._key}.tools names {name!r}, but the server has {', '.join(listed)}."
                     f"{did_you_mean(name, listed)}"
                 )
         return [_ServerTool(self._name, self._server, each) for each in listed.values() if each.name in chosen]
@@ -454,7 +450,13 @@ class _ServerTool(Tool):
             return ToolAnswer(replace_surrogates(f"error: {self.name}: {error}"), failed=True)
         shows = any(part.type == "image" for part in result.content)
         if shows and IMAGE_LIMIT.get() is not None and not result.is_error:
-            return ToolAnswer.of(content_of(list(map(_visible_part, result.content)), f"The tool {self.name!r}"))
+            parts: list[dict[str, Any]] = [
+                {"type": "image", "image": base64.b64decode(part.data)}
+                if part.type == "image"
+                else {"type": "text", "text": _part(part)}
+                for part in result.content
+            ]
+            return ToolAnswer.of(content_of(parts, f"The tool {self.name!r}"))
         text = replace_surrogates(_text(result))
         return ToolAnswer(f"error: {self.name}: {text}", failed=True) if result.is_error else ToolAnswer(text)
 
@@ -464,13 +466,6 @@ def _text(result: CallToolResult) -> str:
     if not result.content and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(map(_part, result.content))
-
-
-def _visible_part(content: Any) -> dict[str, Any]:
-    """Return a part of a tool's result for a policy over images."""
-    if content.type != "image":
-        return {"type": "text", "text": _part(content)}
-    return {"type": "image", "image": base64.b64decode(content.data)}
 
 
 def _part(content: Any) -> str:
@@ -506,9 +501,11 @@ def _check(key: str, described: Any) -> None:
     command, url, env, tools = (described.get(each) for each in _KEYS)
     if (command is None) == (url is None):
         found = "neither a command nor a url" if url is None else "a command and a url"
-        raise ConfigError(f"{key} has {found}: a server is a process, which has a command, or stands at a url.")
+        raise ConfigError(f"{key} has {found}. Give command for a process to start, or url for a running server.")
     if url is not None and env:
-        raise ConfigError(f"{key}.env is for a process, and this server stands at {url}: leave one of them out.")
+        raise ConfigError(
+            f"{key}.env sets variables of a process, but this server runs at {url}. Leave one of the two out."
+        )
     if url is not None and not str(url).startswith(("http://", "https://")):
         raise ConfigError(f"{key}.url={url!r} does not begin with http:// or https://.")
     if command is not None and not (_is_list_of_words(command) and command):

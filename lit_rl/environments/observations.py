@@ -113,8 +113,7 @@ def as_text(result: Any, who: str) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{who} returned {_short_repr(result)}, which is neither text nor JSON ({error}). Return a str, a "
-            "number, or "
-            "lists and dicts of these."
+            "number, or lists and dicts of these."
         ) from error
 
 

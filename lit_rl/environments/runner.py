@@ -16,7 +16,7 @@ from lit_rl.core.event_loops import BackgroundLoop
 from lit_rl.core.process_state import preserve_process_state, seed_generators
 
 GRACE = 1.0
-"""Seconds beyond its limit in which what awaits is cancelled. What has not given way by then blocks its thread."""
+"""Seconds beyond its limit in which what awaits is cancelled. What still runs then blocks its thread."""
 
 
 class NoReply(Exception):
@@ -96,10 +96,10 @@ class Runner:
 
     def begin(self, task: TimedTask) -> RunningTask:
         """Begin it, beside others. Its future raises `TimedOut` where it awaits for longer than it may."""
-        begun = RunningTask(task)
-        begun.future = self._loop.submit(begun.run(self))
+        running = RunningTask(task)
+        running.future = self._loop.submit(running.run(self))
         self.moved = time.perf_counter()
-        return begun
+        return running
 
     def blocked(self, seconds: float) -> bool:
         """Tell whether no task has started or ended for `seconds`: the thread is blocked."""
@@ -126,17 +126,17 @@ class Runner:
         Raises:
             Exception: the first that a task raises.
         """
-        given: list[Any] = []
+        results: list[Any] = []
         with preserve_process_state("an environment, or a tool"):
-            while len(given) < len(tasks):
-                turn = _SequentialTasks(tasks[len(given) :])
+            while len(results) < len(tasks):
+                turn = _SequentialTasks(tasks[len(results) :])
                 future = self._loop.submit(turn.run())
                 while not _wait_until(future, turn.deadline):
                     if turn.abandon():
                         self.abandon()
                         break
-                given += turn.given
-        return given
+                results += turn.results
+        return results
 
     def abandon(self) -> None:
         """Abandon the blocked thread: later tasks go to another one."""
@@ -150,7 +150,7 @@ class _SequentialTasks:
         self._tasks = tasks
         self._lock = threading.Lock()
         self._abandoned = False
-        self.given: list[Any] = []
+        self.results: list[Any] = []
         self.deadline = time.perf_counter() + tasks[0].left + GRACE
         """Deadline of the running task."""
 
@@ -163,14 +163,14 @@ class _SequentialTasks:
             with self._lock:
                 if self._abandoned:  # abandoned: other tasks run by now
                     return
-                self.given.append(result)
+                self.results.append(result)
 
     def abandon(self) -> bool:
         """Abandon the running task, if its time is over."""
         with self._lock:
-            self._abandoned = len(self.given) < len(self._tasks) and time.perf_counter() > self.deadline
+            self._abandoned = len(self.results) < len(self._tasks) and time.perf_counter() > self.deadline
             if self._abandoned:
-                self.given.append(TimedOut())
+                self.results.append(TimedOut())
         return self._abandoned
 
 
@@ -217,7 +217,7 @@ class RunningTask:
             runner.moved = time.perf_counter()
 
     def abandon(self) -> bool:
-        """Give it up. Returns whether it had begun; else it can be begun in another thread."""
+        """Give it up, and return True if it had begun; else it can be begun in another thread."""
         with self._lock:
             self._abandoned = True
         return self._runs

@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_rl.core.episode import Episode, Message
+from lit_rl.core.episode import Episode
 from lit_rl.core.errors import ConfigError, excerpt
 from lit_rl.core.rollout import Completions
 from lit_rl.environments.frames import ChatFrames, template_name
@@ -67,13 +67,20 @@ class TemplateRewriteCheck:
             for row, each in enumerate(completions.episodes)
             if not each.failed and each.turns and not (later and later[row])  # placeholders that a processor expanded
         ]
-        told = [self._describe_change(held[row], completions.episodes[row], frames[row]) for row in looked_at]
+        changes = [self._describe_change(held[row], completions.episodes[row], frames[row]) for row in looked_at]
         rewritten, looked = self._counted or (0, 0)
-        differ = [each for each in told if each is not None]
+        differ = [each for each in changes if each is not None]
         self._counted = rewritten + len(differ), looked + len(looked_at)
         if (words := next(filter(None, differ), None)) and not self._warned:
             self._warned = True
-            self._warn(words, len(differ), len(looked_at))
+            rank_zero_warn(
+                f"The {template_name(self._tokenizer)} would not give back the conversations of this run: rendering "
+                f"the messages of an episode anew before its last turn, it would {words}. It rewrites {len(differ)} of "
+                f"the {len(looked_at)} episodes that were looked at (train/template/rewritten). The policy learns from "
+                "the tokens that were there, so the training is right; but whoever goes on with a conversation by its "
+                "messages, as chat servers do, gives the policy another history than it learned from. A template that "
+                "only appends does not: model.chat_template=FILE, which is exported with the policy."
+            )
 
     def pop_metrics(self) -> dict[str, tuple[float, float]]:
         """Return the metric as numerator and denominator, once; empty where nothing was checked."""
@@ -86,9 +93,10 @@ class TemplateRewriteCheck:
         if episode.turns == 1:
             return None
         last = max(place for place, message in enumerate(episode.messages) if message["role"] == "assistant")
-        said: list[Message] = [*_bare(episode.prompt), *episode.messages[:last]]
+        assert not isinstance(episode.prompt, str)
+        bare = [{**message, "content": without_payload(message["content"])} for message in episode.prompt]
         try:
-            anew = frames.history(said)
+            anew = frames.history([*bare, *episode.messages[:last]])
         except ConfigError:
             raise
         except Exception as error:  # a template may raise anything
@@ -104,33 +112,18 @@ class TemplateRewriteCheck:
             tokens = sum(len(self._tokenizer(each, add_special_tokens=False)["input_ids"]) for each in dropped)
             return f"drop {tokens} thinking tokens of {len(held)}, {excerpt(dropped[0], 60)!r} among them"
         place = next((i for i, (a, b) in enumerate(zip(before, after)) if a != b), min(len(before), len(after)))
-        there, then = (excerpt(text[max(0, place - 20) : place + 40]) for text in (before, after))
-        return f"write ...{then!r} where ...{there!r} stands"
-
-    def _warn(self, words: str, differ: int, looked: int) -> None:
-        rank_zero_warn(
-            f"The {template_name(self._tokenizer)} would not give back the conversations of this run: rendering the "
-            f"messages of an episode anew before its last turn, it would {words}. It rewrites {differ} of the {looked} "
-            "episodes that were looked at (train/template/rewritten). The policy learns from the tokens that were "
-            "there, so the training is right; but whoever goes on with a conversation by its messages, as chat servers "
-            "do, gives the policy another history than it learned from. A template that only appends does not: "
-            "model.chat_template=FILE, which is exported with the policy."
-        )
-
-
-def _prompts_of(completions: Completions, tokenizer: Any) -> list[list[int]]:
-    """Return the tokens of each row's prompt; with images as the template wrote it, placeholders not expanded."""
-    prompts = zip(completions.prompt_ids.tolist(), completions.prompt_mask.tolist())
-    found = [[token for token, there in zip(*row) if there] for row in prompts]
-    for row, seen in enumerate(completions.vision.rows if completions.vision is not None else ()):
-        if seen is not None and seen.source is not None:
-            found[row] = list(tokenizer(seen.source.text, add_special_tokens=False)["input_ids"])
-    return found
+        old, new = (excerpt(text[max(0, place - 20) : place + 40]) for text in (before, after))
+        return f"write ...{new!r} where ...{old!r} stands"
 
 
 def _before_last_turns(completions: Completions, tokenizer: Any) -> list[list[int]]:
-    """Return the tokens of each row before its last turn, those of the prompt included."""
-    found = _prompts_of(completions, tokenizer)
+    """Return the tokens of each row before its last turn, those of the prompt included; a prompt with images as the
+    template wrote it, placeholders not expanded."""
+    prompts = zip(completions.prompt_ids.tolist(), completions.prompt_mask.tolist())
+    found = [[token for token, real in zip(*row) if real] for row in prompts]
+    for row, seen in enumerate(completions.vision.rows if completions.vision is not None else ()):
+        if seen is not None and seen.source is not None:
+            found[row] = list(tokenizer(seen.source.text, add_special_tokens=False)["input_ids"])
     if completions.turn is None or completions.attended is None:
         return found
     sampled, turn = completions.response_mask, completions.turn
@@ -138,14 +131,8 @@ def _before_last_turns(completions: Completions, tokenizer: Any) -> list[list[in
     begins = (sampled & (turn == last)).int().argmax(1).tolist()
     responses = zip(begins, completions.response_ids.tolist(), completions.attended.tolist())
     for prompt, (begin, ids, attended) in zip(found, responses):
-        prompt += [token for token, there in zip(ids[:begin], attended) if there]
+        prompt += [token for token, real in zip(ids[:begin], attended) if real]
     return found
-
-
-def _bare(prompt: str | Sequence[Message]) -> list[Message]:
-    """Return the messages of a prompt, with images bare."""
-    assert not isinstance(prompt, str)
-    return [{**message, "content": without_payload(message["content"])} for message in prompt]
 
 
 def _thoughts(text: str) -> list[str]:

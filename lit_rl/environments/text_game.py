@@ -25,26 +25,19 @@ def colours_as_words(text: str) -> str:
 
     Environments that render with ``render_mode="ansi"`` tell by colour alone where one is.
     """
-    told, colours = "", list[str]()
+    described, colours = "", list[str]()
     for number, part in enumerate(_CODES.split(text)):
-        if number % 2:
-            colours = _apply_codes(colours, part)
-        elif part:
-            told += f"[{' '.join(colours)} {part}]" if colours else part
-    return told
-
-
-def _apply_codes(colours: list[str], codes: str) -> list[str]:
-    """Return the colours that hold after some codes. 0 or no code ends them all; bold and the like are ignored."""
-    colours = list(colours)
-    for code in codes.split(";"):
-        value = int(code or 0)
-        first = next((first for first in _FIRST_CODES if first <= value < first + len(_NAMES)), None)
-        if value == 0:
-            colours = []
-        elif first is not None:
-            colours.append(_NAMES[value - first])
-    return colours
+        if number % 2 == 0:
+            described += f"[{' '.join(colours)} {part}]" if colours and part else part
+            continue
+        for code in part.split(";"):  # 0 or no code ends all colours; bold and the like are ignored
+            value = int(code or 0)
+            first = next((first for first in _FIRST_CODES if first <= value < first + len(_NAMES)), None)
+            if value == 0:
+                colours = []
+            elif first is not None:
+                colours.append(_NAMES[value - first])
+    return described
 
 
 MAX_NUMBERS = 100
@@ -103,11 +96,11 @@ class DiscreteReader:
 
     def read(self, text: str) -> int:
         """Return the action that a text names, spaces around it aside."""
-        said = text.strip()
+        word = text.strip()
         if self._words:
-            place = self._places.get(said.casefold(), -1)
+            place = self._places.get(word.casefold(), -1)
         else:
-            place = int(said) - self._first if re.fullmatch(r"-?[0-9]{1,18}", said) else -1
+            place = int(word) - self._first if re.fullmatch(r"-?[0-9]{1,18}", word) else -1
         if not 0 <= place < self._count:
             raise InvalidAction(f"write {self._allowed}")
         return self._first + place
@@ -148,19 +141,15 @@ class FunctionReader:
         except ValueError as error:
             raise InvalidAction(str(error) or "this is no action") from error
         if action is not None and self._space.shape:
-            action = self._as_array(action)
+            try:
+                numbers = np.asarray(action)
+                array = numbers.astype(self._space.dtype)
+                action = array if np.allclose(array, numbers) else None
+            except (TypeError, ValueError):  # it is no number, or the space's type cannot hold it
+                action = None
         if action is None or not self._space.contains(action):
             raise InvalidAction(f"this is no action of {self._space}")
         return action
-
-    def _as_array(self, action: Any) -> Any:
-        """Return the numbers as an array of the space; None where they are none, or cannot be held."""
-        try:
-            given = np.asarray(action)
-            array = given.astype(self._space.dtype)
-            return array if np.allclose(array, given) else None
-        except (TypeError, ValueError):
-            return None
 
 
 def make_action_reader(
@@ -181,7 +170,10 @@ def make_action_reader(
 
     if function is not None:
         if words:
-            raise ConfigError("env.actions and env.read are both given, and either says how a turn becomes an action.")
+            raise ConfigError(
+                "env.actions and env.read are both set, and each of them decides how a turn becomes an action. Keep "
+                "one."
+            )
         return FunctionReader(function, space)
     if not isinstance(space, Discrete):
         raise ConfigError(
@@ -211,13 +203,12 @@ def default_renderer(space: Any) -> Callable[[Any], str] | None:
             return None
         return lambda observed: ", ".join(show(part) for show, part in zip(known, observed, strict=True))
     if isinstance(space, (spaces.MultiDiscrete, spaces.MultiBinary, spaces.Box)):
-        return _format_rows if len(space.shape) <= 2 and np.prod(space.shape) <= MAX_NUMBERS else None
+        if len(space.shape) > 2 or np.prod(space.shape) > MAX_NUMBERS:
+            return None
+        return lambda observed: "\n".join(
+            " ".join(map(_format_number, row)) for row in np.atleast_2d(np.asarray(observed))
+        )
     return None
-
-
-def _format_rows(observed: Any) -> str:
-    array = np.asarray(observed)
-    return "\n".join(" ".join(map(_format_number, row)) for row in np.atleast_2d(array))
 
 
 def _format_number(value: Any) -> str:

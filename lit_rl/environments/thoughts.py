@@ -75,7 +75,12 @@ class Thoughts:
         tags = ((found[0], f"</{found['name']}>") for found in _TAG.finditer(known))
         marks = dict.fromkeys((*self.marks, *(pair for pair in KNOWN_MARKS if pair[0] in known), *tags))
         found = replace(self, marks=tuple(marks))
-        return replace(found, begun=found._left_open(begin))
+        at, begun = 0, None
+        while begun is None and (opened := found._next_opened(begin, at)) is not None:
+            _, inside, close = opened
+            begun = close if begin.find(close, inside) < 0 else None
+            at = found.end(begin, inside, close)
+        return replace(found, begun=begun)
 
     def next(self, text: str, at: int) -> tuple[int, int]:
         """Return where the next thought begins and ends; twice the end of the text where there is none."""
@@ -96,17 +101,8 @@ class Thoughts:
     def _next_opened(self, text: str, at: int) -> tuple[int, int, str] | None:
         """Return where the next opening mark begins and ends, and what closes it."""
         places = [(text.find(open_, at), open_, close) for open_, close in self.marks]
-        there = [(place, place + len(open_), close) for place, open_, close in places if place >= 0]
-        return min(there, default=None)
-
-    def _left_open(self, begin: str) -> str | None:
-        at = 0
-        while (opened := self._next_opened(begin, at)) is not None:
-            close = opened[2]
-            if begin.find(close, opened[1]) < 0:
-                return close
-            at = self.end(begin, opened[1], close)
-        return None
+        opened = [(place, place + len(open_), close) for place, open_, close in places if place >= 0]
+        return min(opened, default=None)
 
 
 def generation_prompt(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> str:
@@ -183,7 +179,7 @@ def split_thoughts(written: str) -> tuple[str, str]:
     Args:
         written: The turn with its control tokens.
     """
-    said, thought = list[str](), list[str]()
+    content, thought = list[str](), list[str]()
     for message in channel_messages(written):
-        (thought if message.thought else said).append(message.text.strip())
-    return "\n".join(filter(None, said)), "\n".join(filter(None, thought))
+        (thought if message.thought else content).append(message.text.strip())
+    return "\n".join(filter(None, content)), "\n".join(filter(None, thought))

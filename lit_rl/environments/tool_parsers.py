@@ -1,11 +1,10 @@
 """Parsers of tool calls in what the policy wrote: the forms that models of the common families were trained on.
 
-A parser never raises on what a model wrote. What looks like a call and is none becomes a `BadCall`, which says why:
-the policy is answered that, and it is counted. `parser_for` chooses a parser by the tokenizer and its chat template.
+`parser_for` chooses a parser by the tokenizer and its chat template; what all parsers share is in `parser_base`.
 
 Forms: a JSON object (Hermes, Llama 3, Mistral), a name and JSON arguments (gpt-oss, DeepSeek V3), arguments between
-tags, each as text whose type the tool's schema says (Qwen 3.5, Nemotron 3, GLM 4, Muse Glimmer), and arguments
-written as literals (LFM 2, Gemma 4).
+tags, each as text whose type the tool's schema says (Qwen 3.5, Nemotron 3, GLM 4, Muse Glimmer), arguments written as
+literals (LFM 2, Gemma 4), a pattern of the user's, and the response template of a tokenizer.
 """
 
 from __future__ import annotations
@@ -16,11 +15,30 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from lit_rl.core.chat_template import apply_chat_template
 from lit_rl.core.errors import ConfigError, excerpt, one_of
 from lit_rl.data.rendering import control_tokens
+from lit_rl.environments.parser_base import (
+    BLANKS,
+    UNREADABLE,
+    AnyCall,
+    BadCall,
+    BlockParser,
+    Blocks,
+    FoundCalls,
+    ParsedTurn,
+    Parser,
+    ScanningParser,
+    TurnPiece,
+    call_from,
+    decode_json,
+    json_end,
+    named_call,
+    place_after,
+    without_surrogates,
+)
 from lit_rl.environments.thoughts import (
     BRACKETS,
     CHANNEL,
@@ -34,180 +52,10 @@ from lit_rl.environments.thoughts import (
 )
 from lit_rl.environments.tools import ToolCall
 
-UNREADABLE = (ValueError, RecursionError)
-"""Errors of reading: `RecursionError` comes of deeply nested lists."""
+Schemas = Sequence[Mapping[str, Any]]
+"""Schemas of the tools."""
 
-
-@dataclass(frozen=True)
-class BadCall:
-    """A call that cannot be read."""
-
-    text: str
-    why: str
-
-
-AnyCall: TypeAlias = ToolCall | BadCall
-
-
-@dataclass(frozen=True)
-class ParsedTurn:
-    """A turn of the policy, read."""
-
-    content: str
-    """The text beside the calls, without blanks around it."""
-    calls: tuple[AnyCall, ...] = ()
-
-
-@dataclass(frozen=True)
-class TurnPiece:
-    """A part of a response. All parts, in their order, are the response."""
-
-    text: str
-    kind: Literal["said", "thought", "calls"]
-    calls: tuple[AnyCall, ...] = ()
-    """The pieces, in the order in which they were written. A mark around calls is a piece without any."""
-
-
-@dataclass(frozen=True)
-class FoundCalls:
-    """Calls that were found in a text."""
-
-    begin: int
-    end: int
-    calls: tuple[AnyCall, ...]
-
-
-class Parser(ABC):
-    """A reader of calls in the text of a turn, control tokens included but for those that ended it."""
-
-    thoughts = Thoughts()
-    """Marks of thoughts, and whether a response begins in one. `parser_for` takes them from the chat template."""
-
-    def parse(self, text: str) -> ParsedTurn:
-        """Return the calls in the order in which they were written, and the other text."""
-        pieces = list(self.pieces(text))
-        calls = tuple(_replace_surrogates_in_call(call) for piece in pieces for call in piece.calls)
-        return ParsedTurn(self._content([piece for piece in pieces if piece.kind != "calls"]).strip(), calls)
-
-    @abstractmethod
-    def pieces(self, text: str) -> Iterator[TurnPiece]:
-        """Yield the thoughts, the calls and what else is said."""
-
-    def _content(self, pieces: Sequence[TurnPiece]) -> str:
-        """Return the content of the message, made of what is no call."""
-        return "".join(piece.text for piece in pieces)
-
-
-class ScanningParser(Parser):
-    """A parser that goes from left to right.
-
-    What opens first, a thought or a call, ends where it ends: a call in a thought is none, and a mark of thoughts in
-    the arguments of a call is a part of them. Fences of code mean nothing to it.
-    """
-
-    def pieces(self, text: str) -> Iterator[TurnPiece]:
-        """Yield thoughts, calls and other text."""
-        at = 0
-        if text and (close := self.thoughts.begun) is not None:
-            at = self.thoughts.end(text, 0, close)
-            yield TurnPiece(text[:at], "thought")
-        while at < len(text):
-            thought, behind = self.thoughts.next(text, at)
-            found = self._find(text, at, thought)
-            begin = thought if found is None else min(thought, found.begin)
-            if at < begin:
-                yield TurnPiece(text[at:begin], "said")
-            at = begin
-            if found is not None and found.begin == begin:
-                yield TurnPiece(text[begin : found.end], "calls", found.calls)
-                at = found.end
-            elif begin < len(text):
-                yield TurnPiece(text[begin:behind], "thought")
-                at = behind
-
-    @abstractmethod
-    def _find(self, text: str, at: int, thought: int) -> FoundCalls | None:
-        """Return the next calls, which may stand in a thought.
-
-        Args:
-            text: All of the response.
-            at: Start of the search: nothing before it is a call.
-            thought: Start of the next thought.
-        """
-
-
-class Blocks:
-    """The parts of a text between an opening and a closing mark. One that is not closed ends where the next opens.
-
-    Args:
-        opening: The mark in front.
-        closing: The mark behind.
-        closed_by: Pattern of the closing mark that ends the block, where the mark may stand within a block too.
-    """
-
-    def __init__(self, opening: str, closing: str, *, closed_by: str | None = None) -> None:
-        self._opening, self._closing = opening, closing
-        plain, opened = re.escape(closing), re.escape(opening)
-        self._behind = re.compile(rf"\s*{plain}")
-        self._ends = [re.compile(rf"(?P<end>{end})|(?={opened})") for end in dict.fromkeys((closed_by or plain, plain))]
-
-    def find(
-        self,
-        text: str,
-        at: int,
-        thought: int,
-        calls_of: Callable[[str], list[AnyCall]],
-        end_of: Callable[[str, int], int | None],
-    ) -> FoundCalls | None:
-        """Return the next block.
-
-        Args:
-            text: Text to search.
-            at: Start of the search.
-            thought: Start of the next thought, at which a block ends that is not closed.
-            calls_of: The calls that stand between the marks.
-            end_of: Returns the end of the content by its own grammar, in which both marks may be part of an argument;
-                None where it cannot be read.
-        """
-        begin = text.find(self._opening, at)
-        if begin < 0:
-            return None
-        inside = begin + len(self._opening)
-        end = end_of(text, inside)
-        if end is not None and (closed := self._behind.match(text, end)) is not None:
-            return _found(text, begin, closed.end(), calls_of(text[inside:end]))
-        stop = len(text)
-        for pattern in self._ends:
-            found = pattern.search(text, inside)
-            if found is not None and found["end"]:
-                return _found(text, begin, found.end(), calls_of(text[inside : found.start()]))
-            stop = len(text) if found is None else found.start()
-        stop = min(stop, thought) if thought > begin else stop
-        return _found(text, begin, stop, [BadCall("", f"the call is not closed by {self._closing}")])
-
-
-def _found(text: str, begin: int, end: int, calls: list[AnyCall]) -> FoundCalls:
-    """Return found calls; a single unreadable one covers the whole text."""
-    if len(calls) == 1 and isinstance(calls[0], BadCall):
-        calls = [replace(calls[0], text=text[begin:end])]
-    return FoundCalls(begin, end, tuple(calls))
-
-
-class BlockParser(ScanningParser, ABC):
-    """A parser of calls that stand between an opening and a closing mark."""
-
-    _BLOCKS: ClassVar[Blocks]
-
-    def _find(self, text: str, at: int, thought: int) -> FoundCalls | None:
-        return self._BLOCKS.find(text, at, thought, self._calls, self._end)
-
-    @abstractmethod
-    def _calls(self, inside: str) -> list[AnyCall]:
-        """Return the calls of a block."""
-
-    @abstractmethod
-    def _end(self, text: str, at: int) -> int | None:
-        """Return the end of a block's content by its grammar; None where it cannot be read. See `Blocks.find`."""
+# ------------------------------------------------------------------ JSON objects, and a name before JSON arguments
 
 
 class HermesParser(BlockParser):
@@ -256,13 +104,19 @@ class Llama3Parser(ScanningParser):
             if opened[0] == self._TAG:
                 return self._read(text, begin, opened.end(), thought)
             try:
-                value, place = _decoded(text, begin)
-            except UNREADABLE:
-                place = begin + 1
-                meant = self._meant_by_its_beginning(text, begin, first)
+                value, place = decode_json(text, begin)
+            except UNREADABLE:  # an object that does not end is a call if it begins like one
+                place, begins = begin + 1, self._CUT.match(text, begin)
+                known = begins is not None and begins["name"] in self._names
+                full = begins is not None and begins["arguments"] is not None
+                typed = False
             else:
-                meant = self._meant(value, first)
-            if meant:
+                inner = value["function"] if isinstance(value.get("function"), dict) else value
+                name = inner.get("name", inner.get("function"))
+                known = isinstance(name, str) and name in self._names
+                full = isinstance(name, str) and not inner.keys().isdisjoint(("parameters", "arguments"))
+                typed = value.get("type") == "function"
+            if (known or full or typed) if first else (known and full):
                 return self._read(text, begin, begin, thought)
         return None
 
@@ -270,32 +124,18 @@ class Llama3Parser(ScanningParser):
         """Read every object from a place on. An unreadable one extends to the end of the text or the next thought."""
         calls: list[AnyCall] = []
         while True:
-            at = _behind(_BLANKS, text, at)
+            at = place_after(BLANKS, text, at)
             try:
-                value, end = _decoded(text, at)
+                value, end = decode_json(text, at)
             except UNREADABLE as error:
                 end = thought if thought > at else len(text)
                 calls.append(BadCall(text[at:end], f"the call is no JSON: {error}"))
                 return FoundCalls(begin, end, tuple(calls))
             calls.append(call_from(value, text[at:end]))
-            at = _behind(_BLANKS, text, end)
-            at = _behind(_BLANKS, text, at + 1) if text.startswith(";", at) else at
+            at = place_after(BLANKS, text, end)
+            at = place_after(BLANKS, text, at + 1) if text.startswith(";", at) else at
             if not text.startswith("{", at):
                 return FoundCalls(begin, at if at == len(text) else end, tuple(calls))
-
-    def _meant(self, value: Any, first: bool) -> bool:
-        inner = value["function"] if isinstance(value.get("function"), dict) else value
-        name = inner.get("name", inner.get("function"))
-        known = isinstance(name, str) and name in self._names
-        full = isinstance(name, str) and not inner.keys().isdisjoint(("parameters", "arguments"))
-        return (known or full or value.get("type") == "function") if first else (known and full)
-
-    def _meant_by_its_beginning(self, text: str, begin: int, first: bool) -> bool:
-        found = self._CUT.match(text, begin)
-        if found is None:
-            return False
-        known, full = found["name"] in self._names, found["arguments"] is not None
-        return (known or full) if first else (known and full)
 
 
 class MistralParser(ScanningParser):
@@ -315,7 +155,7 @@ class MistralParser(ScanningParser):
         inside = begin + len(self._TAG)
         named = self._NAMED.match(text, inside)
         try:
-            value, end = _decoded(text, _behind(_BLANKS, text, named.end() if named else inside))
+            value, end = decode_json(text, place_after(BLANKS, text, named.end() if named else inside))
         except UNREADABLE as error:
             end = text.find(self._TAG, inside)
             end = min(len(text) if end < 0 else end, thought if thought > begin else len(text))
@@ -327,244 +167,6 @@ class MistralParser(ScanningParser):
             return FoundCalls(begin, end, (call_from(call, written),))
         calls = [call_from(each, written) for each in (value if isinstance(value, list) else [value])]
         return FoundCalls(begin, end, tuple(calls))
-
-
-class RegexParser(ScanningParser):
-    r"""A form of your own: a pattern with the groups ``name`` and ``arguments``.
-
-    ``arguments`` are values in the order of the tool's, separated by commas, each as JSON: ``mul(17,25)`` with
-    ``(?P<name>\w+)\((?P<arguments>[^)]*)\)``.
-
-    Args:
-        pattern: The regular expression of one call.
-        schemas: Schemas of the tools, for the names of their arguments.
-
-    Raises:
-        ConfigError: the pattern cannot be compiled, or lacks a group.
-    """
-
-    def __init__(self, pattern: str, schemas: Sequence[Mapping[str, Any]]) -> None:
-        try:
-            self._pattern = re.compile(pattern, re.DOTALL)
-        except re.error as error:
-            raise ConfigError(f"env.call_pattern={pattern!r} is no regular expression: {error}.") from error
-        if missing := {"name", "arguments"} - self._pattern.groupindex.keys():
-            raise ConfigError(
-                f"env.call_pattern={pattern!r} has no group {' and no group '.join(sorted(missing))}. A call is read "
-                r"by (?P<name>...) and (?P<arguments>...), such as (?P<name>\w+)\((?P<arguments>[^)]*)\)."
-            )
-        functions = [schema["function"] for schema in schemas]
-        self._arguments = {f["name"]: list(f["parameters"].get("properties", {})) for f in functions}
-
-    def _find(self, text: str, at: int, thought: int) -> FoundCalls | None:
-        first = self._behind_first_thoughts(text)  # the place that ^ matches: thoughts there are no content
-        said, begin, end = text[first:], max(at - first, 0), max(thought - first, 0)
-        found = self._next(said, begin, len(said))
-        if found is not None and found.start() < end < found.end():
-            found = self._next(said, begin, end) or found  # prefer a match that does not extend into a thought
-        return None if found is None else FoundCalls(first + found.start(), first + found.end(), (self._call(found),))
-
-    def _behind_first_thoughts(self, text: str) -> int:
-        at = 0 if (close := self.thoughts.begun) is None else self.thoughts.end(text, 0, close)
-        while (following := self.thoughts.next(text, at))[0] == at < len(text):
-            at = following[1]
-        return at
-
-    def _next(self, text: str, begin: int, end: int) -> re.Match[str] | None:
-        return next((found for found in self._pattern.finditer(text, begin, end) if found[0]), None)
-
-    def _call(self, found: re.Match[str]) -> AnyCall:
-        name, written = found["name"], found["arguments"]
-        try:
-            values = json.loads(f"[{written}]")
-        except UNREADABLE as error:
-            return BadCall(found[0], f"the arguments are no JSON values: {error}")
-        names = self._arguments.get(name, [])
-        if name in self._arguments and len(values) > len(names):
-            return BadCall(found[0], f"{name} takes {len(names)} arguments, and {len(values)} came")
-        return ToolCall(name, dict(zip(names, values)))
-
-
-class TemplateParser(Parser):
-    """A parser by the ``response_template`` that the tokenizer of a model may bring.
-
-    The template itself separates thoughts from content. The ``response_schema`` of older tokenizers has no reader
-    any more: transformers drops it when it loads one.
-
-    Args:
-        tokenizer: Tokenizer with such a template.
-        schemas: Schemas of the tools, for the types of arguments that are written as text.
-        begin: The rendered prompt that a response goes on from: a template may have begun it, with an open ``<think>``.
-    """
-
-    _CALLS = "tool_calls"
-
-    def __init__(self, tokenizer: Any, schemas: Sequence[Mapping[str, Any]], begin: str) -> None:
-        self._tokenizer = tokenizer
-        self._settings: dict[str, Any] = {"prefix": begin, "tools": list(schemas) or None}
-
-    def parse(self, text: str) -> ParsedTurn:
-        if self.thoughts.begun is not None and self.thoughts.begun not in text:
-            return ParsedTurn(text.strip())  # some templates take an open thought for content
-        try:
-            message = self._tokenizer.parse_response(text, **self._settings)
-            written = message.get(self._CALLS) or ()
-            calls = [call_from(call, json.dumps(call, default=str)) for call in written]
-        except Exception as error:  # a template may raise anything
-            return self._apart(text, error)
-        said = str(message.get("content") or "") if calls else text
-        return ParsedTurn(said.strip(), tuple(map(_replace_surrogates_in_call, calls)))
-
-    def pieces(self, text: str) -> Iterator[TurnPiece]:
-        """Yield the response as one piece: its template does not say where its parts stand."""
-        turn = self.parse(text)
-        if text:
-            yield TurnPiece(text, "calls" if turn.calls else "said", turn.calls)
-
-    def _apart(self, text: str, error: Exception) -> ParsedTurn:
-        """Parse a response of which the template cannot read a part: each call by itself, so that a wrong one
-        invalidates no other."""
-        own = self._tokenizer.response_template
-        field = own["fields"].get(self._CALLS)
-        why = f"it cannot be read: {excerpt(str(error), 80)}"
-        if field is None or not field.get("repeats"):
-            return ParsedTurn("", (BadCall(text, why),))
-        groups = re.findall(r"\(\?P?<(\w+)>", str(field.get("open_pattern", "")))
-        raw = {key: value for key, value in field.items() if key not in ("content_args", "transform", "transform_each")}
-        raw |= {"content": "text", "transform": {"body": "{content}"} | {name: f"{{{name}}}" for name in groups}}
-        fields = {**own["fields"], self._CALLS: raw}
-        try:
-            message = self._tokenizer.parse_response(text, {**own, "fields": fields}, prefix=self._settings["prefix"])
-        except Exception:  # another field than the calls is wrong
-            return ParsedTurn("", (BadCall(text, why),))
-        calls = [self._one(field, call) for call in message.get(self._CALLS) or ()] or [BadCall(text, why)]
-        return ParsedTurn(str(message.get("content") or "").strip(), tuple(map(_replace_surrogates_in_call, calls)))
-
-    def _one(self, field: Mapping[str, Any], raw: Mapping[str, str]) -> AnyCall:
-        """Return one call, read by the template of calls alone."""
-        alone = {key: value for key, value in field.items() if key not in _DELIMITERS}
-        alone["transform"] = _filled(field.get("transform"), raw)
-        settings = {**self._settings, "prefix": ""}
-        try:
-            own = {**self._tokenizer.response_template, "fields": {self._CALLS: alone}}
-            (call,) = self._tokenizer.parse_response(raw["body"], own, **settings)[self._CALLS]
-        except Exception as error:  # a template may raise anything
-            return BadCall(json.dumps(raw, ensure_ascii=False), f"it cannot be read: {excerpt(str(error), 80)}")
-        return call_from(call, json.dumps(call, default=str))
-
-
-_DELIMITERS = ("open", "open_pattern", "close", "close_pattern")
-
-
-def _filled(transform: Any, values: Mapping[str, str]) -> Any:
-    """Fill the groups of the opening mark into a response template's transform."""
-    if isinstance(transform, dict):
-        return {key: _filled(value, values) for key, value in transform.items()}
-    if isinstance(transform, list):
-        return [_filled(value, values) for value in transform]
-    return values.get(transform[1:-1], transform) if isinstance(transform, str) and transform[:1] == "{" else transform
-
-
-def json_end(text: str, at: int) -> int | None:
-    """Return the place after a JSON value; None where there is none."""
-    try:
-        return _decoded(text, _behind(_BLANKS, text, at))[1]
-    except UNREADABLE:
-        return None
-
-
-def _decoded(text: str, at: int) -> tuple[Any, int]:
-    """Return a JSON value, and the place after it. An error counts from its beginning."""
-    try:
-        return json.JSONDecoder().raw_decode(text, at)
-    except json.JSONDecodeError as error:
-        raise json.JSONDecodeError(error.msg, text[at:], error.pos - at) from error
-
-
-_BLANKS, _COMMA = re.compile(r"\s*"), re.compile(r"\s*,")
-
-
-def _behind(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Return the place after what a pattern matches at a place of a text.
-
-    Raises:
-        ValueError: it matches nothing there.
-    """
-    found = pattern.match(text, at)
-    if found is None:
-        raise ValueError(f"something else stands at {text[at : at + 20]!r}")
-    return found.end()
-
-
-_CALL_KEYS = frozenset(("name", "type", "id", "index", "function"))
-"""Keys that a call has beside its arguments."""
-
-
-def call_from(value: Any, text: str) -> AnyCall:
-    """Return a call from an object with a name and arguments; Llama calls these parameters, and they may be JSON text.
-
-    Arguments that are null or an empty text are none, as models write them for a function that takes none.
-    """
-    if not isinstance(value, dict):
-        return BadCall(text, f"a call is an object with name and arguments, not {excerpt(json.dumps(value), 40)}")
-    value = value.get("function") if isinstance(value.get("function"), dict) else value
-    name, given = value.get("name"), [value[key] for key in ("arguments", "parameters") if key in value]
-    if not isinstance(name, str) or not name:
-        return BadCall(text, "the call has no name")
-    if not given and (other := value.keys() - _CALL_KEYS):
-        return BadCall(text, f"the call has no arguments, and {', '.join(sorted(other))} beside its name")
-    arguments = next((each for each in given if each is not None), None)
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments.strip() or "null")
-        except UNREADABLE as error:
-            return BadCall(text, f"the arguments are no JSON: {error}")
-    arguments = {} if arguments is None else arguments
-    if not isinstance(arguments, dict):
-        return BadCall(text, f"the arguments are no object: {excerpt(json.dumps(arguments), 40)}")
-    id_ = value.get("id")
-    return ToolCall(name, arguments, id_ if isinstance(id_, str) else None)
-
-
-def _replace_surrogates_in_call(call: AnyCall) -> AnyCall:
-    """Replace lone surrogates in a call, which JSON can spell and no file can hold."""
-    if isinstance(call, BadCall):
-        return call
-    text = json.dumps([call.name, call.arguments], ensure_ascii=False)
-    if text.isascii():
-        return call
-    name, arguments = json.loads(text.encode("utf-8", "replace"))
-    return ToolCall(name, arguments, call.id)
-
-
-class GptOssParser(Parser):
-    """Messages of the assistant on channels: one that is addressed to a tool is a call. gpt-oss.
-
-    ``<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}``, with the address on either side of
-    the channel. A message ends by ``<|end|>`` or ``<|call|>``, or with the turn. What is thought (on the channel
-    analysis) is no content.
-    """
-
-    _ADDRESS = re.compile(r"\bto=(?:functions\.)?(?P<name>[^\s<]+)")
-    _ENDS = re.compile(r"<\|(?:end|call|return)\|>\s*$")
-
-    def pieces(self, text: str) -> Iterator[TurnPiece]:
-        for message in channel_messages(text):
-            address = self._ADDRESS.search(message.header)
-            if address is None:
-                yield TurnPiece(message.written, "thought" if message.thought else "said")
-            else:
-                yield TurnPiece(message.written, "calls", (self._call(address["name"], message),))
-
-    def _call(self, name: str, message: ChannelMessage) -> AnyCall:
-        if message.body is None:
-            return BadCall(message.written, f"no {MESSAGE_TOKEN} stands behind the name")
-        arguments = self._ENDS.sub("", message.body)
-        ended = arguments != message.body
-        return named_call(name, arguments.strip() or ("{}" if ended else ""), message.written)
-
-    def _content(self, pieces: Sequence[TurnPiece]) -> str:
-        return split_thoughts(super()._content(pieces))[0]
 
 
 class DeepSeekV3Parser(BlockParser):
@@ -599,19 +201,37 @@ class DeepSeekV3Parser(BlockParser):
         return [named_call(found["name"].strip(), found["arguments"], inside)]
 
 
-def named_call(name: str, arguments: str, text: str) -> AnyCall:
-    """Return a call of a name with arguments that are JSON.
+class GptOssParser(Parser):
+    """Messages of the assistant on channels: one that is addressed to a tool is a call. gpt-oss.
 
-    Args:
-        name: Name of the tool.
-        arguments: A JSON object, as text.
-        text: The whole text of the call, for errors.
+    ``<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}``, with the address on either side of
+    the channel. A message ends by ``<|end|>`` or ``<|call|>``, or with the turn. What is thought (on the channel
+    analysis) is no content.
     """
-    try:
-        read = json.loads(arguments)
-    except UNREADABLE as error:
-        return BadCall(text, f"the arguments are no JSON: {error}")
-    return call_from({"name": name, "arguments": read}, text)
+
+    _ADDRESS = re.compile(r"\bto=(?:functions\.)?(?P<name>[^\s<]+)")
+    _ENDS = re.compile(r"<\|(?:end|call|return)\|>\s*$")
+
+    def pieces(self, text: str) -> Iterator[TurnPiece]:
+        for message in channel_messages(text):
+            address = self._ADDRESS.search(message.header)
+            if address is None:
+                yield TurnPiece(message.written, "thought" if message.thought else "said")
+            else:
+                yield TurnPiece(message.written, "calls", (self._call(address["name"], message),))
+
+    def _call(self, name: str, message: ChannelMessage) -> AnyCall:
+        if message.body is None:
+            return BadCall(message.written, f"no {MESSAGE_TOKEN} stands behind the name")
+        arguments = self._ENDS.sub("", message.body)
+        ended = arguments != message.body
+        return named_call(name, arguments.strip() or ("{}" if ended else ""), message.written)
+
+    def _content(self, pieces: Sequence[TurnPiece]) -> str:
+        return split_thoughts(super()._content(pieces))[0]
+
+
+# ------------------------------------------------------------------ arguments between tags, as text
 
 
 class TaggedParser(BlockParser, ABC):
@@ -756,6 +376,8 @@ def _types(schema: Any) -> set[str]:
     return types | {"null"} if types and schema.get("nullable") else types
 
 
+# ------------------------------------------------------------------ arguments as literals
+
 T = TypeVar("T")
 
 
@@ -798,10 +420,10 @@ class Lfm2Parser(LiteralParser):
     _FORM = "the calls are no list like [name(key=1), name(key='text')]"
 
     def _read(self, text: str, at: int) -> tuple[list[ToolCall], int]:
-        return _sequence(text, _behind(self._OPEN, text, at), "]", self._call)
+        return _sequence(text, place_after(self._OPEN, text, at), "]", self._call)
 
     def _call(self, text: str, at: int) -> tuple[ToolCall, int]:
-        end = _behind(self._NAME, text, at)
+        end = place_after(self._NAME, text, at)
         pairs, closed = _sequence(text, end, ")", lambda text, at: _PYTHON.pair(text, at, _EQUALS))
         return ToolCall(text[at : end - 1].strip(), dict(pairs)), closed
 
@@ -816,7 +438,7 @@ class Gemma4Parser(LiteralParser):
     _FORM = 'a call is call:name{key:<|"|>text<|"|>,other:3}'
 
     def _read(self, text: str, at: int) -> tuple[list[ToolCall], int]:
-        end = _behind(self._NAME, text, at)
+        end = place_after(self._NAME, text, at)
         pairs, closed = _sequence(text, end, "}", lambda text, at: _GEMMA.pair(text, at, _COLON))
         return [ToolCall(text[at:end].strip()[len("call:") : -1], dict(pairs))], closed
 
@@ -835,7 +457,7 @@ class _Literals:
         Raises:
             ValueError: there is none.
         """
-        at = _behind(_BLANKS, text, at)
+        at = place_after(BLANKS, text, at)
         if (found := self.quoted.match(text, at)) is not None:
             return self.unescaped(found[found.lastindex or 0]), found.end()
         if text.startswith("[", at):
@@ -854,16 +476,17 @@ class _Literals:
     ) -> tuple[tuple[str, Any], int]:
         """Return a key and its value, and the place after them. The key may go without quotes."""
         bare, assign = assigned
-        at = _behind(_BLANKS, text, at)
+        at = place_after(BLANKS, text, at)
         if (found := self.quoted.match(text, at)) is not None:
             key, at = self.unescaped(found[found.lastindex or 0]), found.end()
         else:
-            end = _behind(bare, text, at)
+            end = place_after(bare, text, at)
             key, at = text[at:end].strip(), end
-        value, at = self.value(text, _behind(assign, text, at))
+        value, at = self.value(text, place_after(assign, text, at))
         return (key, value), at
 
 
+_COMMA = re.compile(r"\s*,")
 _COLON = (re.compile(r"[^:,{}\[\]]+"), re.compile(r"\s*:"))
 _EQUALS = (re.compile(r"[^=,()\[\]{}'\"]+"), re.compile(r"\s*="))
 _NUMBER = re.compile(r"-?\d+(?P<broken>(?:\.\d*)?(?:[eE][+-]?\d+)?)")
@@ -878,34 +501,171 @@ _ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f", "v": "\v", "a
 def _sequence(text: str, at: int, close: str, one: Callable[[str, int], tuple[T, int]]) -> tuple[list[T], int]:
     """Return the items between commas up to a bracket, and the place after it."""
     found: list[T] = []
-    at = _behind(_BLANKS, text, at)
+    at = place_after(BLANKS, text, at)
     while not text.startswith(close, at):
-        item, at = one(text, _behind(_COMMA, text, at) if found else at)
+        item, at = one(text, place_after(_COMMA, text, at) if found else at)
         found.append(item)
-        at = _behind(_BLANKS, text, at)
+        at = place_after(BLANKS, text, at)
     return found, at + len(close)
 
 
-def _pythonic(inside: str) -> str:
-    text = _ESCAPE.sub(_unescaped, inside)
+def _unescape_python(inside: str) -> str:
+    """Return the inside of a quoted text of Python's, with its escapes resolved."""
+
+    def unescape(found: re.Match[str]) -> str:
+        if (character := found["c"]) is not None:
+            return _ESCAPED.get(character, found[0])
+        code = int(found["x"] or found["u"] or found["U"], 16)
+        return chr(code) if code <= 0x10FFFF else found[0]
+
+    text = _ESCAPE.sub(unescape, inside)
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _unescaped(found: re.Match[str]) -> str:
-    if (character := found["c"]) is not None:
-        return _ESCAPED.get(character, found[0])
-    code = int(found["x"] or found["u"] or found["U"], 16)
-    return chr(code) if code <= 0x10FFFF else found[0]
-
-
-_PYTHON = _Literals(re.compile(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"", re.DOTALL), _pythonic)
+_PYTHON = _Literals(re.compile(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"", re.DOTALL), _unescape_python)
 _GEMMA = _Literals(re.compile(r'<\|"\|>(.*?)<\|"\|>', re.DOTALL), str)
 
 
-Schemas = Sequence[Mapping[str, Any]]
+# ------------------------------------------------------------------ forms of the user's and the tokenizer's
 
 PYTHON_CALL = r"(?P<name>\w+)\((?P<arguments>[^)]*)\)"
 """``multiply(17, 25)``."""
+
+
+class RegexParser(ScanningParser):
+    r"""A form of your own: a pattern with the groups ``name`` and ``arguments``.
+
+    ``arguments`` are values in the order of the tool's, separated by commas, each as JSON: ``mul(17,25)`` with
+    ``(?P<name>\w+)\((?P<arguments>[^)]*)\)``.
+
+    Args:
+        pattern: The regular expression of one call.
+        schemas: Schemas of the tools, for the names of their arguments.
+
+    Raises:
+        ConfigError: the pattern cannot be compiled, or lacks a group.
+    """
+
+    def __init__(self, pattern: str, schemas: Sequence[Mapping[str, Any]]) -> None:
+        try:
+            self._pattern = re.compile(pattern, re.DOTALL)
+        except re.error as error:
+            raise ConfigError(f"env.call_pattern={pattern!r} is no regular expression: {error}.") from error
+        if missing := {"name", "arguments"} - self._pattern.groupindex.keys():
+            raise ConfigError(
+                f"env.call_pattern={pattern!r} has no group {' and no group '.join(sorted(missing))}. A call is read "
+                r"by (?P<name>...) and (?P<arguments>...), such as (?P<name>\w+)\((?P<arguments>[^)]*)\)."
+            )
+        functions = [schema["function"] for schema in schemas]
+        self._arguments = {f["name"]: list(f["parameters"].get("properties", {})) for f in functions}
+
+    def _find(self, text: str, at: int, thought: int) -> FoundCalls | None:
+        # ^ matches the place after the first thoughts: these are no content
+        first = 0 if (close := self.thoughts.begun) is None else self.thoughts.end(text, 0, close)
+        while (following := self.thoughts.next(text, first))[0] == first < len(text):
+            first = following[1]
+        content, begin, end = text[first:], max(at - first, 0), max(thought - first, 0)
+        found = self._next(content, begin, len(content))
+        if found is not None and found.start() < end < found.end():
+            found = self._next(content, begin, end) or found  # prefer a match that does not extend into a thought
+        return None if found is None else FoundCalls(first + found.start(), first + found.end(), (self._call(found),))
+
+    def _next(self, text: str, begin: int, end: int) -> re.Match[str] | None:
+        return next((found for found in self._pattern.finditer(text, begin, end) if found[0]), None)
+
+    def _call(self, found: re.Match[str]) -> AnyCall:
+        name, written = found["name"], found["arguments"]
+        try:
+            values = json.loads(f"[{written}]")
+        except UNREADABLE as error:
+            return BadCall(found[0], f"the arguments are no JSON values: {error}")
+        names = self._arguments.get(name, [])
+        if name in self._arguments and len(values) > len(names):
+            return BadCall(found[0], f"{name} takes {len(names)} arguments, and {len(values)} came")
+        return ToolCall(name, dict(zip(names, values)))
+
+
+class TemplateParser(Parser):
+    """A parser by the ``response_template`` that the tokenizer of a model may bring.
+
+    The template itself separates thoughts from content. The ``response_schema`` of older tokenizers has no reader
+    any more: transformers drops it when it loads one.
+
+    Args:
+        tokenizer: Tokenizer with such a template.
+        schemas: Schemas of the tools, for the types of arguments that are written as text.
+        begin: The rendered prompt that a response goes on from: a template may have begun it, with an open ``<think>``.
+    """
+
+    _CALLS = "tool_calls"
+
+    def __init__(self, tokenizer: Any, schemas: Sequence[Mapping[str, Any]], begin: str) -> None:
+        self._tokenizer = tokenizer
+        self._settings: dict[str, Any] = {"prefix": begin, "tools": list(schemas) or None}
+
+    def parse(self, text: str) -> ParsedTurn:
+        if self.thoughts.begun is not None and self.thoughts.begun not in text:
+            return ParsedTurn(text.strip())  # some templates take an open thought for content
+        try:
+            message = self._tokenizer.parse_response(text, **self._settings)
+            written = message.get(self._CALLS) or ()
+            calls = [call_from(call, json.dumps(call, default=str)) for call in written]
+        except Exception as error:  # a template may raise anything
+            return self._parse_each_call(text, error)
+        content = str(message.get("content") or "") if calls else text
+        return ParsedTurn(content.strip(), tuple(map(without_surrogates, calls)))
+
+    def pieces(self, text: str) -> Iterator[TurnPiece]:
+        """Yield the response as one piece: its template does not say where its parts stand."""
+        turn = self.parse(text)
+        if text:
+            yield TurnPiece(text, "calls" if turn.calls else "said", turn.calls)
+
+    def _parse_each_call(self, text: str, error: Exception) -> ParsedTurn:
+        """Parse a response of which the template cannot read a part: each call by itself, so that a wrong one
+        invalidates no other."""
+        own = self._tokenizer.response_template
+        field = own["fields"].get(self._CALLS)
+        why = f"it cannot be read: {excerpt(str(error), 80)}"
+        if field is None or not field.get("repeats"):
+            return ParsedTurn("", (BadCall(text, why),))
+        groups = re.findall(r"\(\?P?<(\w+)>", str(field.get("open_pattern", "")))
+        raw = {key: value for key, value in field.items() if key not in ("content_args", "transform", "transform_each")}
+        raw |= {"content": "text", "transform": {"body": "{content}"} | {name: f"{{{name}}}" for name in groups}}
+        fields = {**own["fields"], self._CALLS: raw}
+        try:
+            message = self._tokenizer.parse_response(text, {**own, "fields": fields}, prefix=self._settings["prefix"])
+        except Exception:  # another field than the calls is wrong
+            return ParsedTurn("", (BadCall(text, why),))
+        calls = [self._read_call(field, call) for call in message.get(self._CALLS) or ()] or [BadCall(text, why)]
+        return ParsedTurn(str(message.get("content") or "").strip(), tuple(map(without_surrogates, calls)))
+
+    def _read_call(self, field: Mapping[str, Any], raw: Mapping[str, str]) -> AnyCall:
+        """Return one call, read by the template of calls alone."""
+        alone = {key: value for key, value in field.items() if key not in _DELIMITERS}
+        alone["transform"] = _filled(field.get("transform"), raw)
+        settings = {**self._settings, "prefix": ""}
+        try:
+            own = {**self._tokenizer.response_template, "fields": {self._CALLS: alone}}
+            (call,) = self._tokenizer.parse_response(raw["body"], own, **settings)[self._CALLS]
+        except Exception as error:  # a template may raise anything
+            return BadCall(json.dumps(raw, ensure_ascii=False), f"it cannot be read: {excerpt(str(error), 80)}")
+        return call_from(call, json.dumps(call, default=str))
+
+
+_DELIMITERS = ("open", "open_pattern", "close", "close_pattern")
+
+
+def _filled(transform: Any, values: Mapping[str, str]) -> Any:
+    """Fill the groups of the opening mark into a response template's transform."""
+    if isinstance(transform, dict):
+        return {key: _filled(value, values) for key, value in transform.items()}
+    if isinstance(transform, list):
+        return [_filled(value, values) for value in transform]
+    return values.get(transform[1:-1], transform) if isinstance(transform, str) and transform[:1] == "{" else transform
+
+
+# ------------------------------------------------------------------ the choice
 
 _FAMILIES: dict[str, Callable[[Schemas], Parser]] = {
     "hermes": lambda _: HermesParser(),
@@ -923,7 +683,7 @@ _FAMILIES: dict[str, Callable[[Schemas], Parser]] = {
 PARSERS = (*_FAMILIES, "regex")
 """Names of the forms that `env.parser` may choose."""
 
-_TOLD = {
+_TEMPLATE_MARKS = {
     "<tool_call>\n{": "hermes",
     "<tool_call>\\n{": "hermes",
     "[TOOL_CALLS]": "mistral",
@@ -932,7 +692,7 @@ _TOLD = {
 }
 """Marks in the source of a chat template that describes calls of a form, where it does not render them itself."""
 
-_AS_IT_IS: Mapping[str, Any] = MappingProxyType({})
+_NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 """A chat template without arguments."""
 
 _PROBE = ToolCall("qqprobeqq", {"text": "qqalphaqq", "number": 17})
@@ -967,8 +727,8 @@ def check_parser(name: str, pattern: str | None, prefix: str = "") -> None:
     one_of(f"{prefix}parser", name, ("auto", *PARSERS))
     if name != "regex" and pattern is not None:
         raise ConfigError(
-            f"{prefix}parser={name} and {prefix}call_pattern={pattern!r}: a pattern is read by {prefix}parser=regex, "
-            "and by nothing else."
+            f"{prefix}call_pattern={pattern!r} has no effect with {prefix}parser={name}: only {prefix}parser=regex "
+            "reads a pattern. Set that, or leave the pattern out."
         )
 
 
@@ -977,7 +737,7 @@ def parser_for(
     tokenizer: Any,
     schemas: Schemas,
     pattern: str | None,
-    template_kwargs: Mapping[str, Any] | None = _AS_IT_IS,
+    template_kwargs: Mapping[str, Any] | None = _NO_ARGUMENTS,
 ) -> Parser:
     """Return the parser of a name, or the one that fits a tokenizer, with its marks of thoughts.
 
@@ -992,12 +752,12 @@ def parser_for(
     Raises:
         ConfigError: ``auto``, and nothing says how the model writes calls.
     """
-    parser = _parser(name, tokenizer, schemas, pattern, template_kwargs)
+    parser = _choose_parser(name, tokenizer, schemas, pattern, template_kwargs)
     parser.thoughts = parser.thoughts.of(tokenizer, template_kwargs)
     return parser
 
 
-def _parser(
+def _choose_parser(
     name: str, tokenizer: Any, schemas: Schemas, pattern: str | None, template_kwargs: Mapping[str, Any] | None
 ) -> Parser:
     if name == "regex":
@@ -1007,12 +767,19 @@ def _parser(
     if getattr(tokenizer, "response_template", None):
         begin = generation_prompt(tokenizer, template_kwargs) if template_kwargs is not None else ""
         return TemplateParser(tokenizer, schemas, begin)
-    family = _family_of(tokenizer)
-    if family is not None:
-        return _FAMILIES[family](schemas)
+    if template := tokenizer.chat_template:
+        turns = list(rendered_call(tokenizer, _PROBE, [_PROBE_SCHEMA]))
+        for make in _FAMILIES.values():
+            for turn in turns:
+                calls = make([_PROBE_SCHEMA]).parse(turn).calls
+                if [isinstance(call, ToolCall) and replace(call, id=None) for call in calls] == [_PROBE]:
+                    return make(schemas)
+        for mark, family in _TEMPLATE_MARKS.items() if isinstance(template, str) else ():
+            if mark in template:
+                return _FAMILIES[family](schemas)
     raise ConfigError(
-        "env.parser=auto: neither a response_template of the tokenizer nor its chat template says how the model writes "
-        f"calls of tools. Say it: env.parser is {', '.join(PARSERS[:-1])}, or regex with env.call_pattern."
+        "env.parser=auto: neither a response_template of the tokenizer nor its chat template shows how the model "
+        f"writes tool calls. Set env.parser to {', '.join(PARSERS[:-1])}, or to regex with env.call_pattern."
     )
 
 
@@ -1029,33 +796,20 @@ def rendered_call(tokenizer: Any, call: ToolCall, schemas: Schemas) -> Iterator[
         function = {"name": call.name, "arguments": arguments}
         calls = [{"type": "function", "id": "call00000", "function": function}]
         asked = [{"role": "user", "content": "a"}]
-        said = {"role": "assistant", "content": "", "tool_calls": calls}
+        answer = {"role": "assistant", "content": "", "tool_calls": calls}
         settings = {"tokenize": False, "tools": list(schemas) or None}
         try:
-            begun = apply_chat_template(tokenizer, asked, add_generation_prompt=True, **settings)
+            prompt = apply_chat_template(tokenizer, asked, add_generation_prompt=True, **settings)
             before = apply_chat_template(tokenizer, asked, **settings)
-            whole = apply_chat_template(tokenizer, [*asked, said], **settings)
+            whole = apply_chat_template(tokenizer, [*asked, answer], **settings)
         except ConfigError:
             raise
         except Exception:  # a template may raise anything
             continue
-        goes_on = whole.startswith(begun)
-        turn = whole[len(begun if goes_on else before) :]
+        goes_on = whole.startswith(prompt)
+        turn = whole[len(prompt if goes_on else before) :]
         turn = turn if goes_on else Thoughts().of(tokenizer, {"tools": settings["tools"]}).going_on(turn)
         cuts = (turn.rpartition(token) for token in control_tokens(tokenizer))
         yield from (before_it for before_it, token, _ in cuts if token)
         yield turn
         return
-
-
-def _family_of(tokenizer: Any) -> str | None:
-    if not tokenizer.chat_template:
-        return None
-    turns = list(rendered_call(tokenizer, _PROBE, [_PROBE_SCHEMA]))
-    for name, parser in _FAMILIES.items():
-        for turn in turns:
-            calls = parser([_PROBE_SCHEMA]).parse(turn).calls
-            if [isinstance(call, ToolCall) and replace(call, id=None) for call in calls] == [_PROBE]:
-                return name
-    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
-    return next((name for mark, name in _TOLD.items() if mark in template), None)

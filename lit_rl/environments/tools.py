@@ -116,13 +116,16 @@ class FunctionTool(Tool):
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        from transformers.utils.chat_template_utils import get_json_schema
+
         self.function = function
         name = name_of(function)
         try:
             described, bound = _described_function(function)
-            schema = _schema(name, described, bound)
+            schema = get_json_schema(_without_arguments(described, bound) if bound else described)
+            schema["function"]["name"] = name
         except Exception as error:  # the docstring parser may raise anything
-            raise ConfigError(f"The tool {name!r} {_why_not(function, error)}") from error
+            raise ConfigError(f"The tool {name!r} {_why_no_tool(function, error)}") from error
         if inspect.isgeneratorfunction(described) or inspect.isasyncgenfunction(described):
             raise ConfigError(
                 f"The tool {name!r} is a generator, and a call has one answer: return it, and do not yield."
@@ -215,11 +218,11 @@ class Toolbox:
         Raises:
             ConfigError: two have one name.
         """
-        both = copy.copy(self)
-        both.tools = dict(self.tools)
+        merged = copy.copy(self)
+        merged.tools = dict(self.tools)
         for tool in more.tools.values():
-            _add(both.tools, tool)
-        return both
+            _add(merged.tools, tool)
+        return merged
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -245,23 +248,14 @@ def _described_function(function: Callable[..., Any]) -> tuple[Callable[..., Any
     """Return the function whose types and docstring describe a tool, and the arguments that are bound already."""
     if isinstance(function, functools.partial):
         inner, bound = _described_function(function.func)
-        given = inspect.signature(inner).bind_partial(*function.args, **function.keywords).arguments
-        return inner, bound | given.keys()
+        arguments = inspect.signature(inner).bind_partial(*function.args, **function.keywords).arguments
+        return inner, bound | arguments.keys()
     if inspect.isroutine(function) or isinstance(function, type):
         return function, frozenset()
     return getattr(function, "__wrapped__", function.__call__), frozenset()  # the first of functools.lru_cache
 
 
-def _schema(name: str, described: Callable[..., Any], bound: Collection[str]) -> dict[str, Any]:
-    """Return the JSON schema of a function for the chat template, without bound arguments, which need no type."""
-    from transformers.utils.chat_template_utils import get_json_schema
-
-    schema = get_json_schema(_without(described, bound) if bound else described)
-    schema["function"]["name"] = name
-    return schema
-
-
-def _without(function: Callable[..., Any], bound: Collection[str]) -> Callable[..., Any]:
+def _without_arguments(function: Callable[..., Any], bound: Collection[str]) -> Callable[..., Any]:
     """Return a function that stands for another one where it is described, and lacks some of its arguments."""
 
     def described() -> None: ...
@@ -274,7 +268,7 @@ def _without(function: Callable[..., Any], bound: Collection[str]) -> Callable[.
     return described
 
 
-def _why_not(function: Any, error: Exception) -> str:
+def _why_no_tool(function: Any, error: Exception) -> str:
     """Return why something cannot be a tool.
 
     Args:
@@ -368,7 +362,10 @@ def _whole(value: Any, schema: Any, validator: Validator) -> Any:
     for _ in range(_REFERENCES):
         if not (isinstance(schema, Mapping) and str(schema.get("$ref", "")).startswith("#")):
             break
-        schema = _referred(validator.schema, schema["$ref"])
+        reference, schema = schema["$ref"], validator.schema
+        for part in reference.removeprefix("#").strip("/").split("/") if reference != "#" else ():
+            key = part.replace("~1", "/").replace("~0", "~")
+            schema = schema.get(key) if isinstance(schema, Mapping) else None  # None where it points nowhere
     if not isinstance(schema, Mapping):
         return value
     for part in schema.get("allOf", ()):
@@ -392,14 +389,6 @@ def _whole(value: Any, schema: Any, validator: Validator) -> Any:
 
 _REFERENCES = 32
 """The most steps from one ``$ref`` to the next: one may refer to itself."""
-
-
-def _referred(root: Any, reference: str) -> Any:
-    """Resolve a ``$ref`` within a schema; None where it points nowhere."""
-    for part in reference.removeprefix("#").strip("/").split("/") if reference != "#" else ():
-        key = part.replace("~1", "/").replace("~0", "~")
-        root = root.get(key) if isinstance(root, Mapping) else None
-    return root
 
 
 def _find_non_finite(value: Any, name: str = "") -> str | None:

@@ -23,7 +23,7 @@ from lit_rl.environments.environment_base import Environment, Opening, Reply, Tu
 from lit_rl.environments.environment_pool import Pool, target_of
 from lit_rl.environments.factory import EnvironmentFactory, EnvironmentKind, Functions
 from lit_rl.environments.observations import as_text, content_of, replace_surrogates, shows_image
-from lit_rl.environments.tool_parsers import BadCall, Parser
+from lit_rl.environments.parser_base import BadCall, Parser
 from lit_rl.environments.tools import FunctionTool, ToolAnswer, Toolbox, ToolCall
 
 Style = Literal["auto", "step", "tools"]
@@ -70,7 +70,7 @@ class UserClass:
         public = [name for name in dir(type(first)) if not name.startswith("_") and name not in _NO_TOOLS]
         public = [name for name in public if inspect.isroutine(inspect.getattr_static(first, name))]
         has_step = callable(getattr(first, "step", None))
-        self.style = self._style(style, public, has_step=has_step)
+        self.style = self._choose_style(style, public, has_step=has_step)
         self.reads_seed, self._reset_names = _parameters(first.reset)
         self.toolbox = None
         if self.style == "tools":
@@ -94,7 +94,7 @@ class UserClass:
                 f"env: {self.name}() raised {describe_error(error)}. It is called without arguments."
             ) from error
 
-    def _style(self, style: Style, public: Sequence[str], *, has_step: bool) -> Style:
+    def _choose_style(self, style: Style, public: Sequence[str], *, has_step: bool) -> Style:
         if style == "step" and not has_step:
             raise ConfigError(f"env.style=step, and {self.name} has no method step(self, action).")
         if style == "tools" or not has_step:
@@ -119,7 +119,7 @@ class UserClass:
         """
         if "seed" in columns:
             raise ConfigError(
-                "The data has a column 'seed', and reset(seed=...) gets the seed of the episode: rename it, "
+                "The data has a column 'seed', but reset(seed=...) gets the seed of the episode. Rename the column: "
                 "data.rename={seed:seed_column}."
             )
         if self._reset_names is None:
@@ -156,9 +156,15 @@ def check_reward(reward: Any, who: str) -> float | None:
     try:
         number = float(reward)
     except (TypeError, ValueError, OverflowError) as error:
-        raise RewardError(f"env: {who} gave the reward {excerpt(repr(reward))}, which is no number.") from error
+        raise RewardError(
+            f"env: {who} returned the reward {excerpt(repr(reward))}, which is not a number. Return a number, or None "
+            "for no reward."
+        ) from error
     if not math.isfinite(number):
-        raise RewardError(f"env: {who} gave the reward {number}, which is not finite. None says that there is none.")
+        raise RewardError(
+            f"env: {who} returned the reward {number}, which is not finite. Return a finite number, or None for no "
+            "reward."
+        )
     return number
 
 
@@ -198,8 +204,8 @@ def check_messages(messages: Sequence[Any], who: str, roles: Sequence[str] = ("s
             content = content_of(content, f"env: {who}")
         if not (isinstance(message, dict) and message.get("role") in roles and (seen or isinstance(content, str))):
             raise ConfigError(
-                f"env: {who} returned the message {excerpt(repr(message))}; its messages have the role "
-                f"{' or '.join(roles)}, and a text under 'content'."
+                f"env: {who} returned the message {excerpt(repr(message))}. A message of an environment has the role "
+                f"{' or '.join(roles)} and a text under 'content'."
             )
         found.append({**message, "content": replace_surrogates(content) if isinstance(content, str) else content})
     return found
@@ -256,7 +262,7 @@ class SteppedEnvironment(Environment):
         five = await call_maybe_async(self._made.step, turn.text)
         if not isinstance(five, Sequence) or len(five) != _FIVE:
             raise ConfigError(
-                f"env: {who} returned {excerpt(repr(five))}; it returns five values: observation, reward, terminated, "
+                f"env: {who} returned {excerpt(repr(five))}, expected five values: observation, reward, terminated, "
                 "truncated, info."
             )
         observation, reward, terminated, truncated, _ = five
@@ -311,8 +317,17 @@ class ToolEnvironment(Environment):
         if not parsed.calls:
             return Reply(turn.message(turn.text), end="cut" if turn.cut else "answered")
         answers = await self._answers(parsed.calls)
+        # The policy's turn with its calls as templates expect them; an unreadable one is text.
+        unread = "".join(call.text for call in parsed.calls if isinstance(call, BadCall))
+        message, written = turn.message(parsed.content + unread), list[Message]()
+        for call in parsed.calls:
+            if isinstance(call, ToolCall):
+                function = {"name": call.name, "arguments": dict(call.arguments)}
+                written.append(
+                    {**({} if call.id is None else {"id": call.id}), "type": "function", "function": function}
+                )
         return Reply(
-            _turn_message(turn, parsed.content, parsed.calls),
+            message | {"tool_calls": written} if written else message,
             [self._message(call, answer) for call, answer in zip(parsed.calls, answers, strict=True)],
             calls=len(answers),
             failed_calls=sum(answer.failed for answer in answers),
@@ -366,19 +381,6 @@ class ToolMethodsEnvironment(ToolEnvironment):
 
     async def close(self) -> None:
         await close_object(self._made)
-
-
-def _turn_message(turn: Turn, content: str, calls: Sequence[ToolCall | BadCall]) -> Message:
-    """Return the policy's turn with its calls as templates expect them. An unreadable one is text."""
-    unread = "".join(call.text for call in calls if isinstance(call, BadCall))
-    written: list[Message] = []
-    for call in calls:
-        if isinstance(call, ToolCall):
-            function = {"name": call.name, "arguments": dict(call.arguments)}
-            named = {} if call.id is None else {"id": call.id}
-            written.append({**named, "type": "function", "function": function})
-    message = turn.message(content + unread)
-    return message | {"tool_calls": written} if written else message
 
 
 class FunctionTools(EnvironmentFactory):
@@ -492,7 +494,7 @@ class CustomEnvironment(EnvironmentFactory):
         name = row.get(ENVIRONMENT_COLUMN)
         if name not in self._kinds:
             raise ConfigError(
-                f"A row's {ENVIRONMENT_COLUMN} is {name!r}, and env.path has {', '.join(self._kinds)}."
+                f"The column {ENVIRONMENT_COLUMN!r} of a row is {name!r}, but env.path has {', '.join(self._kinds)}."
                 f"{did_you_mean(str(name), self._kinds)}"
             )
         return str(name)
@@ -520,8 +522,8 @@ class _UserClassKind(EnvironmentKind):
         beside = make_toolbox(functions, "env.functions", pool) if functions else None
         if described.toolbox is None and beside is not None:
             raise ConfigError(
-                f"env.functions names tools, and {described.name} is stepped with the text of each turn, which calls "
-                "none. Leave them out, or set env.style=tools."
+                f"env.functions gives tools, but {described.name} is stepped with the text of each turn, and no "
+                "tool is ever called. Leave env.functions out, or set env.style=tools."
             )
         self._beside = beside
         self.toolbox = described.toolbox

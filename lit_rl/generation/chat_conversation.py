@@ -18,8 +18,9 @@ from typing import Any
 from lit_rl.core.episode import Message
 from lit_rl.core.errors import excerpt
 from lit_rl.environments.frames import AnswerRole, ChatFrames, check_tools_are_rendered
+from lit_rl.environments.parser_base import UNREADABLE, BadCall, Parser
 from lit_rl.environments.thoughts import speaks_on_channels, split_thoughts
-from lit_rl.environments.tool_parsers import UNREADABLE, BadCall, Parser, RegexParser, parser_for
+from lit_rl.environments.tool_parsers import RegexParser, parser_for
 from lit_rl.environments.tools import ToolCall
 
 MODEL = "policy"

@@ -162,9 +162,9 @@ def call_error(
     failure = failed.failure
     if failed.__cause__ is None and failure.trace:
         failed.__cause__ = WorkerTraceback(failure.trace)
-    while_ = f"while it scored {n_completions(rows)}"
+    when = f"while it scored {n_completions(rows)}"
     if failure.row is not None:
-        while_ = f"while it scored completion {failure.row}, which starts {text_of(completions[failure.row])[:80]!r}"
+        when = f"while it scored completion {failure.row}, which starts {text_of(completions[failure.row])[:80]!r}"
     score = "reward.on_error=0 would score such completions instead of ending the run."
     if failure.timed_out:
         return RewardError(
@@ -175,14 +175,14 @@ def call_error(
     if failure.died:
         return RewardError(
             f"the worker process of reward function {name!r} {failure.text} "
-            f"{while_}{quote_output(failure.output)}.{limit} {score}"
+            f"{when}{quote_output(failure.output)}.{limit} {score}"
         )
     place = f" ({failure.place})" if failure.place else ""
     memory = limit if failure.kind == "MemoryError" else ""
     cause = failed.__cause__
     kind = type(cause) if isinstance(cause, LitRLError) else RewardError
     return kind(
-        f"reward function {name!r} raised {failure.kind} {while_}: {failure.text}{place}{quote_output(failure.output)}."
+        f"reward function {name!r} raised {failure.kind} {when}: {failure.text}{place}{quote_output(failure.output)}."
         f"{memory}"
     )
 
@@ -347,7 +347,7 @@ class Caller:
         this process does not allow a thread; where it logs a number per call; and where a cache counts its hits.
 
         Args:
-            job: All rows of the batch. Missing completions are put into its inputs before a row is told.
+            job: All rows of the batch. Missing completions are put into its inputs before `tell` is called for a row.
             completions: The same of the completions, for messages.
         """
         runs_elsewhere = self.pool is not None or is_async(self.function)
@@ -501,24 +501,23 @@ class Caller:
         if self.pool is not None:
             outcome = await self.pool.call(job, limit)
         elif is_async(self.function):
-            outcome = await self._run_awaited(job, limit)
+            with self._warn_when_late(None if limit is None else limit + GRACE):
+                try:
+                    async with asyncio.timeout(limit):  # it is not seeded: the training draws beside it
+                        outcome = await run_async(self.function, replace(job, seed=None))
+                except TimeoutError:
+                    text = f"more than {limit:g} seconds for {n_completions(job.rows)}"
+                    raise CallFailed(Failure("TimeoutError", text, timed_out=True)) from None
         else:
             in_main = threading.current_thread() is threading.main_thread()
             seeded = job if in_main else replace(job, seed=None)
-            kept = nullcontext() if seeded.seed is None else preserve_process_state(f"reward function {self.name!r}")
-            with self._warn_when_late(limit), kept:
+            keep_state = nullcontext()
+            if seeded.seed is not None:
+                keep_state = preserve_process_state(f"reward function {self.name!r}")
+            with self._warn_when_late(limit), keep_state:
                 outcome = run(self.function, seeded, FUNCTION_LOOP.wait)
         check_rows(self.name, outcome.returned, job.rows)
         return outcome
-
-    async def _run_awaited(self, job: Job, limit: float | None) -> Outcome:
-        with self._warn_when_late(None if limit is None else limit + GRACE):
-            try:
-                async with asyncio.timeout(limit):
-                    return await run_async(self.function, replace(job, seed=None))  # the training draws beside it
-            except TimeoutError:
-                text = f"more than {limit:g} seconds for {n_completions(job.rows)}"
-                raise CallFailed(Failure("TimeoutError", text, timed_out=True)) from None
 
     @contextmanager
     def _warn_when_late(self, seconds: float | None) -> Iterator[None]:

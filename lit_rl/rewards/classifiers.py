@@ -11,7 +11,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -76,7 +76,9 @@ class OnRunDevice:
             try:
                 return torch.device(self.device)
             except RuntimeError as error:
-                raise ConfigError(f"device={self.device!r} is no device: allowed is cpu, cuda, cuda:1, ...") from error
+                raise ConfigError(
+                    f"device={self.device!r} is not a device: allowed are cpu, cuda, cuda:1, ..."
+                ) from error
         if self.run_device is not None:
             return self.run_device
         gpu = torch.accelerator.current_accelerator(check_available=True)
@@ -98,25 +100,22 @@ class Lockstep:
         self.agreed = False
         """True if this rank has reported its number of calls in this round."""
 
-    def most(self, mine: int) -> int:
-        """Return the largest number of calls that any rank wants to make; ours wants `mine`. A collective, once a
+    def most(self, calls: int) -> int:
+        """Return the largest number of calls that any rank makes; this rank makes `calls`. A collective, once a
         round.
 
         Raises:
             RewardError: another rank aborted its round.
         """
         self.agreed = True
-        said = torch.tensor([mine, -mine], device=self._device)
-        torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MAX, group=self._group)
-        most, least = int(said[0]), -int(said[1])
-        if least == _GAVE_UP and mine != _GAVE_UP:
-            raise RewardError("A reward model could not score the completions of another rank, which says why.")
+        extremes = torch.tensor([calls, -calls], device=self._device)
+        torch.distributed.all_reduce(extremes, torch.distributed.ReduceOp.MAX, group=self._group)
+        most, least = int(extremes[0]), -int(extremes[1])
+        if least == _GAVE_UP and calls != _GAVE_UP:
+            raise RewardError(
+                "A reward model could not score the completions of another rank. The error of that rank says why."
+            )
         return most
-
-    def give_up(self) -> None:
-        """Report to the others that this rank makes no more calls, unless it has reported a number already."""
-        if not self.agreed:
-            self.most(_GAVE_UP)
 
 
 def in_lockstep(score: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,28 +129,11 @@ def in_lockstep(score: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return score(self, *args, **columns)
         except BaseException:
-            self.lockstep.give_up()
+            if not self.lockstep.agreed:  # the others wait for this rank's number of calls
+                self.lockstep.most(_GAVE_UP)
             raise
 
     return scored
-
-
-def can_shard(model: Any) -> bool:
-    """Tell whether its layers are known, and all of its weights are of one type, as FSDP2 requires."""
-    from lit_rl.models.sharding import decoder_layers
-    from lit_rl.models.vision_parts import sees
-
-    types = {weight.dtype for weight in model.parameters()}
-    return bool(decoder_layers(model)) and len(types) == 1 and not sees(model.config)
-
-
-def shard_for_scoring(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard a model that is only read: each layer is gathered when it runs, and freed afterwards."""
-    from lit_rl.models.sharding import decoder_layers
-
-    for layer in decoder_layers(model):
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)
 
 
 _DTYPES = ("float32", "bfloat16", "float16", "auto")
@@ -208,13 +190,13 @@ class Classifier(OnRunDevice):
         in_range("batch_size", batch_size, low=1)
         if max_length is not None:
             in_range("max_length", max_length, low=1)
-        self._given = None if isinstance(name, str) and tokenizer is None else (name, tokenizer)
+        self._user_model = None if isinstance(name, str) and tokenizer is None else (name, tokenizer)
         config = getattr(name, "config", None)
         self.name = name if isinstance(name, str) else str(getattr(config, "_name_or_path", "") or type(name).__name__)
         self.init_kwargs = dict(init_kwargs or {})
-        if self._given is not None:
-            _check_given(self, *self._given, revision=revision, dtype=dtype)
-        self.path = self.name if self._given is not None else hub_files.resolve("name", self.name)
+        if self._user_model is not None:
+            _check_loaded_model(self, *self._user_model, revision=revision, dtype=dtype)
+        self.path = self.name if self._user_model is not None else hub_files.resolve("name", self.name)
         self.revision = revision
         self.dtype = dtype
         self.device = device
@@ -252,10 +234,10 @@ class Classifier(OnRunDevice):
             BackendError: the model cannot be reached.
         """
         if self._loaded is None:
-            if self._given is None:
+            if self._user_model is None:
                 self._loaded = _load_classifier(self, self.load_device)
                 return self._loaded
-            model, tokenizer = self._given  # whose weights are not changed, nor is the tokenizer
+            model, tokenizer = self._user_model  # whose weights are not changed, nor is the tokenizer
             if self.chat_template is not None:
                 tokenizer = copy.deepcopy(tokenizer)
                 tokenizer.chat_template = self.chat_template
@@ -274,16 +256,23 @@ class Classifier(OnRunDevice):
         Raises:
             ConfigError, StorageError, BackendError: see `load`.
         """
+        from lit_rl.models.sharding import decoder_layers
+        from lit_rl.models.vision_parts import sees
+
         if self.lockstep is not None:
             return
-        fresh = self._loaded is None and self._given is None and self.device is None
+        fresh = self._loaded is None and self._user_model is None and self.device is None
         if fresh:
             self._loaded = _load_classifier(self, torch.device("cpu"))  # the mesh's device never holds all of it
         model, tokenizer = self.load()
-        everywhere = torch.tensor(int(fresh and can_shard(model)), device=mesh.device_type)
+        layers = decoder_layers(model)
+        one_type = len({weight.dtype for weight in model.parameters()}) == 1  # as FSDP2 requires
+        can_shard = fresh and bool(layers) and one_type and not sees(model.config)
+        everywhere = torch.tensor(int(can_shard), device=mesh.device_type)
         torch.distributed.all_reduce(everywhere, torch.distributed.ReduceOp.MIN, group=mesh.get_group())
         if everywhere:
-            shard_for_scoring(model, mesh)
+            for module in (*layers, model):  # each layer is gathered when it runs, and freed afterwards
+                fully_shard(module, mesh=mesh, reshard_after_forward=True)
             self.lockstep = Lockstep(mesh)
         elif fresh:
             self._loaded = model.to(self.load_device), tokenizer  # pyright: ignore[reportArgumentType]
@@ -321,7 +310,9 @@ class Classifier(OnRunDevice):
         lengths = [len(row) for row in rows]
         limit = self.max_length or getattr(config, "max_position_embeddings", None) or max(lengths, default=0)
         if 0 in lengths:
-            raise RewardError(f"row {lengths.index(0)} has no token for {self.name!r}: it is empty.")
+            raise RewardError(
+                f"row {lengths.index(0)} is empty: the reward model {self.name!r} would have no token to read."
+            )
         if self.overlong == "error" and max(lengths, default=0) > limit:
             ways = " or ".join(way for way in self.allowed_overlong if way != "error")
             raise RewardError(
@@ -365,7 +356,7 @@ class Classifier(OnRunDevice):
             )
 
 
-def _check_given(description: Classifier, model: Any, tokenizer: Any, *, revision: Any, dtype: str) -> None:
+def _check_loaded_model(description: Classifier, model: Any, tokenizer: Any, *, revision: Any, dtype: str) -> None:
     """Refuse an object that is no model of this kind, and settings that are about files.
 
     Raises:
@@ -392,7 +383,8 @@ def _check_given(description: Classifier, model: Any, tokenizer: Any, *, revisio
         )
     if revision is not None or dtype != "auto" or description.init_kwargs:
         raise ConfigError(
-            "revision, dtype and init_kwargs are of loading, and the reward model is loaded already: leave them out."
+            "revision, dtype and init_kwargs apply to loading a model, and this reward model is loaded already. Leave "
+            "them out."
         )
 
 
@@ -408,9 +400,9 @@ def _load_classifier(description: Classifier, device: torch.device) -> tuple[Pre
     with hub_files.reading("name", name, path):
         config = AutoConfig.from_pretrained(path, revision=revision)
         if description.init_kwargs:
-            given = description.init_kwargs
-            check_overrides("init_kwargs", given, config, name, beside=EXTRA_INIT_KWARGS, elsewhere=SET_ELSEWHERE)
-            config = AutoConfig.from_pretrained(path, revision=revision, **description.init_kwargs)
+            overrides = description.init_kwargs
+            check_overrides("init_kwargs", overrides, config, name, beside=EXTRA_INIT_KWARGS, elsewhere=SET_ELSEWHERE)
+            config = AutoConfig.from_pretrained(path, revision=revision, **overrides)
     description.check_labels(config)
     hub_files.refuse_pickle("name", path, "")
     register_classifier(config)

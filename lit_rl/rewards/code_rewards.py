@@ -109,7 +109,16 @@ class CodeExecution:
         if self.runner is not None:
             self.runner.check()
         else:
-            _check_limits()
+            if os.geteuid() == 0 and not _runs(_other_user(FIRST_UID)):
+                raise BackendError(
+                    "CodeExecution: root may start any number of processes, and setpriv (util-linux) does not work "
+                    "here, by which the code would become another user. Run as an ordinary user."
+                )
+            if not namespaces():
+                warnings.warn(
+                    "CodeExecution: this system gives no namespaces to users (unshare), so the code has your network.",
+                    stacklevel=2,
+                )
             # Those that watch are counted too: the script, and the `unshare` of an ordinary user.
             watching = 2 if namespaces() and os.geteuid() != 0 else 1
             self.limits = {"seconds": timeout, "memory_mb": memory_mb, "processes": max_processes + watching}
@@ -127,7 +136,7 @@ class CodeExecution:
         if self.column not in columns:
             found = ", ".join(columns) or "none"
             raise RewardError(f"the data has no column {self.column!r} with the tests (column=...); it has: {found}.")
-        tests = [_tests(self.column, row, value) for row, value in enumerate(columns[self.column])]
+        tests = [_checked_tests(self.column, row, value) for row, value in enumerate(columns[self.column])]
         blocks = [last_block(text_of(completion)) for completion in completions]
         with ThreadPoolExecutor(self.workers) as pool:
             verdicts = list(pool.map(self._verdict, blocks, tests))
@@ -136,6 +145,7 @@ class CodeExecution:
         return [None if verdict is None else float(verdict == "passed") for verdict in verdicts]
 
     def _verdict(self, code: str | None, tests: list[str] | None) -> str | None:
+        """Return `passed`, or a short reason for the failure; None where the row has no tests."""
         if tests is None:
             return None
         if code is None:
@@ -143,54 +153,38 @@ class CodeExecution:
         if self.runner is not None:
             return self.runner.verdict(code, tests)
         with tempfile.TemporaryDirectory(prefix="lit_rl_code_", ignore_cleanup_errors=True) as folder:
-            return self._run(json.dumps({"code": code, "tests": tests, **self.limits}), folder)
-
-    def _run(self, request: str, folder: str) -> str:
-        environment = {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1"}
-        command = [*namespaces(), sys.executable, "-I", _RUNNER]
-        if os.geteuid() == 0:
-            uid = fresh_uid()
-            os.chown(folder, uid, uid)
-            command = [*namespaces(), *_other_user(uid), sys.executable, "-I", _RUNNER]
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        groups, answer = [process.pid], b""
-        try:
-            answer, _ = process.communicate(request.encode(), timeout=self.timeout + _GRACE)
-        except subprocess.TimeoutExpired as error:
-            answer = error.stdout or b""
-        child, _, verdict = answer.decode().partition("\n")
-        if child and not namespaces():  # its number is one of this system
-            groups.append(int(child))
-        for group in groups:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(group, signal.SIGKILL)
-        process.communicate()
+            environment = {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1"}
+            command = [*namespaces(), sys.executable, "-I", _RUNNER]
+            if os.geteuid() == 0:
+                uid = fresh_uid()
+                os.chown(folder, uid, uid)
+                command = [*namespaces(), *_other_user(uid), sys.executable, "-I", _RUNNER]
+            process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            request = json.dumps({"code": code, "tests": tests, **self.limits})
+            groups, answer = [process.pid], b""
+            try:
+                answer, _ = process.communicate(request.encode(), timeout=self.timeout + _GRACE)
+            except subprocess.TimeoutExpired as error:
+                answer = error.stdout or b""
+            child, _, verdict = answer.decode().partition("\n")
+            if child and not namespaces():  # its number is one of this system
+                groups.append(int(child))
+            for group in groups:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(group, signal.SIGKILL)
+            process.communicate()
         return json.loads(verdict) if verdict else "ended the process that watched it"
 
 
-def _check_limits() -> None:
-    """Refuse, or warn of, a system that cannot limit what `runner=process` starts."""
-    if os.geteuid() == 0 and not _runs(_other_user(FIRST_UID)):
-        raise BackendError(
-            "CodeExecution: root may start any number of processes, and setpriv (util-linux) does not work here, "
-            "by which the code would become another user. Run as an ordinary user."
-        )
-    if not namespaces():
-        warnings.warn(
-            "CodeExecution: this system gives no namespaces to users (unshare), so the code has your network.",
-            stacklevel=3,
-        )
-
-
-def _tests(column: str, row: int, value: Any) -> list[str] | None:
+def _checked_tests(column: str, row: int, value: Any) -> list[str] | None:
     tests = [value] if isinstance(value, str) else value
     if tests is None:
         return None

@@ -26,7 +26,7 @@ _TICK = 0.05  # seconds between two checks of the child
 _FILE_BYTES = 16 * 2**20
 _OPEN_FILES = 64
 _SUBREAPER = 36
-_SAID = 300
+_LONGEST_ERROR = 300
 
 
 def main() -> None:
@@ -61,12 +61,12 @@ def _run(request: dict[str, Any], nonce: bytes, verdict: int) -> None:
         sources = {"completion": request["code"]} | {f"test {i}": test for i, test in enumerate(request["tests"])}
         for name, source in sources.items():
             exec(compile(source, name, "exec"), module.__dict__)  # noqa: S102 (the purpose of this file)
-        said, code = nonce, 0
+        report, code = nonce, 0
     except BaseException as error:
-        said = f"{type(error).__name__}: {error}".encode(errors="replace")[:_SAID]
+        report = f"{type(error).__name__}: {error}".encode(errors="replace")[:_LONGEST_ERROR]
     try:
         if os.getpid() == me:  # a forked copy of the program must not report
-            os.write(verdict, said)
+            os.write(verdict, report)
     finally:
         os._exit(code)
 
@@ -90,9 +90,9 @@ def _watch(child: int, reading: int, nonce: bytes, seconds: float) -> str:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if select.select([reading], [], [], _TICK)[0]:  # a word, or the end of the last process that could give one
-            said = os.read(reading, _SAID)
-            if said:
-                return "passed" if said == nonce else said.decode(errors="replace")
+            report = os.read(reading, _LONGEST_ERROR)
+            if report:
+                return "passed" if report == nonce else report.decode(errors="replace")
             return _ended(child)
         gone = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         if gone and not select.select([reading], [], [], 0)[0]:  # its orphans hold the pipe open

@@ -140,8 +140,8 @@ class _RowsCaller:
             whole.failures[row] = part.failures[place]
         whole.metrics, whole.output, whole.cache_hits = part.metrics, part.output, part.cache_hits
         for column, values in part.extras.items():
-            given = dict(zip(self.rows, values, strict=True))
-            whole.extras[column] = [given.get(row) for row in range(count)]
+            by_row = dict(zip(self.rows, values, strict=True))
+            whole.extras[column] = [by_row.get(row) for row in range(count)]
         return whole
 
 

@@ -38,7 +38,7 @@ def text_of(completion: Completion) -> str:
     if isinstance(completion, str):
         return completion
     if not isinstance(completion, list | tuple):
-        raise RewardError(f"a completion is text or a list of messages, not {type(completion).__name__}.")
+        raise RewardError(f"a completion must be a text or a list of messages, not a {type(completion).__name__}.")
     return "\n".join(
         content_of(message)
         for message in completion
@@ -59,7 +59,7 @@ def content_of(message: Message) -> str:
         return "".join(part["text"] for part in content if part.get("type") == "text")
     if isinstance(content, str) and isinstance(message, dict):
         return content
-    raise RewardError(f"a message is {message!r:.80}; it needs a text under 'content'.")
+    raise RewardError(f"the message {message!r:.80} has no text under 'content'.")
 
 
 Function = Callable[..., Any]
@@ -99,14 +99,15 @@ class LooksAtData(Protocol):
 
 _RENAME = "Rename the argument, or the column with data.rename."
 _FIX = {
-    "solution_str": "In verl that is the text of one completion: name it completion here, and in the place of "
-    "ground_truth the column that holds the right answer.",
-    "ground_truth": "In verl that is the right answer of one row: name the column that holds it, such as answer.",
-    "queries": "In OpenRLHF a query is a prompt and its response as one text: name prompts and completions here.",
-    "self": "It is a method without its object: give one of an object, CLASS(...).METHOD.",
-    "episodes": "Episodes are there where something answers the policy: env=tools, or env=environment.",
-    "environments": "TRL hands over its environment objects; here they are gone when rewards are asked, and may be in "
-    "another process: write get_reward(self) and take reward=environment, or name episodes, which says what was said.",
+    "solution_str": "In verl this is the text of one completion. Call it completion here, and name the column that "
+    "holds the right answer instead of ground_truth.",
+    "ground_truth": "In verl this is the right answer of one row. Name the column that holds it here, such as answer.",
+    "queries": "In OpenRLHF a query is a prompt and its response as one text. Name prompts and completions here.",
+    "self": "This is a method without its object: pass the method of an object, CLASS(...).METHOD.",
+    "episodes": "There are episodes only if an environment answers the policy: set env=tools or env=environment.",
+    "environments": "TRL passes its environment objects to reward functions. Here they are closed by then, and may "
+    "live in another process: give the environment a method get_reward(self) and set reward=environment, or name the "
+    "argument episodes, which has all messages.",
 }
 
 _LARGEST = float(torch.finfo(torch.float32).max)
@@ -136,8 +137,8 @@ def check_callable(name: str, function: Any) -> None:
         )
     if isinstance(function, type):
         raise RewardError(
-            f"reward function {name!r} is a class. Give an object of it, made by {function.__name__}(...); of a file, "
-            "make one there and give its name."
+            f"reward function {name!r} is a class. Pass an object of it, made by {function.__name__}(...). For a "
+            "config, make the object in the file and give its name."
         )
     if not callable(function):
         raise RewardError(f"reward function {name!r} is {reprlib.repr(function)}, which cannot be called.")
@@ -188,7 +189,20 @@ def keywords(name: str, function: Function, columns: Iterable[str]) -> list[str]
     offered = [*standard, *columns]
     parameters = _parameters(name, function)
     for parameter in parameters:
-        _check_parameter(name, parameter, standard, columns)
+        variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if variadic or parameter.default is not parameter.empty:
+            continue
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise RewardError(
+                f"reward function {name!r} takes {parameter.name!r} by position only, and every argument is passed by "
+                "keyword. Remove the '/' from its signature, or wrap it: def f(completions, **columns)."
+            )
+        if parameter.name not in offered:
+            raise RewardError(
+                f"reward function {name!r} needs the argument {parameter.name!r}, which is no column of the data. "
+                f"Columns: {', '.join(columns) or 'none'}. Any function may also name {', '.join(standard)}."
+                f"{did_you_mean(parameter.name, offered)} {_FIX.get(parameter.name, _RENAME)}"
+            )
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return offered
     by_keyword = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
@@ -202,23 +216,6 @@ def columns_read(name: str, function: Function, columns: Iterable[str]) -> set[s
     if any(parameter.kind is parameter.VAR_KEYWORD and parameter.name != "_" for parameter in parameters):
         return {*columns}
     return {*columns} & {parameter.name for parameter in parameters}
-
-
-def _check_parameter(name: str, parameter: inspect.Parameter, standard: Sequence[str], columns: Sequence[str]) -> None:
-    variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    if variadic or parameter.default is not parameter.empty:
-        return
-    if parameter.kind is parameter.POSITIONAL_ONLY:
-        raise RewardError(
-            f"reward function {name!r} takes {parameter.name!r} by position only; arguments come by keyword. "
-            "Remove the '/' from its signature, or call it in a def of your own: def f(completions, **columns)."
-        )
-    if parameter.name not in standard and parameter.name not in columns:
-        raise RewardError(
-            f"reward function {name!r} needs the argument {parameter.name!r}, which is no column of the data. "
-            f"Columns: {', '.join(columns) or 'none'}. Any function may also name {', '.join(standard)}."
-            f"{did_you_mean(parameter.name, [*standard, *columns])} {_FIX.get(parameter.name, _RENAME)}"
-        )
 
 
 def _parameters(name: str, function: Function) -> list[inspect.Parameter]:
@@ -292,7 +289,16 @@ def _with_article(kind: str) -> str:
 
 def _part(name: str, index: int, part: Any, completion: Completion) -> Part:
     if not is_turn_reward(part):
-        return _span(name, index, part, completion)
+        start, end, value = part
+        length = len(text_of(completion))
+        if not (isinstance(start, int) and isinstance(end, int) and 0 <= start < end <= length):
+            shown = tuple(each.text if isinstance(each, Opaque) else each for each in part)
+            raise RewardError(
+                f"reward function {name!r} returned the span {shown} for completion {index}, which has {length} "
+                "characters. A span is (start, end, value) with whole numbers 0 <= start < end <= length; end is "
+                "exclusive."
+            )
+        return start, end, _number(name, index, value, completion)
     turn, value = part
     if not isinstance(turn, int) or turn < 0:
         shown = turn.text if isinstance(turn, Opaque) else reprlib.repr(turn)
@@ -301,19 +307,6 @@ def _part(name: str, index: int, part: Any, completion: Completion) -> Part:
             "(turn, value), and turns of the policy are counted 0, 1, 2, ..."
         )
     return turn, _number(name, index, value, completion)
-
-
-def _span(name: str, index: int, span: Any, completion: Completion) -> Span:
-    start, end, value = span
-    length = len(text_of(completion))
-    whole = isinstance(start, int) and isinstance(end, int)
-    if not whole or not 0 <= start < end <= length:
-        shown = tuple(part.text if isinstance(part, Opaque) else part for part in span)
-        raise RewardError(
-            f"reward function {name!r} returned the span {shown} for completion {index}, which has {length} "
-            "characters. A span is (start, end, value) with whole numbers 0 <= start < end <= length; end is exclusive."
-        )
-    return start, end, _number(name, index, value, completion)
 
 
 _IN_GROUPS = {
@@ -382,7 +375,7 @@ def check_metric_names(function: str, names: Iterable[str]) -> None:
     for name in names:
         if is_taken(name):
             raise RewardError(
-                f"log_metric({name!r}, ...) of {function!r}: train/{name} is a metric of the run's own. Log it under "
+                f"log_metric({name!r}, ...) of {function!r}: the run itself logs train/{name}. Log it under "
                 f"another name; {_free(function, name)!r} is free."
             )
 
@@ -398,8 +391,8 @@ def check_extra_names(function: str, names: Iterable[str], of_the_data: Collecti
         if name in taken or _OF_SAMPLES.fullmatch(name) or name in of_the_data:
             whose = "the data have" if name in of_the_data else "the samples have"
             raise RewardError(
-                f"log_extra({name!r}, ...) of {function!r}: {whose} a column of this name. Note it under another one; "
-                f"{_free(function, name)!r} is free."
+                f"log_extra({name!r}, ...) of {function!r}: {whose} a column of this name. Log it under another "
+                f"name; {_free(function, name)!r} is free."
             )
 
 

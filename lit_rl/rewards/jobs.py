@@ -252,8 +252,8 @@ class Log:
         number = number_of(value)
         if number is None or not math.isfinite(number):
             raise RewardError(
-                f"log_metric({name!r}, ...) takes one finite number; it got {reprlib.repr(value)}. One value a "
-                "completion is for log_extra."
+                f"log_metric({name!r}, ...) got {reprlib.repr(value)}, expected one finite number. For one value per "
+                "completion use log_extra."
             )
         self.metrics.setdefault(name, []).append(float(number))
 
@@ -262,7 +262,10 @@ class Log:
         _check_name("log_extra", column)
         rows = values.tolist() if hasattr(values, "tolist") else values
         if not isinstance(rows, list | tuple) or len(rows) != self.rows:
-            raise RewardError(f"log_extra({column!r}, ...) takes a list of {self.rows}; it got {describe(values)}.")
+            raise RewardError(
+                f"log_extra({column!r}, ...) got {describe(values)}, expected a list with one value per completion "
+                f"({self.rows})."
+            )
         if column in self.extras:
             raise RewardError(f"log_extra({column!r}, ...) was called twice for one batch. Use two names.")
         self.extras[column] = [plain_copy(row) for row in rows]
@@ -281,7 +284,9 @@ Log.metric.__qualname__, Log.extra.__qualname__ = "log_metric", "log_extra"  # b
 
 def _check_name(service: str, name: Any) -> None:
     if not isinstance(name, str) or not name.strip() or len(name.splitlines()) > 1:
-        raise RewardError(f"{service}({name!r:.80}, ...): a name is a text on one line that is not empty.")
+        raise RewardError(
+            f"{service}({name!r:.80}, ...): the name must be a text that is not empty and has no line break."
+        )
 
 
 def _copy(key: str, values: Sequence[Any] | None) -> list[Any] | None:

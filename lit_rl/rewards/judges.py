@@ -61,12 +61,12 @@ def ask_judge(judge: Judge, *pairs: Sequence[Any], trainer_state: TrainerState |
         trainer_state: With the seed of the generators, which are put back behind the call; None leaves them alone.
         columns: One value a pair each, and ``log_metric``.
     """
-    given = [[copy.deepcopy(each) for each in values] for values in pairs]
+    copies = [[copy.deepcopy(each) for each in values] for values in pairs]
     named = {
         name: values if callable(values) else [copy.deepcopy(each) for each in values]
         for name, values in columns.items()
     }
-    call = partial(judge, *given, trainer_state=trainer_state, **named)
+    call = partial(judge, *copies, trainer_state=trainer_state, **named)
     if trainer_state is None or trainer_state.seed is None:
         return call()
     with preserve_process_state(f"judge {type(judge).__name__}"):

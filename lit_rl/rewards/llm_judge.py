@@ -130,7 +130,18 @@ class LLMJudge:
     ) -> list[Verdict]:
         forth = list(zip(prompts, firsts, seconds, strict=True))
         back = [(prompt, second, first) for prompt, first, second in forth]
-        requests = [self._request_body(*pair) for pair in (*forth, *back)]
+        requests = list[bytes]()
+        for prompt, first, second in (*forth, *back):
+            # safe_substitute: a $ in the template's own words stays, and texts are put in as they are
+            parts = {"prompt": _prompt_text(prompt), "first": text_of(first), "second": text_of(second)}
+            message = string.Template(self.template).safe_substitute(parts)
+            body = {
+                "model": self.model,
+                "messages": [{"role": "user", "content": message}],
+                "temperature": self.temperature,
+                "max_tokens": self.max_tokens,
+            }
+            requests.append(json.dumps(body).encode())
         answers = FUNCTION_LOOP.wait(self._ask_all(requests)) if requests else []
         read = [None if isinstance(answer, Exception) else verdict_of(answer) for answer in answers]
         verdicts = average_orders(read[: len(forth)], read[len(forth) :])
@@ -164,18 +175,6 @@ class LLMJudge:
             f"than judge.max_failures={self.max_failures:g}. One of them: {what}. Is the server running, does the key "
             "fit (judge.key_env), may the answer be longer (judge.max_tokens), does the model follow judge.template?"
         )
-
-    def _request_body(self, prompt: Prompt, first: Completion, second: Completion) -> bytes:
-        # safe_substitute: a $ in the template's own words stays, and texts are put in as they are
-        parts = {"prompt": _prompt_text(prompt), "first": text_of(first), "second": text_of(second)}
-        message = string.Template(self.template).safe_substitute(parts)
-        body = {
-            "model": self.model,
-            "messages": [{"role": "user", "content": message}],
-            "temperature": self.temperature,
-            "max_tokens": self.max_tokens,
-        }
-        return json.dumps(body).encode()
 
     async def _ask_all(self, requests: Sequence[bytes]) -> list[str | Exception]:
         with concurrent_posts(self._server.post, self.concurrency) as post:

@@ -152,8 +152,8 @@ def math_answer(
 
 
 def _score(text: str, gold: str) -> float:
-    given = final_answer(text)
-    return float(given is not None and same_answer(given, golden_part(gold)))
+    answer = final_answer(text)
+    return float(answer is not None and same_answer(answer, golden_part(gold)))
 
 
 def _check_math_answers(columns: Mapping[str, Sequence[Any]], given: Sequence[str] = ()) -> None:
@@ -168,7 +168,7 @@ def _check_math_answers(columns: Mapping[str, Sequence[Any]], given: Sequence[st
     warn_of_missing_answers(columns)
     answers = [answer_text(answer) for answer in columns.get("answer", ())]
     different = [text for text in dict.fromkeys(answers) if text is not None]
-    needs = {text: _needs(text) for text in different[:_CHECKED_ANSWERS]}
+    needs = {text: _required_form(text) for text in different[:_CHECKED_ANSWERS]}
     looked_at = sum(text is None or text in needs for text in answers)
     among = f"{looked_at} answers" if looked_at == len(answers) else f"the {looked_at} answers that were looked at"
     for what in dict.fromkeys(filter(None, needs.values())):
@@ -178,7 +178,7 @@ def _check_math_answers(columns: Mapping[str, Sequence[Any]], given: Sequence[st
         )
 
 
-def _needs(answer: str) -> str:
+def _required_form(answer: str) -> str:
     """Return the requirement on a completion that repeats an answer word for word; empty where there is none."""
     part = golden_part(answer)
     if _score(f": {part}.", answer):
@@ -310,8 +310,8 @@ def _compare(gold: str | list[Any], text: str, limit: Any) -> float | None:
         boxed_match_priority=0,
         try_extract_without_anchor=False,
     )
-    given = parse(_tidied(text), extraction_config=[latex], extraction_mode="first_match", parsing_timeout=limit)
-    return float(verify(gold, given, timeout_seconds=limit))
+    answer = parse(_tidied(text), extraction_config=[latex], extraction_mode="first_match", parsing_timeout=limit)
+    return float(verify(gold, answer, timeout_seconds=limit))
 
 
 @functools.cache
@@ -327,8 +327,4 @@ def math_accuracy(
     return _shared()(prompts, completions, answer)
 
 
-def _check_verified_answers(columns: Mapping[str, Sequence[Any]], given: Sequence[str] = ()) -> None:
-    _shared().check_columns(columns, given)
-
-
-math_accuracy.check_columns = _check_verified_answers  # pyright: ignore[reportFunctionMemberAccess]
+math_accuracy.check_columns = lambda columns, given=(): _shared().check_columns(columns, given)  # pyright: ignore

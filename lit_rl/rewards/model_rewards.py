@@ -40,22 +40,22 @@ def label_index(config: PreTrainedConfig, label: int | str | None, name: str) ->
     """
     names: dict[int, str] = {int(index): text for index, text in (config.id2label or {}).items()}
     count: int = config.num_labels  # pyright: ignore[reportAssignmentType]  # transformers makes it of id2label
-    told = ", ".join(f"{index} ({names.get(index, index)})" for index in range(count))
+    listed = ", ".join(f"{index} ({names.get(index, index)})" for index in range(count))
     if label is None:
         if count == 1:
             return 0
         raise ConfigError(
             f"name={name!r} is a classifier with num_labels={count}, and a reward is one number. Set label to the one "
-            f"that is the reward: {told}. Or take a model that was trained with num_labels=1."
+            f"that is the reward: {listed}. Or take a model that was trained with num_labels=1."
         )
     if isinstance(label, str):
         found = [index for index, text in names.items() if text == label]
         if len(found) != 1:
             near = did_you_mean(label, list(names.values()))
-            raise ConfigError(f"label={label!r} is no label of {name!r}, or several: allowed is {told}.{near}")
+            raise ConfigError(f"label={label!r} is no label of {name!r}, or several: allowed is {listed}.{near}")
         return found[0]
     if isinstance(label, bool) or not 0 <= label < count:
-        raise ConfigError(f"label={label!r} is no label of {name!r}: allowed is {told}.")
+        raise ConfigError(f"label={label!r} is no label of {name!r}: allowed is {listed}.")
     return label
 
 
@@ -178,7 +178,13 @@ class RewardModel(Classifier):
             rows, seen = self._with_images(tokenizer, prompts, rows, shown)
         limit = self.longest(rows)
         scored = [i for i, row in enumerate(rows) if len(row) <= limit or self.overlong == "truncate_left"]
-        self._check_cut(scored, rows, seen, limit)
+        cut = next((i for i in scored if seen and seen[i] is not None and len(rows[i]) > limit), None)
+        if cut is not None:
+            raise RewardError(
+                f"row {cut} has {len(rows[cut])} tokens with its images for the reward model {self.name!r}, and "
+                f"overlong=truncate_left to max_length={limit} would cut through them. Raise it, or set overlong to "
+                "skip."
+            )
         scores: list[float | None] = [None] * len(rows)
         column, scale = label_index(model.config, self.label, self.name), scale_of(model.config, self.output)
         for batch in self.batches(rows, scored):
@@ -227,53 +233,39 @@ class RewardModel(Classifier):
             seen.append(vision)
         return found, seen
 
-    def _check_cut(
-        self, scored: Sequence[int], rows: Sequence[list[int]], seen: Sequence[PromptVision | None], limit: int
-    ) -> None:
-        """Refuse to cut through images. `seen` is empty where no row shows any."""
-        cut = next((i for i in scored if seen and seen[i] is not None and len(rows[i]) > limit), None)
-        if cut is not None:
-            raise RewardError(
-                f"row {cut} has {len(rows[cut])} tokens with its images for the reward model {self.name!r}, and "
-                f"overlong=truncate_left to max_length={limit} would cut through them. Raise it, or set overlong to "
-                "skip."
-            )
-
     def _ids(self, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Completion) -> list[int]:
         if isinstance(prompt, str):
-            return self._ended(tokenizer, self._text_ids(tokenizer, prompt, text_of(completion)))
+            return self._text_ids(tokenizer, prompt, text_of(completion))
         self.require_chat_template(tokenizer)
         reply = completion if isinstance(completion, list | tuple) else [{"role": "assistant", "content": completion}]
         how = {"tokenize": False, **self.chat_template_kwargs}
         text: Any = apply_chat_template(tokenizer, [*prompt, *reply], **how)
-        begin: Any = apply_chat_template(tokenizer, prompt, add_generation_prompt=True, **how) if self._apart else ""
+        begin: Any = ""
+        if hasattr(self.load()[0].config, "prompt_apart"):  # trained by lit_rl: it splits a token over the border
+            begin = apply_chat_template(tokenizer, prompt, add_generation_prompt=True, **how)
         cut = len(begin) if text.startswith(begin) else 0
         return tokenize_parts(tokenizer, [text[:cut], text[cut:]])[0]
 
-    @property
-    def _apart(self) -> bool:
-        """True if it was trained by lit_rl, where a token over the border of prompt and reply is split in two."""
-        return hasattr(self.load()[0].config, "prompt_apart")
-
     def _text_ids(self, tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str) -> list[int]:
         """Tokenise as one text; a token over the border is split in two for a model that was trained by lit_rl."""
-        begun = isinstance(tokenizer.bos_token, str) and prompt.startswith(tokenizer.bos_token)
+        config = self.load()[0].config
+        has_bos = isinstance(tokenizer.bos_token, str) and prompt.startswith(tokenizer.bos_token)
         texts: Any = (prompt + completion, prompt)
-        whole, begin = (list(tokenizer(text, add_special_tokens=not begun)["input_ids"]) for text in texts)
+        ids, begin = (list(tokenizer(text, add_special_tokens=not has_bos)["input_ids"]) for text in texts)
         if begin[-1:] == [tokenizer.eos_token_id] and not prompt.endswith(str(tokenizer.eos_token)):
             begin.pop()  # some tokenizers add it by themselves
-        if not getattr(self.load()[0].config, "prompt_apart", False) or whole[: len(begin)] == begin:
-            return whole
-        rest: Any = tokenizer(completion, add_special_tokens=False)["input_ids"]
-        return [*begin, *rest]
-
-    def _ended(self, tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
-        model, end = self.load()[0], tokenizer.eos_token_id
-        wanted = getattr(model.config, "ends_with_eos", False) if self.append_eos is None else self.append_eos
-        if not wanted:
+        if getattr(config, "prompt_apart", False) and ids[: len(begin)] != begin:
+            rest: Any = tokenizer(completion, add_special_tokens=False)["input_ids"]
+            ids = [*begin, *rest]
+        append_eos = getattr(config, "ends_with_eos", False) if self.append_eos is None else self.append_eos
+        if not append_eos:
             return ids
+        end = tokenizer.eos_token_id
         if not isinstance(end, int):
-            raise ConfigError(f"append_eos=true, and the tokenizer of the reward model {self.name!r} has no EOS token.")
+            raise ConfigError(
+                f"append_eos=true, but the tokenizer of the reward model {self.name!r} has no EOS token. Set "
+                "append_eos=false."
+            )
         return ids if ids[-1:] == [end] else [*ids, end]
 
 
@@ -416,8 +408,8 @@ class ProcessRewardModel(Classifier):
     ) -> tuple[list[int], list[int]]:
         """Return the tokens of a row, and the position at which each step is read."""
         if isinstance(prompt, str):
-            begun = isinstance(tokenizer.bos_token, str) and prompt.startswith(tokenizer.bos_token)
-            ids: Any = list(tokenizer(prompt, add_special_tokens=not begun)["input_ids"])  # pyright: ignore
+            has_bos = isinstance(tokenizer.bos_token, str) and prompt.startswith(tokenizer.bos_token)
+            ids: Any = list(tokenizer(prompt, add_special_tokens=not has_bos)["input_ids"])  # pyright: ignore
             if ids[-1:] == [tokenizer.eos_token_id] and not prompt.endswith(str(tokenizer.eos_token)):
                 ids.pop()  # some tokenizers add it by themselves
         else:

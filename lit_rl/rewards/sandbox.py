@@ -62,19 +62,19 @@ class Bubblewrap:
             raise BackendError(
                 f"CodeExecution: runner=bubblewrap knows the system calls of x86_64, and this is {platform.machine()}."
             )
-        if (said := failed_trial()) is not None:
+        if (error := failed_trial()) is not None:
             raise BackendError(
-                "CodeExecution: runner=bubblewrap does not work here: the system may let nobody make namespaces, as "
-                f"containers do. It said: {said}"
+                "CodeExecution: runner=bubblewrap does not work here: the system may not let users make namespaces, as "
+                f"in most containers. The error was: {error}"
             )
 
     def verdict(self, code: str, tests: list[str]) -> str:
         """Return `passed`, or a short reason for the failure."""
-        with self._started(code, tests) as (program, judge):
-            return self._watched(program, judge)
+        with self._start_both(code, tests) as (program, judge):
+            return self._watch(program, judge)
 
     @contextlib.contextmanager
-    def _started(
+    def _start_both(
         self, code: str, tests: list[str], errors: int | IO[bytes] = subprocess.DEVNULL
     ) -> Iterator[tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]]:
         ends, processes = socket.socketpair(), list[subprocess.Popen[bytes]]()
@@ -83,13 +83,13 @@ class Bubblewrap:
         limits["NPROC"] = self.processes + (os.geteuid() != 0)
         try:
             for role, end, request in (("program", ends[0], {"code": code}), ("tests", ends[1], {"tests": tests})):
-                with tempfile.TemporaryFile() as told:
-                    told.write(json.dumps({**request, "limits": limits}).encode())
-                    told.seek(0)
+                with tempfile.TemporaryFile() as stdin:
+                    stdin.write(json.dumps({**request, "limits": limits}).encode())
+                    stdin.seek(0)
                     processes.append(
                         subprocess.Popen(
-                            [*_sandbox(), sys.executable, "-I", _INSIDE, role, str(end.fileno())],
-                            stdin=told,
+                            [*_sandbox_command(), sys.executable, "-I", _INSIDE, role, str(end.fileno())],
+                            stdin=stdin,
                             stdout=subprocess.PIPE if role == "tests" else subprocess.DEVNULL,
                             stderr=errors,
                             pass_fds=[end.fileno()],
@@ -100,24 +100,28 @@ class Bubblewrap:
         finally:
             for end in ends:
                 end.close()
-            inside = [pid for process in processes for pid in _ended(process)]
-            # None may hold memory. A namespace's first process may linger: the kernel takes its network down.
+            inside = [pid for process in processes for pid in _kill(process)]
+            # None may hold memory. A namespace's first process may linger while the kernel takes its network down.
             until = time.monotonic() + 5
             while time.monotonic() < until and any("VmRSS:" in _status(pid) for pid in inside):
                 time.sleep(0.005)
 
-    def _watched(self, program: subprocess.Popen[bytes], judge: subprocess.Popen[bytes]) -> str:
+    def _watch(self, program: subprocess.Popen[bytes], judge: subprocess.Popen[bytes]) -> str:
+        """Return the verdict that the tests write, or the limit that was exceeded first."""
         assert judge.stdout is not None
-        end, told, begun = time.monotonic() + _START, b"", False
-        heard = select.poll()  # select.select takes no descriptor beyond 1023, and a trainer may have more
-        heard.register(judge.stdout, select.POLLIN)
+        end, written, begun = time.monotonic() + _START, b"", False
+        poll = select.poll()  # select.select takes no descriptor beyond 1023, and a trainer may have more
+        poll.register(judge.stdout, select.POLLIN)
         while time.monotonic() < end:
-            if heard.poll(1000 * _TICK):
+            if poll.poll(1000 * _TICK):
                 part = os.read(judge.stdout.fileno(), _ANSWER)
-                told += part
-                if not part or len(told) > _ANSWER:
-                    return _said(told) or "ended the process of its tests"
-                if not begun and b"\n" in told:
+                written += part
+                if not part or len(written) > _ANSWER:
+                    verdict = None
+                    with contextlib.suppress(ValueError):
+                        verdict = json.loads(written.partition(b"\n")[2])
+                    return verdict if verdict and isinstance(verdict, str) else "ended the process of its tests"
+                if not begun and b"\n" in written:
                     begun, end = True, time.monotonic() + self.seconds
             for process in (program, judge):
                 if _memory(process.pid) > self.memory_mb * 2**20:
@@ -125,16 +129,8 @@ class Bubblewrap:
         return f"took more than {self.seconds:g} seconds" if begun else f"did not start in {_START:g} seconds"
 
 
-def _said(told: bytes) -> str | None:
-    _, _, verdict = told.partition(b"\n")
-    with contextlib.suppress(ValueError):
-        said = json.loads(verdict)
-        return said if isinstance(said, str) else None
-    return None
-
-
-def _ended(process: subprocess.Popen[bytes]) -> list[int]:
-    """Kill a sandbox with all that is in it; the processes that were.
+def _kill(process: subprocess.Popen[bytes]) -> list[int]:
+    """Kill a sandbox with all processes in it, and return their ids.
 
     It is stopped before: killed while it starts, it would leave a first process that waits for it for ever.
     """
@@ -174,14 +170,14 @@ def failed_trial() -> str | None:
     """Return None if a program can be run here, else the error text."""
     runner = Bubblewrap(seconds=20, memory_mb=1024, processes=8)
     with tempfile.TemporaryFile() as errors:
-        with runner._started("def one():\n    return 1", ["assert one() == 1"], errors) as started:
-            verdict = runner._watched(*started)
+        with runner._start_both("def one():\n    return 1", ["assert one() == 1"], errors) as started:
+            verdict = runner._watch(*started)
         errors.seek(0)
-        said = errors.read().decode(errors="replace").strip()
-    return None if verdict == "passed" else said[-300:] or verdict
+        text = errors.read().decode(errors="replace").strip()
+    return None if verdict == "passed" else text[-300:] or verdict
 
 
-def _sandbox() -> list[str]:
+def _sandbox_command() -> list[str]:
     """Return the command prefix that runs a program in a sandbox.
 
     It has its own processes, network (none) and shared memory; of the files it sees the system's programs and the
@@ -192,7 +188,7 @@ def _sandbox() -> list[str]:
     command += ["--die-with-parent", "--new-session", "--clearenv"]
     for name, value in {"PATH": os.defpath, "HOME": "/tmp", "TMPDIR": "/tmp", "OMP_NUM_THREADS": "1"}.items():
         command += ["--setenv", name, value]
-    command += ["--size", str(_TEMPORARY), "--perms", "1777", "--tmpfs", "/tmp", *_files()]
+    command += ["--size", str(_TEMPORARY), "--perms", "1777", "--tmpfs", "/tmp", *_visible_files()]
     command += ["--proc", "/proc", "--dev", "/dev", "--size", str(_SHARED), "--perms", "1777", "--tmpfs", "/dev/shm"]
     command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"]
     if os.geteuid() == 0:
@@ -208,7 +204,7 @@ def fresh_uid() -> int:
 
 
 @functools.cache
-def _files() -> tuple[str, ...]:
+def _visible_files() -> tuple[str, ...]:
     """Return the arguments that show the system's programs and this interpreter, at their own places."""
     shown = ["/usr", *(f"/etc/{name}" for name in _ETC if os.path.exists(f"/etc/{name}"))]
     links = list[str]()

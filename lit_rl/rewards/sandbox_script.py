@@ -27,7 +27,7 @@ from typing import Any
 
 _LENGTH = struct.Struct("!I")
 _MESSAGE = 4 * 2**20  # bytes of one message
-_SAID = 300
+_LONGEST_ERROR = 300
 _NO_NEW_PRIVS, _SECCOMP, _FILTER = 38, 22, 2
 _X86_64 = 0xC000003E
 _ALLOW, _REFUSE, _UNKNOWN = 0x7FFF0000, 0x00050000 | 1, 0x00050000 | 38
@@ -162,19 +162,18 @@ class Peer:
             else:
                 raise TypeError("a function of the tests can be called, and nothing else")
             changed = [(i, self.encode(arg)) for i, arg in enumerate(args) if type(arg) in (list, dict, set, bytearray)]
-            said = ["is", self.encode(value), [(i, after) for i, after in changed if after != sent[i]]]
-            self.send(said)
+            self.send(["is", self.encode(value), [(i, after) for i, after in changed if after != sent[i]]])
         except Gone:
             raise
         except BaseException as error:
-            self.send(self.told(error))
+            self.send(self.describe_error(error))
 
-    def told(self, error: BaseException) -> list[Any]:
+    def describe_error(self, error: BaseException) -> list[Any]:
         """Return a raised error as a message."""
-        text, args = f"{error}"[:_SAID], None
+        text, args = f"{error}"[:_LONGEST_ERROR], None
         with contextlib.suppress(Exception):
             args = self.encode(list(error.args))
-            args = args if len(json.dumps(args)) < _SAID else None
+            args = args if len(json.dumps(args)) < _LONGEST_ERROR else None
         return ["raised", self.class_of(type(error)), text, args]
 
     def error(self, message: Any) -> BaseException:
@@ -184,18 +183,18 @@ class Peer:
             made = self.class_from(kind)
             return made(*self.decode(args)) if args is not None else made(str(text))
         except Exception:
-            return RuntimeError(str(message)[:_SAID])
+            return RuntimeError(str(message)[:_LONGEST_ERROR])
 
     def class_of(self, kind: type[BaseException]) -> list[Any]:
         if kind.__module__ == "builtins":
             return ["builtin", kind.__name__]
         return ["own", self.number(kind), kind.__name__, self.class_of(kind.__bases__[0])]
 
-    def class_from(self, told: Any) -> type[BaseException]:
-        if told[0] == "builtin":
-            found = getattr(builtins, told[1], Exception)
+    def class_from(self, described: Any) -> type[BaseException]:
+        if described[0] == "builtin":
+            found = getattr(builtins, described[1], Exception)
             return found if isinstance(found, type) and issubclass(found, BaseException) else Exception
-        _, number, name, base = told
+        _, number, name, base = described
         if number not in self.raised:
             self.raised[number] = type(str(name), (self.class_from(base),), {})
         return self.raised[number]
@@ -242,11 +241,11 @@ class Peer:
             return ["n", module, name]  # resolved by the program itself: only functions of this process are exposed
         raise TypeError(f"a {type(value).__name__} of the tests is no plain value, and cannot be given to the program")
 
-    def decode(self, told: Any) -> Any:
+    def decode(self, encoded: Any) -> Any:
         """Return the value of such JSON."""
-        if not isinstance(told, list):
-            return told
-        letter, rest = told[0], told[1:]
+        if not isinstance(encoded, list):
+            return encoded
+        letter, rest = encoded[0], encoded[1:]
         if letter in "ltsf":
             return {"l": list, "t": tuple, "s": set, "f": frozenset}[letter](self.decode(item) for item in rest)
         if letter == "d":
@@ -269,12 +268,12 @@ class Peer:
         raise ValueError(f"{letter!r} is no kind of value")
 
 
-def _replace(mine: Any, after: Any) -> None:
-    if isinstance(mine, list | bytearray):
-        mine[:] = after
+def _replace(value: Any, after: Any) -> None:
+    if isinstance(value, list | bytearray):
+        value[:] = after
     else:
-        mine.clear()
-        mine.update(after)
+        value.clear()
+        value.update(after)
 
 
 def run_program(request: dict[str, Any], peer: Peer) -> None:
@@ -285,7 +284,7 @@ def run_program(request: dict[str, Any], peer: Peer) -> None:
     try:
         exec(compile(request["code"], "completion", "exec"), module.__dict__)  # noqa: S102 (the purpose of this file)
     except BaseException as error:
-        peer.send(peer.told(error))
+        peer.send(peer.describe_error(error))
         return
     names: dict[str, Any] = {}
     for name, value in module.__dict__.items():
@@ -300,17 +299,17 @@ def _named(peer: Peer, value: Any) -> Any:
     if isinstance(value, types.ModuleType):
         return ["m", value.__name__]
     with contextlib.suppress(Exception):
-        told = peer.encode(value)
-        if len(json.dumps(told)) < 2**16:
-            return told
+        encoded = peer.encode(value)
+        if len(json.dumps(encoded)) < 2**16:
+            return encoded
     return ["o", peer.number(value), type(value).__name__[:60]]
 
 
-def run_tests(request: dict[str, Any], peer: Peer, said: int) -> str:
+def run_tests(request: dict[str, Any], peer: Peer, output: int) -> str:
     """Return `passed`, or a short reason for the failure. Built-in names and modules are the tests' own, never the
     program's."""
     peer.receive()
-    os.write(said, b"begun\n")
+    os.write(output, b"begun\n")
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     try:
@@ -318,18 +317,18 @@ def run_tests(request: dict[str, Any], peer: Peer, said: int) -> str:
         if message[0] != "names":
             raise peer.error(message)
         text = "\n".join(request["tests"])
-        for name, told in message[1].items():
-            if isinstance(told, list) and told[0] == "m":
+        for name, encoded in message[1].items():
+            if isinstance(encoded, list) and encoded[0] == "m":
                 if name in text:
-                    module.__dict__[name] = importlib.import_module(str(told[1]))
+                    module.__dict__[name] = importlib.import_module(str(encoded[1]))
             else:
-                module.__dict__[name] = peer.decode(told)
+                module.__dict__[name] = peer.decode(encoded)
         for i, test in enumerate(request["tests"]):
             exec(compile(test, f"test {i}", "exec"), module.__dict__)  # noqa: S102 (the purpose of this file)
     except Gone as gone:
         return str(gone)
     except BaseException as error:
-        return f"{type(error).__name__}: {error}"[:_SAID]
+        return f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
     return "passed"
 
 
@@ -379,7 +378,7 @@ def main() -> None:
     """Run as `sandbox_script.py program|tests FD`, with the request as JSON on the standard input."""
     is_program = sys.argv[1] == "program"
     request, channel = json.load(sys.stdin), socket.socket(fileno=int(sys.argv[2]))
-    said, null = os.dup(1), os.open(os.devnull, os.O_RDWR)
+    output, null = os.dup(1), os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1):
         os.dup2(null, stream)
     confine(request["limits"])
@@ -390,10 +389,10 @@ def main() -> None:
             run_program(request, peer)
         os._exit(0)
     try:
-        verdict = run_tests(request, peer, said)
+        verdict = run_tests(request, peer, output)
     except (Gone, OSError) as error:
         verdict = f"ended before it began: {error}"
-    os.write(said, json.dumps(verdict).encode())
+    os.write(output, json.dumps(verdict).encode())
     os._exit(0)
 
 

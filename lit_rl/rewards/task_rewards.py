@@ -42,11 +42,11 @@ def environment_turns(episodes: Sequence[Mapping[str, Any]]) -> list[float | lis
     """
     rewards: list[float | list[tuple[int, float]] | None] = []
     for episode in episodes:
-        given = {turn: value for turn, value in enumerate(episode["turn_rewards"]) if value is not None}
-        if given and (rest := episode["reward"] - sum(given.values())):
+        by_turn = {turn: value for turn, value in enumerate(episode["turn_rewards"]) if value is not None}
+        if by_turn and (rest := episode["reward"] - sum(by_turn.values())):
             last = episode["turns"] - 1
-            given[last] = given.get(last, 0.0) + rest
-        rewards.append(sorted(given.items()) if given else episode["reward"])
+            by_turn[last] = by_turn.get(last, 0.0) + rest
+        rewards.append(sorted(by_turn.items()) if by_turn else episode["reward"])
     return rewards
 
 
@@ -197,8 +197,8 @@ class VerifiersScore:
         return await asyncio.gather(*map(scored, rows, prompts, completions))
 
 
-def _messages(said: Any, role: str) -> list[dict[str, Any]]:
-    return [{"role": role, "content": said}] if isinstance(said, str) else list(said)
+def _messages(texts: Any, role: str) -> list[dict[str, Any]]:
+    return [{"role": role, "content": texts}] if isinstance(texts, str) else list(texts)
 
 
 def _task_row_of(text: Any) -> TaskRow:

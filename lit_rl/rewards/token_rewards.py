@@ -92,7 +92,9 @@ class CosineScaledLength:
         self.when_right = correct_short, correct_long
         self.when_wrong = wrong_short, wrong_long
         self.exceeded = exceeded
-        self.__signature__ = _with_completion_ids(correct)
+        # Its own signature is that of `correct` with completion_ids, by which columns are asked for and checked.
+        own = inspect.Parameter("completion_ids", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self.__signature__ = inspect.Signature([own, *(p for name, p in inner.items() if name != own.name)])
 
     def check_columns(self, columns: Mapping[str, Sequence[Any]], given: Sequence[str] = ()) -> None:
         """Let `correct` refuse rows, if it checks the data."""
@@ -113,15 +115,6 @@ class CosineScaledLength:
             return self.exceeded
         short, long = self.when_right if value >= 1 else self.when_wrong
         return long + (short - long) / 2 * (1 + math.cos(math.pi * min(length / self.max_length, 1.0)))
-
-
-def _with_completion_ids(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the function's signature with ``completion_ids``, so that its columns are requested and checked as its
-    own."""
-    parameters = dict(inspect.signature(function).parameters)
-    own = inspect.Parameter("completion_ids", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    required = [p for name, p in parameters.items() if name != own.name]
-    return inspect.Signature([own, *required])
 
 
 class RepetitionPenalty:

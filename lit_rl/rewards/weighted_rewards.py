@@ -67,7 +67,7 @@ def functions_by_name(functions: Any) -> dict[str, Function]:
     for name, function in pairs:
         if not name.strip() or len(name.splitlines()) > 1:
             raise ConfigError(
-                f"a reward function is called {name!r}: its name is a text on one line, not an empty one."
+                f"a reward function is called {name!r}. Give it a name that is not empty and has no line break."
             )
         check_callable(name, function)
     return dict(pairs)
@@ -118,14 +118,14 @@ class ValueWatch:
         self._value = first
         if self._batches not in (CONSTANT, self.constant_limit):
             return
-        told = (
+        text = (
             f"reward function {self.name!r} returned {first:g} for every completion of {self._batches} batches in a "
             "row: it teaches nothing. Look at what it is given; the last completion starts "
             f"{text_of(completions[rows[-1]])[:80]!r}."
         )
         if self._batches == self.constant_limit:
-            raise RewardError(f"{told} The run ends because of reward.constant_limit={self.constant_limit}.")
-        warnings.warn(told, stacklevel=4)
+            raise RewardError(f"{text} The run ends because of reward.constant_limit={self.constant_limit}.")
+        warnings.warn(text, stacklevel=4)
 
 
 class PendingRewards:
@@ -169,8 +169,8 @@ class PendingRewards:
 
     def of(self, completions: Sequence[Completion], completion_ids: Sequence[Sequence[int]]) -> dict[str, EarlyRows]:
         """Return the early calls of each function, and the recorded rows that are unchanged in the batch."""
-        told = zip(self._completions, self._ids, completions, completion_ids, strict=True)
-        same = {row for row, (text, ids, now, ids_now) in enumerate(told) if text == now and ids == list(ids_now)}
+        pairs = zip(self._completions, self._ids, completions, completion_ids, strict=True)
+        same = {row for row, (text, ids, now, ids_now) in enumerate(pairs) if text == now and ids == list(ids_now)}
         return {name: (calls, same) for name, calls in self._calls.items()}
 
     def cancel(self) -> None:
@@ -212,8 +212,8 @@ class Scores:
             return values.new_full((count, *values.shape[1:]), nothing).index_copy(0, at, values)
 
         def listed(values: Sequence[Any], nothing: Any) -> list[Any]:
-            given = dict(zip(rows, values, strict=True))
-            return [given.get(row, nothing) for row in range(count)]
+            by_row = dict(zip(rows, values, strict=True))
+            return [by_row.get(row, nothing) for row in range(count)]
 
         return replace(
             self,
@@ -381,7 +381,7 @@ class Rewards:
     def begin(
         self, prompts: Sequence[Prompt], columns: Mapping[str, Sequence[Any]], trainer_state: TrainerState | None = None
     ) -> PendingRewards | None:
-        """Prepare for completions that are finished one by one; the result is told of each, and then passed to `score`.
+        """Prepare for completions that are finished one by one; tell the result of each, then pass it to `score`.
 
         Called early are functions that name `prompt` or `completion`, where they are `async def` or run in
         worker processes, and functions whose attribute ``independent_rows`` is True. All others see the whole batch, in
@@ -432,7 +432,10 @@ class Rewards:
         inputs = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
         for key, values in inputs.items():
             if values is not None and len(values) != len(completions):
-                raise RewardError(f"{key} has {len(values)} values for {len(completions)} completions.")
+                raise RewardError(
+                    f"Rewards.score got {len(values)} {key} for {len(completions)} completions. Pass one value per "
+                    "completion in every column."
+                )
         if rows is not None:
             inputs = {key: None if values is None else [values[i] for i in rows] for key, values in inputs.items()}
             return self._scores(inputs, trainer_state, {}).among(rows, len(completions))
@@ -453,6 +456,10 @@ class Rewards:
                 if scores.output and sys.stdout is not None:
                     sys.stdout.write(scores.output)
             self._watches[name].observe(scores.values, completions)
+            # A function may log the column that it computes in place of one of the data, or repeat one as it is.
+            replaced = getattr(self.functions[name], "replaces_column", None)
+            changed = [column for column, values in scores.extras.items() if not _equal(values, inputs.get(column))]
+            check_extra_names(name, changed, {column for column in inputs if column != replaced})
         weights = self._weights(inputs, len(completions))
         table = torch.tensor([scores.values for scores in by_function.values()], dtype=torch.float64)
         values = table.reshape(len(by_function), len(completions)).T.contiguous()
@@ -462,7 +469,7 @@ class Rewards:
             total=self._total(values, weights),
             weights=weights.float(),
             metrics=self._metrics(by_function),
-            extras=self._extras(by_function, inputs),
+            extras=_merged("log_extra", {name: scores.extras for name, scores in by_function.items()}),
             span_rewards=_span_rewards(by_function, weights),
         )
 
@@ -508,16 +515,10 @@ class Rewards:
         total = parts.nansum(1)
         total = total.masked_fill(total.abs() < _ROUNDING * parts.abs().nansum(1), 0.0).float()
         if total.isinf().any():
-            raise RewardError(f"the weighted sum of {', '.join(self.names)} is beyond float32. Use smaller weights.")
+            raise RewardError(
+                f"the weighted sum of {', '.join(self.names)} does not fit into float32. Use smaller weights."
+            )
         return total.masked_fill(values.isnan().all(1), math.nan)
-
-    def _extras(self, by_function: Mapping[str, FunctionScores], inputs: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Return the extra columns of each completion."""
-        for name, scores in by_function.items():
-            replaced = getattr(self.functions[name], "replaces_column", None)
-            noted = [each for each, values in scores.extras.items() if not _equal(values, inputs.get(each))]
-            check_extra_names(name, noted, {column for column in inputs if column != replaced})
-        return _merged("log_extra", {name: scores.extras for name, scores in by_function.items()})
 
     def _metrics(self, by_function: Mapping[str, FunctionScores]) -> dict[str, tuple[float, int]]:
         """Return the logged metrics, and the shares of completions that failed, hung or were cached."""
@@ -607,8 +608,8 @@ def from_paths(  # noqa: PLR0913 (one keyword a setting, as in the config)
     paths = [fn] if isinstance(fn, str) else fn
     if not isinstance(paths, Sequence) or not paths or not all(isinstance(path, str) for path in paths):
         raise ConfigError(
-            f"reward.fn={fn!r} names no function; allowed are './my_reward.py:score', 'package.module:name' and a list "
-            "of such."
+            f"reward.fn={fn!r} names no function. Give './my_reward.py:score' or 'package.module:name', or a list of "
+            "these."
         )
     functions = [load_function(path) for path in paths]
     counts = Counter(function.__name__ for function in functions)

@@ -96,7 +96,12 @@ def serve(connection: socket.socket, call: Callable[[Any], Any]) -> None:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):  # the function closed it
                 stream.flush()
-        send(connection, (reply, _has_children()))
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            has_children = True
+        except ChildProcessError:
+            has_children = False
+        send(connection, (reply, has_children))
 
 
 def _wait(awaitable: Awaitable[Any]) -> Any:
@@ -129,30 +134,14 @@ def set_limits(memory_mb: int | None, parent: int) -> None:
         os._exit(0)  # it ended before prctl
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # where memory runs out, this process goes before the training
-    tasks = _count_tasks() + SPARE_TASKS
+    tasks = SPARE_TASKS  # beside the threads of this user's processes
+    for entry in os.scandir("/proc"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if entry.name.isdigit() and entry.stat().st_uid == os.getuid():
+                tasks += len(os.listdir(f"/proc/{entry.name}/task"))
     _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     if hard == resource.RLIM_INFINITY or hard > tasks:
         resource.setrlimit(resource.RLIMIT_NPROC, (tasks, tasks))
-
-
-def _count_tasks() -> int:
-    """Return the number of threads of this user's processes."""
-    count = 0
-    for entry in os.scandir("/proc"):
-        try:
-            if entry.name.isdigit() and entry.stat().st_uid == os.getuid():
-                count += len(os.listdir(f"/proc/{entry.name}/task"))
-        except OSError:
-            continue  # it ended meanwhile
-    return count
-
-
-def _has_children() -> bool:
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return False
-    return True
 
 
 def send(connection: socket.socket, message: Any) -> None:

@@ -109,41 +109,38 @@ class WorkerProcess:
 
     def __init__(self, key: str, modules: Sequence[str] = ()) -> None:
         self._key = key
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
+        own_end, child_end = socket.socketpair()
+        own_end.setblocking(False)
         read_end, write_end = os.pipe()
         os.set_blocking(read_end, False)
         files = [
             (name, str(_PACKAGE.joinpath(*name.split(".")[1:]).with_suffix(".py")))
             for name in dict.fromkeys((*_WORKER_MODULES, *modules))
         ]
-        arguments = json.dumps([files, sys.path, theirs.fileno()])
+        arguments = json.dumps([files, sys.path, child_end.fileno()])
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _START_SCRIPT, arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=write_end,
                 stderr=write_end,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_end.fileno()],
                 start_new_session=True,  # a group of its own, out of reach of Ctrl-C and in reach of one kill
             )
         except OSError:
-            ours.close()
+            own_end.close()
             os.close(read_end)
             raise
         finally:
-            theirs.close()
+            child_end.close()
             os.close(write_end)
-        self.connection, self.output = ours, WorkerOutput(read_end)
-        self._kill = weakref.finalize(self, _end_worker, self.process, ours, read_end, os.getpid())
+        self.connection, self.output = own_end, WorkerOutput(read_end)
+        self.kill = weakref.finalize(self, _end_worker, self.process, own_end, read_end, os.getpid())
+        """Ends the process and its group, and closes its connections."""
 
     @property
     def alive(self) -> bool:
         return self.process.poll() is None
-
-    def kill(self) -> None:
-        """End the process and its group, and close its connections."""
-        self._kill()
 
     async def start(self, setup: Any) -> Failure | None:
         """Send the setup, and wait until the function is loaded; return the failure, if any."""
@@ -189,7 +186,7 @@ class WorkerProcess:
                     raise CallFailed(replace(failure, output=self.output.take()))
             return pickle.loads(reply.result())
         except (EOFError, ConnectionError):
-            raise CallFailed(replace(await self._how_it_ended(), output=self.output.take())) from None
+            raise CallFailed(replace(await self._end_as_failure(), output=self.output.take())) from None
         finally:
             loop.remove_reader(self.output.fd)
             reply.cancel()
@@ -211,7 +208,8 @@ class WorkerProcess:
             view = view[received:]
         return data
 
-    async def _how_it_ended(self) -> Failure:
+    async def _end_as_failure(self) -> Failure:
+        """Return how the process ended, in words."""
         for _ in range(20):  # the socket closes a moment before the process is gone
             if not self.alive:
                 break

@@ -36,8 +36,9 @@ from lit_rl.environments.environment_base import Environment, Reply, Turn
 from lit_rl.environments.factory import EnvironmentFactory
 from lit_rl.environments.interaction import Interaction
 from lit_rl.environments.observations import IMAGE_LIMIT
+from lit_rl.environments.parser_base import Parser
 from lit_rl.environments.runner import Runner, TimedOut, TimedTask
-from lit_rl.environments.tool_parsers import Parser, rendered_call
+from lit_rl.environments.tool_parsers import rendered_call
 from lit_rl.environments.tools import Toolbox, ToolCall
 
 # ---------------------------------------------------------------------- episodes, call by call

@@ -18,7 +18,7 @@ from typing import Any
 
 from hydra.utils import instantiate
 
-from lit_rl.environments.tool_parsers import Parser
+from lit_rl.environments.parser_base import Parser
 
 _SEEDS = "1", "2"
 """Seeds of text hashes: the second where this process has the first."""

@@ -659,7 +659,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "environment of a validation row": (
         lambda: module_of(env=guessing({"a": GuessNumber})),
         lambda: RolloutDataModule(task=TwoKinds(), prompts_per_rollout=4),
-        "environment is 'b', and env.path has a",
+        "The column 'environment' of a row is 'b', but env.path has a",
     ),
     "context": (
         lambda: module_of(env=guessing(max_tokens=600)),
@@ -718,7 +718,7 @@ def test_episodes_without_an_environment_are_refused(tmp_path: Path) -> None:
     def as_in_trl(completions: Sequence[Any], environments: Sequence[Any]) -> list[float]:
         return [each.score for each in environments]
 
-    with pytest.raises(RewardError, match=r"'environments'.*env.*get_reward\(self\) and take reward=environment"):
+    with pytest.raises(RewardError, match=r"'environments'.*env.*get_reward\(self\) and set reward=environment"):
         trainer_of(tmp_path).fit(module_of(reward=as_in_trl), prompts())
 
 

@@ -137,7 +137,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "fault_05_drops_tools": (chat("untold"), ["The chat template of", "does not tell the policy of the tools: double"]),
     "fault_07_no_parser": (
         [*DOUBLE, "env.parser=auto"],
-        ["env.parser=auto", "env.parser is hermes, llama3", "or regex with env.call_pattern"],
+        ["env.parser=auto", "env.parser to hermes, llama3", "or to regex with env.call_pattern"],
     ),
     "fault_08_context": (
         [*DOUBLE, "env.max_tokens=4000"],
@@ -148,7 +148,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
             *("env=environment", "env.path={game: './mine.py:Game'}", "reward=environment"),
             *("data=jsonl", "data.path=kinds.jsonl", "data.val_fraction=0"),
         ],
-        ["A row's environment is 'gane'", "Did you mean 'game'"],
+        ["The column 'environment' of a row is 'gane'", "Did you mean 'game'"],
     ),
     "fault_10_no_reward": (
         ["env=tools", "env.parser=hermes", "env.functions=[./mine.py:double]", "reward=environment"],

@@ -188,7 +188,7 @@ def test_what_fills_up_once_is_no_leak():
 def test_a_reward_that_is_nan_an_error_and_a_late_answer_are_said_of_their_call():
     wrong(
         findings.check_calls(played(faulty_games.NotANumber)),
-        "NotANumber.step in turn 0 gave the reward nan",
+        "NotANumber.step in turn 0 returned the reward nan",
         "finite reward",
     )
     wrong(findings.check_calls(played(faulty_games.Raises)), "turn 1 ('win')", "ValueError")

@@ -126,7 +126,7 @@ def test_what_the_environment_does_wrongly_is_unscored(step: Command, cwd: Path,
 
 
 ENDS: dict[str, tuple[list[str], int, list[str]]] = {
-    "fault_23_not_finite": (game("NotANumber"), 4, ["NotANumber.step in turn 0 gave the reward nan", "not finite"]),
+    "fault_23_not_finite": (game("NotANumber"), 4, ["NotANumber.step in turn 0 returned the reward nan", "not finite"]),
     "fault_24_too_many": (game("Raises"), 5, ["2 of 2 episodes failed", "env.max_failed=0.1", "ConnectionError"]),
 }
 

@@ -160,6 +160,19 @@ def test_a_task_of_ones_own_trains_as_the_tutorials_write_it(root: Path, cwd: Pa
     assert train(*own[0][1], *SMALL, "logger=none", "run_dir=run", "trainer.accelerator=cpu") == 0
 
 
+@pytest.mark.all
+def test_the_callback_of_the_how_to_watches_a_run(
+    root: Path, cwd: Path, train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its file and its command, with a step: it prints a completion and its reward."""
+    page = blocks(root / "docs" / "how-to.md")
+    write_files(page, cwd)
+    (words,) = (words[2:] for block in page for words in block.commands if "watch_rewards" in str(words))
+    assert train(*words, *SMALL, "logger=none", "run_dir=run", "trainer.accelerator=cpu") == 0
+    rewards = [line.split()[0] for line in capsys.readouterr().out.splitlines() if re.match(r"[01]\.0 ", line)]
+    assert rewards, "the callback printed nothing"
+
+
 def test_a_block_of_commands_says_that_it_is_one() -> None:
     """What tests compose and run are blocks of bash; a command in a block of text would go unread."""
     unread = [

@@ -216,8 +216,12 @@ def test_what_is_no_reward_model_says_what_to_pass(classifier: Any, tokenizer: A
         (classifier, {}, r"loaded already, and no tokenizer: pass tokenizer="),
         (language_model, {"tokenizer": tokenizer}, r"RewardModel got a Qwen2ForCausalLM\. It takes a folder"),
         ("tiny", {"tokenizer": tokenizer}, r"tokenizer belongs to a model that is loaded already"),
-        (classifier, {"tokenizer": tokenizer, "dtype": "bfloat16"}, r"revision, dtype and init_kwargs are of loading"),
-        (classifier, {"tokenizer": tokenizer, "init_kwargs": {"x": 1}}, r"are of loading"),
+        (
+            classifier,
+            {"tokenizer": tokenizer, "dtype": "bfloat16"},
+            r"revision, dtype and init_kwargs apply to loading",
+        ),
+        (classifier, {"tokenizer": tokenizer, "init_kwargs": {"x": 1}}, r"apply to loading"),
     ]
     for given, settings, message in refused:
         with pytest.raises(ConfigError, match=message):

@@ -354,7 +354,7 @@ def test_an_environment_that_raises_fails_its_episode_and_no_other(at: str, capl
     assert sum("is logged once" in record.message for record in caplog.records) == 2, "and that of close"
 
 
-@pytest.mark.parametrize(("at", "words"), [("nan", "not finite"), ("text", "which is no number")])
+@pytest.mark.parametrize(("at", "words"), [("nan", "not finite"), ("text", "which is not a number")])
 def test_a_reward_that_is_no_number_ends_the_run(at: str, words: str) -> None:
     with pytest.raises(RewardError, match=rf"Breaks\.step in turn 0.*{words}"):
         one(texts(CustomEnvironment(Breaks)), "a", at=at)
@@ -369,7 +369,7 @@ class PaysLater(Endless):
 
 
 def test_a_reward_that_is_no_number_names_its_turn() -> None:
-    with pytest.raises(RewardError, match=r"PaysLater\.step in turn 2 gave the reward inf"):
+    with pytest.raises(RewardError, match=r"PaysLater\.step in turn 2 returned the reward inf"):
         one(texts(CustomEnvironment(PaysLater)), "a", "b", "c")
 
 

@@ -99,7 +99,7 @@ class Opened(Game):
         (lambda: CustomEnvironment(Needs), "Needs.. raised TypeError.*without arguments"),
         (lambda: CustomEnvironment(lambda: SHARED), "returned the same object twice"),
         (lambda: CustomEnvironment(Single), "returned the same object twice"),
-        (lambda: CustomEnvironment(Game, functions=[double]), "env.functions names tools, and Game is stepped"),
+        (lambda: CustomEnvironment(Game, functions=[double]), "env.functions gives tools, but Game is stepped"),
         (lambda: CustomEnvironment({}), "env.path is empty"),
         (lambda: CustomEnvironment(Game, style="stepp"), "env.style='stepp'.*Did you mean 'step'"),  # type: ignore[arg-type]
         (lambda: CustomEnvironment(Game, max_turns=0), "env.max_turns=0 is out of range"),
@@ -110,7 +110,7 @@ class Opened(Game):
         (lambda: CustomEnvironment(Game, rollout_timeout=0), "env.rollout_timeout=0"),
         (lambda: CustomEnvironment(Game, max_failed=1.5), "env.max_failed=1.5"),
         (lambda: CustomEnvironment(Game, seed="row"), "env.seed='row'"),  # type: ignore[arg-type]
-        (lambda: CustomEnvironment(Game, journal=3), "env.journal=3 is true, false, or the folder"),  # type: ignore[arg-type]
+        (lambda: CustomEnvironment(Game, journal=3), "env.journal=3: allowed are true, false, or the folder"),  # type: ignore[arg-type]
         (lambda: CustomEnvironment(Game, parser="hermez"), "env.parser='hermez'.*Did you mean 'hermes'"),
         (
             lambda: texts(FunctionTools([double], parser="regex", call_pattern="(")),
@@ -201,7 +201,9 @@ def test_a_tokenizer_that_says_how_calls_are_written_is_believed() -> None:
 
 
 def test_nothing_says_how_calls_are_written() -> None:
-    with pytest.raises(ConfigError, match=r"env.parser is hermes, llama3, mistral, .*, or regex with env.call_pattern"):
+    with pytest.raises(
+        ConfigError, match=r"env.parser to hermes, llama3, mistral, .*, or to regex with env.call_pattern"
+    ):
         texts(FunctionTools([double]))
 
 
@@ -246,5 +248,5 @@ def test_an_observation_may_be_an_array(given: Any, text: str) -> None:
 
 
 def test_a_reward_beyond_floats_is_no_number() -> None:
-    with pytest.raises(RewardError, match=r"Mine\.step gave the reward 1000"):
+    with pytest.raises(RewardError, match=r"Mine\.step returned the reward 1000"):
         check_reward(10**400, "Mine.step")

@@ -170,7 +170,7 @@ def test_functions_by_their_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     env = lake(read="./words.py:last", show="./words.py:field")
     episode = one(texts(env), "I go down.", "Now right.", prompt="")
     assert [episode.prompt, *heard(episode)] == ["row 0, column 0", "row 1, column 0", "row 1, column 1"]
-    with pytest.raises(ConfigError, match="env.read='./words.py:number' is a int, and no function"):
+    with pytest.raises(ConfigError, match="env.read='./words.py:number' is a int, not a function"):
         lake(read="./words.py:number")
     with pytest.raises(ConfigError, match=r"env.show='./words.py:feild'.*Did you mean 'field'"):
         lake(show="./words.py:feild")
@@ -303,7 +303,11 @@ COUNTS, SHAPED = "lit_rl_test/Counts-v0", "lit_rl_test/Shaped-v0"
         (SHAPED, {"options": {"kind": "both"}}, r"are Dict\('a': Discrete\(2\)\).*env.show=.*env.observation=render"),
         (COUNTS, {"options": {"fails": True}}, "cannot begin: OSError: no board"),
         (COUNTS, {"observation": "render"}, "cannot begin: TypeError"),
-        (COUNTS, {"show": lambda observed: observed}, "env.show made 0 of an observation, which is no text"),
+        (
+            COUNTS,
+            {"show": lambda observed: observed},
+            "env.show returned 0 for the first observation; it has to return a str",
+        ),
         (COUNTS, {"show": lambda observed: observed["a"]}, "cannot begin: TypeError"),
         (COUNTS, {"observation": "rendered"}, "env.observation='rendered'.*Did you mean 'render'"),
         (COUNTS, {"observation": "render", "show": str}, "env.show and env.observation=render"),

@@ -333,7 +333,7 @@ def test_two_tools_of_one_name_are_refused_and_can_be_chosen_from() -> None:
     told = json.loads(call(chosen, "whoami").text)
     assert told["env"]["WHERE"] == "b" and Path(told["python"]).parent == Path(sys.executable).parent
     assert "OMP_NUM_THREADS" in os.environ and "OMP_NUM_THREADS" not in told["env"], "no variable that nobody gave it"
-    with pytest.raises(ConfigError, match="names 'mutliply', and the server has.*Did you mean 'multiply'"):
+    with pytest.raises(ConfigError, match="names 'mutliply', but the server has.*Did you mean 'multiply'"):
         MCPTools(servers={"a": {"command": command, "tools": ["mutliply"]}}, step_timeout=LIMIT).kinds  # noqa: B018
 
 

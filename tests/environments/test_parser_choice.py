@@ -14,9 +14,9 @@ from test_frames import frames_of
 from trl.chat_template_utils import supports_tool_calling
 
 from lit_rl.core.errors import ConfigError
+from lit_rl.environments.parser_base import BadCall, ParsedTurn, Parser
 from lit_rl.environments.tool_parsers import (
     PARSERS,
-    BadCall,
     DeepSeekV3Parser,
     Gemma4Parser,
     Glm4Parser,
@@ -25,8 +25,6 @@ from lit_rl.environments.tool_parsers import (
     Lfm2Parser,
     Llama3Parser,
     MuseGlimmerParser,
-    ParsedTurn,
-    Parser,
     Qwen35Parser,
     TemplateParser,
     parse_typed,
@@ -101,7 +99,7 @@ def test_every_template_that_renders_tools_is_read_or_refused_by_name(name: str)
     if name in FAMILY:
         assert type(parser_for("auto", tokenizer, [SCHEMA], None)) is FAMILY[name]
         return
-    with pytest.raises(ConfigError, match=r"env\.parser=auto: .* env\.parser is hermes, .*qwen3_5.* or regex"):
+    with pytest.raises(ConfigError, match=r"env\.parser=auto: .* env\.parser to hermes, .*qwen3_5.* or to regex"):
         parser_for("auto", tokenizer, [SCHEMA], None)
     with pytest.raises(ConfigError, match=f"it {RENDER_NO_CALLS[name]}"):
         frames_of(name, "tool")

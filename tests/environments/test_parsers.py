@@ -12,15 +12,8 @@ from hypothesis import strategies as st
 from test_frames import TOOL
 
 from lit_rl.core.errors import ConfigError
-from lit_rl.environments.tool_parsers import (
-    BadCall,
-    HermesParser,
-    Llama3Parser,
-    MistralParser,
-    ParsedTurn,
-    Parser,
-    RegexParser,
-)
+from lit_rl.environments.parser_base import BadCall, ParsedTurn, Parser
+from lit_rl.environments.tool_parsers import HermesParser, Llama3Parser, MistralParser, RegexParser
 from lit_rl.environments.tools import ToolCall
 
 MUL = {

@@ -14,8 +14,9 @@ from talks import Talk, asked
 from trl.chat_template_utils import add_response_schema
 
 from lit_rl.environments.interaction import Interaction
+from lit_rl.environments.parser_base import BadCall, Parser
 from lit_rl.environments.thoughts import BRACKETS, CHANNEL, THINK, Thoughts
-from lit_rl.environments.tool_parsers import PARSERS, BadCall, Parser, parser_for
+from lit_rl.environments.tool_parsers import PARSERS, parser_for
 from lit_rl.environments.tools import ToolCall
 from lit_rl.environments.user_environments import FunctionTools
 

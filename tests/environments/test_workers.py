@@ -102,7 +102,7 @@ def _all(talk: Talk, count: int) -> list[Any]:
 
 def _workers(factory: EnvironmentFactory) -> list[int]:
     assert factory.pool is not None
-    return [place.life.process.process.pid for place in factory.pool._places if place.life is not None]
+    return [place.life.process.process.pid for place in factory.pool._slots if place.life is not None]
 
 
 def _is_gone(pid: int) -> bool:
@@ -206,11 +206,14 @@ def test_a_tool_that_hangs_or_dies_is_no_answer_and_the_next_call_is_served(word
     ("make", "words"),
     [
         (lambda: CustomEnvironment(Counts, workers=1), "Counts was given as an object.*'./file.py:Counts'"),
-        (lambda: CustomEnvironment({"a": Counts}, workers=1), "env.path names.*env.workers=0"),
+        (lambda: CustomEnvironment({"a": Counts}, workers=1), "env.workers runs env.path.*env.workers=0"),
         (lambda: FunctionTools([double], workers=2), "double was given as an object"),
-        (lambda: game("Shop", functions=[double], workers=1), "env.functions names.*double"),
-        (lambda: GymnasiumEnvironment("FrozenLake-v1", read=int, workers=1), "env.read names.*int was given"),
-        (lambda: MCPTools(["python"], workers=1), "env.workers=1: the servers of env=mcp"),
+        (lambda: game("Shop", functions=[double], workers=1), "env.workers runs env.functions.*double"),
+        (
+            lambda: GymnasiumEnvironment("FrozenLake-v1", read=int, workers=1),
+            "env.workers runs env.read.*int was given",
+        ),
+        (lambda: MCPTools(["python"], workers=1), "env.workers=1 has no use with env=mcp: its servers"),
         (lambda: game("Counts", workers=-1), "env.workers=-1"),
         (lambda: game("Counts", memory_mb=512), "env.memory_mb=512.*env.workers=0"),
         (lambda: game("Counts", workers=1, memory_mb=0), "env.memory_mb=0"),

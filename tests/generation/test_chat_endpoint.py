@@ -355,7 +355,10 @@ def test_a_body_is_read_by_those_who_know_the_key_and_up_to_a_size(
     ("settings", "words"),
     [
         ({"parser": "hermess"}, "parser='hermess'.*hermes"),
-        ({"parser": "hermes", "call_pattern": "x"}, "parser=hermes and call_pattern='x': a pattern is read by"),
+        (
+            {"parser": "hermes", "call_pattern": "x"},
+            "call_pattern='x' has no effect with parser=hermes: only parser=regex",
+        ),
     ],
 )
 def test_a_parser_that_is_none_is_refused_before_anything_is_drawn(settings: dict[str, Any], words: str) -> None:

@@ -235,7 +235,7 @@ def test_a_sandbox_that_is_ended_while_it_starts_leaves_nothing(seconds: float):
     """Its first process once waited for ever for the one that had been killed, and held the pipe that we read."""
     allowed("bubblewrap")
     runner = sandbox.Bubblewrap(seconds=5, memory_mb=256, processes=4)
-    with runner._started("", []) as started:
+    with runner._start_both("", []) as started:
         time.sleep(seconds)
     assert [process.returncode for process in started] == [-9, -9]
     alone = [file.parent for file in Path("/proc").glob("[0-9]*/status") if b"\nPPid:\t1\n" in content(file)]

@@ -197,7 +197,7 @@ def test_arguments_of_other_libraries_are_answered_with_ours(argument):
 
 @pytest.mark.parametrize("name", ["", " ", "a\nb"])
 def test_a_function_has_a_name_that_can_be_shown(name):
-    with pytest.raises(ConfigError, match="a text on one line"):
+    with pytest.raises(ConfigError, match="not empty and has no line break"):
         Rewards({name: returning([0.0])})
 
 
@@ -280,7 +280,7 @@ def test_async_generators_are_refused_at_once():
 
 @pytest.mark.parametrize("function", [3, None, Judge], ids=["number", "none", "class"])
 def test_what_cannot_score_is_refused(function):
-    with pytest.raises(RewardError, match="'mine'.*(cannot be called|is a class.*of a file, make one there)"):
+    with pytest.raises(RewardError, match="'mine'.*(cannot be called|is a class.*make the object in the file)"):
         Rewards({"mine": function})
 
 
@@ -327,7 +327,7 @@ def test_trainer_state_is_read_only():
 
 
 def test_columns_of_another_length_are_refused():
-    with pytest.raises(RewardError, match="answer has 3 values for 4 completions"):
+    with pytest.raises(RewardError, match="got 3 answer for 4 completions. Pass one value per completion"):
         score(returning([0.0] * 4), answer=[1, 2, 3])
 
 

@@ -341,7 +341,7 @@ def misuses_a_library(completions):
 @pytest.mark.parametrize(
     ("function", "told"),
     [
-        (misuses_extra, "log_extra('a', ...) takes a list of 2; it got 1"),
+        (misuses_extra, "log_extra('a', ...) got 1 (int), expected a list with one value per completion (2)"),
         (misuses_metric, "log_metric() missing 1 required positional argument: 'value'"),
         (misuses_per_sample, "log_extra() missing 1 required positional argument: 'value'"),
         (misuses_a_library, "raised JSONDecodeError"),
@@ -365,5 +365,5 @@ def test_a_method_without_its_object_says_so():
         def score(self, completions):
             return [0.0 for _ in completions]
 
-    with pytest.raises(RewardError, match="It is a method without its object"):
+    with pytest.raises(RewardError, match="This is a method without its object"):
         Rewards(Scorer.score).score(["a"], ["x"], {})

@@ -310,7 +310,7 @@ class TestLength:
     def test_nothing_at_all(self, make):
         reward = RewardModel(make())
         assert reward([], []) == []
-        with pytest.raises(RewardError, match="row 1 has no token"):
+        with pytest.raises(RewardError, match="row 1 is empty"):
             reward(["a", ""], ["b", ""])
 
 

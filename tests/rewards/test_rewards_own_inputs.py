@@ -258,7 +258,7 @@ def test_a_name_is_a_line_of_text(name: Any):
             {"log_metric": log_metric, "log_extra": log_extra}[service](name, 1)
             return 0.0
 
-        with pytest.raises(RewardError, match=rf"{service}\(.*a text on one line"):
+        with pytest.raises(RewardError, match=rf"{service}\(.*not empty and has no line break"):
             Rewards(logs).score(["p"], ["c"], {})
 
 

@@ -152,7 +152,7 @@ def test_from_paths_names_weights_and_clashes(folder):
 
 @pytest.mark.parametrize("fn", [None, 3, [], [None], {"score": 1}], ids=str)
 def test_what_is_no_path_is_refused(fn):
-    with pytest.raises(ConfigError, match=r"reward\.fn=.* names no function; allowed are './my_reward"):
+    with pytest.raises(ConfigError, match=r"reward\.fn=.* names no function. Give './my_reward"):
         from_paths(fn)
 
 

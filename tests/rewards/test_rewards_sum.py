@@ -57,7 +57,7 @@ def test_scores_follow_their_rows(table, random):
 
 
 def test_a_sum_beyond_float32_is_refused():
-    with pytest.raises(RewardError, match="beyond float32"), pytest.warns(UserWarning):
+    with pytest.raises(RewardError, match="does not fit into float32"), pytest.warns(UserWarning):
         scored([[3e38]], [1e3])
 
 

@@ -145,7 +145,7 @@ def test_a_hub_that_cannot_be_reached_is_not_waited_for(there, tmp_path, monkeyp
     """A closed port, and a name that has no address: minutes, with the client's retries, of the listing."""
     for proxy in machine._PROXIES:
         monkeypatch.delenv(proxy, raising=False)
-    monkeypatch.setattr(machine, "_set_offline", False)
+    monkeypatch.setattr(machine, "_offline_by_lit_rl", False)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", there)
     put(tmp_path / "a" / "x", "val_00000000_t0.0.parquet")
