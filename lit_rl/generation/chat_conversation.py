@@ -103,31 +103,31 @@ def read_request(body: bytes) -> ChatRequest:
         ChatRequestRefused: it is no valid request, or asks for a setting that would change a turn.
     """
     try:
-        asked = json.loads(body)
+        request = json.loads(body)
     except ValueError as error:
-        raise ChatRequestRefused(f"the request is no JSON: {error}") from error
-    if not isinstance(asked, dict) or not isinstance(asked.get("messages"), list) or not asked["messages"]:
+        raise ChatRequestRefused(f"the request is not JSON: {error}") from error
+    if not isinstance(request, dict) or not isinstance(request.get("messages"), list) or not request["messages"]:
         raise ChatRequestRefused("the request is an object with a list of messages")
-    if not_kept := [name for name, allowed in _KEPT.items() if asked.get(name) not in allowed]:
-        raise ChatRequestRefused(f"{', '.join(not_kept)} cannot be asked of a policy in training; leave it out")
-    limits = [asked[name] for name in ("max_tokens", "max_completion_tokens") if asked.get(name) is not None]
+    if refused := [name for name, allowed in _ALLOWED_VALUES.items() if request.get(name) not in allowed]:
+        raise ChatRequestRefused(f"{', '.join(refused)} cannot be asked of a policy in training; leave it out")
+    limits = [request[name] for name in ("max_tokens", "max_completion_tokens") if request.get(name) is not None]
     if any(not isinstance(limit, int) or limit < 1 for limit in limits):
         raise ChatRequestRefused(f"max_tokens={limits} is no number of tokens")
     tools = []
-    for tool in _listed("tools", asked.get("tools")):
+    for tool in _listed("tools", request.get("tools")):
         function = _function_of(tool, "function that can be called")
         described = {"name": function["name"], "description": function.get("description") or ""}
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
         tools.append({"type": "function", "function": {**described, "parameters": parameters}})
     return ChatRequest(
-        messages=[_message(each) for each in asked["messages"]],
+        messages=[_message(each) for each in request["messages"]],
         tools=tools,
         max_new_tokens=min(limits, default=None),
-        stream=bool(asked.get("stream")),
+        stream=bool(request.get("stream")),
     )
 
 
-_KEPT: dict[str, tuple[Any, ...]] = {
+_ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "stop": (None, [], ""),
     "response_format": (None, {"type": "text"}),
@@ -138,35 +138,35 @@ _KEPT: dict[str, tuple[Any, ...]] = {
 """Settings that would change a turn, and the values that do not."""
 
 
-def _message(given: Any) -> Message:
-    if not isinstance(given, dict) or given.get("role") not in ("system", "developer", "user", "assistant", "tool"):
-        raise ChatRequestRefused(f"{excerpt(repr(given))} is no message")
-    content = given.get("content")
+def _message(value: Any) -> Message:
+    if not isinstance(value, dict) or value.get("role") not in ("system", "developer", "user", "assistant", "tool"):
+        raise ChatRequestRefused(f"{excerpt(repr(value))} is not a chat message")
+    content = value.get("content")
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         content = "".join(str(part.get("text", "")) for part in content)
     if content is not None and not isinstance(content, str):
         raise ChatRequestRefused(f"the content {excerpt(repr(content))} is no text, and the policy reads texts")
-    message: Message = {"role": "system" if given["role"] == "developer" else given["role"], "content": content or ""}
-    if calls := _listed("tool_calls", given.get("tool_calls")):
+    message: Message = {"role": "system" if value["role"] == "developer" else value["role"], "content": content or ""}
+    if calls := _listed("tool_calls", value.get("tool_calls")):
         for call in calls:
             _function_of(call, "call of a function: that has function.name")
         message["tool_calls"] = calls
-    if given["role"] == "tool":
-        message["tool_call_id"] = str(given.get("tool_call_id") or "")
+    if value["role"] == "tool":
+        message["tool_call_id"] = str(value.get("tool_call_id") or "")
     return message
 
 
-def _listed(name: str, given: Any) -> list[Any]:
-    if given is not None and not isinstance(given, list):
-        raise ChatRequestRefused(f"{name}={excerpt(repr(given))} is no list")
-    return given or []
+def _listed(name: str, value: Any) -> list[Any]:
+    if value is not None and not isinstance(value, list):
+        raise ChatRequestRefused(f"{name}={excerpt(repr(value))} is not a list")
+    return value or []
 
 
-def _function_of(given: Any, what: str) -> dict[str, Any]:
+def _function_of(value: Any, what: str) -> dict[str, Any]:
     """Return the function of a call or a tool; refuse one without a name."""
-    function = given.get("function") if isinstance(given, dict) else None
+    function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ChatRequestRefused(f"{excerpt(repr(given))} is no {what}")
+        raise ChatRequestRefused(f"{excerpt(repr(value))} is no {what}")
     return function
 
 

@@ -87,9 +87,9 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
         int(prompt_key(seed, batch.rollout, row, occurrence))
         for row, occurrence in zip(batch.rows, batch.occurrences, strict=True)
     ]
-    asked = vocabulary.prompts(batch.prompt_ids, keys, group_size)
+    prompts = vocabulary.prompts(batch.prompt_ids, keys, group_size)
     if batch.vision is not None:
-        asked = replace(asked, vision=tuple(batch.vision(batch.rows)))
+        prompts = replace(prompts, vision=tuple(batch.vision(batch.rows)))
         if not generator.sees:
             raise ConfigError(
                 f"{type(generator).__name__} would not see the images of the prompts. Use generator=native, hf, vllm "
@@ -99,15 +99,15 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
             raise ConfigError("A rollout function would not see the images of the prompts: leave env=rollout_func out.")
     block_eos = partial(with_blocked_eos, eos_ids=vocabulary.eos_ids, sampling=sampling)
     if interaction is None:
-        return lambda: block_eos(generator.generate(replace(asked, on_finished=on_finished), sampling))
+        return lambda: block_eos(generator.generate(replace(prompts, on_finished=on_finished), sampling))
     # Each rank asks by itself where the policy itself generates.
     agree: RunTogether = (lambda work: work()) if generator.exact else run_on_all_ranks
-    of_rows = row_keys(keys, group_size).tolist()
-    wanted = EpisodeRequest(generator.generate, agree, batch, asked, sampling, of_rows, generator.context)
+    row_noise = row_keys(keys, group_size).tolist()
+    episodes = EpisodeRequest(generator.generate, agree, batch, prompts, sampling, row_noise, generator.context)
     device = next((parameter.device for parameter in policy.parameters()), torch.device("cpu"))
 
     def draw() -> Completions:
-        drawn = interaction.draw(wanted)
+        drawn = interaction.draw(episodes)
         moved = {name: value.to(device) for name, value in vars(drawn).items() if isinstance(value, Tensor)}
         return block_eos(replace(drawn, version=version, **moved))
 
@@ -173,11 +173,11 @@ def as_reward_input(
         prompts = [each.prompt for each in episodes]
         columns |= {"episodes": [each.plain() for each in episodes]}
         columns |= {name: [each.extra[name] for each in episodes] for name in episodes[0].extra}
-        said: list[str | list[Message]] = [
+        replies: list[str | list[Message]] = [
             text if isinstance(prompt, str) else each.messages
             for prompt, text, each in zip(prompts, texts, episodes, strict=True)
         ]
-        return prompts, said, columns
+        return prompts, replies, columns
     return prompts, [answer_to(prompt, text) for prompt, text in zip(prompts, texts, strict=True)], columns
 
 

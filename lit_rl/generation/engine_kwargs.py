@@ -36,34 +36,34 @@ class EngineNames:
         """Tell whether all of these are known here."""
         return set(names) <= {*self.keys, *self.own, *self.free, *self.reshaping}
 
-    def reshaped_by(self, given: Mapping[str, Any], also: Iterable[str] = ()) -> tuple[str, ...]:
+    def reshaped_by(self, settings: Mapping[str, Any], also: Iterable[str] = ()) -> tuple[str, ...]:
         """Return those of the given names that change the distribution.
 
         Args:
-            given: Settings by the engine's names.
+            settings: Settings by the engine's names.
             also: Names that the engine's class has beside those that are known here.
 
         Raises:
             ConfigError: the engine knows no such setting, or it is set elsewhere, or not to be set.
         """
         known = {*self.free, *self.reshaping, *(set(also) - self.own - self.keys.keys())}
-        for name in given:
-            came = f"{KEY}.{name}={given[name]!r}"
+        for name in settings:
+            setting = f"{KEY}.{name}={settings[name]!r}"
             if name in self.keys:
                 raise ConfigError(
-                    f"{came} has a key of its own, which training reads as well: set {self.keys[name]} instead."
+                    f"{setting} has a key of its own, which training reads as well: set {self.keys[name]} instead."
                 )
             if name in self.own:
                 raise ConfigError(
-                    f"{came}: lit_rl sets it for {self.engine}, or draws in its place: it would have no effect. Leave "
-                    f"it out; {self.engine} takes {', '.join(sorted(known))}."
+                    f"{setting}: lit_rl sets it for {self.engine}, or draws in its place: it would have no effect. "
+                    f"Leave it out; {self.engine} takes {', '.join(sorted(known))}."
                 )
             if name not in known:
                 near = did_you_mean(name, [*known, *self.keys])
                 raise ConfigError(
-                    f"{came}: {self.engine} has no such setting.{near} It takes {', '.join(sorted(known))}."
+                    f"{setting}: {self.engine} has no such setting.{near} It takes {', '.join(sorted(known))}."
                 )
-        return tuple(name for name in given if name not in self.free)
+        return tuple(name for name in settings if name not in self.free)
 
 
 _SHARED_KEYS = {

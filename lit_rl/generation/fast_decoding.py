@@ -292,8 +292,8 @@ def _reads_positions(attention: nn.Module) -> bool:
     Ministral3 multiplies queries by a factor that is 1 up to its pretraining length.
     """
     code: CodeType = inspect.unwrap(type(attention).forward).__code__
-    said = {value for value in code.co_consts if isinstance(value, str)}
-    return not _OF_POSITIONS.isdisjoint({*code.co_names, *code.co_varnames, *said})
+    strings = {value for value in code.co_consts if isinstance(value, str)}
+    return not _OF_POSITIONS.isdisjoint({*code.co_names, *code.co_varnames, *strings})
 
 
 def _is_norm(module: Any) -> bool:
@@ -344,29 +344,29 @@ class _LeanProvingModel(LeanModel):
         piece = super()._piece(module)
 
         def both(x: Tensor) -> Tensor:
-            theirs = module(x)
-            _refuse_difference(type(module).__name__, piece(x), theirs, x)
-            return theirs
+            expected = module(x)
+            _refuse_difference(type(module).__name__, piece(x), expected, x)
+            return expected
 
         return both
 
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         one, other = x.chunk(2, -1)
-        theirs = x * cos + torch.cat([other, one], -1) * sin
-        _refuse_difference("its rotary embedding", super()._turned(x, cos, sin), theirs, x)
-        return theirs
+        expected = x * cos + torch.cat([other, one], -1) * sin
+        _refuse_difference("its rotary embedding", super()._turned(x, cos, sin), expected, x)
+        return expected
 
 
 class _LeanProvingSteps(LeanSteps):
     kind = GroupedProvingCache
 
 
-def _refuse_difference(what: str, ours: Tensor, theirs: Tensor, x: Tensor) -> None:
+def _refuse_difference(what: str, result: Tensor, expected: Tensor, x: Tensor) -> None:
     """Raise Unfit where an operation differs from its module."""
-    eps = max(torch.finfo(part.dtype).eps for part in (theirs, x))
-    apart, largest = (part.abs().max().item() for part in (ours - theirs, theirs))
-    if ours.dtype != theirs.dtype:
-        raise Unfit(f"{what} gives {theirs.dtype}, and its operation {ours.dtype}")
+    eps = max(torch.finfo(part.dtype).eps for part in (expected, x))
+    apart, largest = (part.abs().max().item() for part in (result - expected, expected))
+    if result.dtype != expected.dtype:
+        raise Unfit(f"{what} gives {expected.dtype}, and its operation {result.dtype}")
     if not apart <= _ROUNDINGS * eps * largest:
         raise Unfit(
             f"{what} and its operation differ on {x.device.type} by {apart:.2g}: {apart / (eps * largest):.1f} "

@@ -143,12 +143,12 @@ class Generator(ABC):
         """Refuse conversations where the generator cannot hold them.
 
         Raises:
-            ConfigError: it would not hear what answers it.
+            ConfigError: it draws completions of a single turn.
         """
         if not self.converses:
             raise ConfigError(
-                f"{type(self).__name__} draws completions of one turn and would not hear what answers them. Use "
-                "generator=native, hf, hf_continuous, vllm or vllm_server."
+                f"{type(self).__name__} draws completions of a single turn, and cannot continue them behind answers of "
+                "an environment. Use generator=native, hf, hf_continuous, vllm or vllm_server."
             )
 
     def rest(self) -> None:  # noqa: B027 (optional)
@@ -173,14 +173,14 @@ def as_generator(generator: Any) -> Generator:
             "native.NativeGenerator(), hf.HFGenerator(), hf.HFContinuousGenerator(), "
             "vllm.in_process.VLLMGenerator(), vllm.server.VLLMServerGenerator(urls=[...]) (docs/generators.md)."
         )
-    came = f"the class {generator.__name__}" if isinstance(generator, type) else type(generator).__name__
+    description = f"the class {generator.__name__}" if isinstance(generator, type) else type(generator).__name__
     fix = (
         "pass an instance of it"
         if isinstance(generator, type) and issubclass(generator, Generator)
         else "subclass lit_rl.generation.Generator and write its two verbs, sync(policy, version) and "
         "generate(prompts, sampling) -> Completions; the rest has defaults"
     )
-    raise ConfigError(f"generator={came} is no generator: {fix} (docs/generators.md).")
+    raise ConfigError(f"generator={description} is no generator: {fix} (docs/generators.md).")
 
 
 class EngineLost(GenerationError):

@@ -458,9 +458,9 @@ class TurnByTurn:
         self._speak(decode_batches(self._prompts, self._places, device))
         unanswered = len(self._whole.rows)
         while unanswered:
-            heard = [*responder.answers(wait=True), *responder.answers(wait=False)]
-            speaking = [each.row for each in heard if self._responses.add_answer(each)]
-            unanswered -= len(heard) - len(speaking)
+            answers = [*responder.answers(wait=True), *responder.answers(wait=False)]
+            speaking = [each.row for each in answers if self._responses.add_answer(each)]
+            unanswered -= len(answers) - len(speaking)
             self._speak(self._batches(speaking))
         return self._responses.decoded()
 
@@ -478,8 +478,8 @@ class TurnByTurn:
                 mass = None if decoded.kept_logmass is None else decoded.kept_logmass[:, column]
                 self._responses.add(rows, Drawn(decoded.ids[:, column], decoded.logprobs[:, column], mass))
             self._responses.read_states(rows)
-            for said in self._responses.newest_turns(batch.rows.tolist()):
-                responder.tell(said)
+            for answered in self._responses.newest_turns(batch.rows.tolist()):
+                responder.tell(answered)
 
     def _batches(self, rows: Sequence[int]) -> Iterator[DecodeBatch]:
         """Yield the next turn of these rows: those with equal room together, so that none leaves the model's
@@ -493,9 +493,9 @@ class TurnByTurn:
 
     def _batch(self, rows: Sequence[int]) -> DecodeBatch:
         prompts, device = self._prompts, self._whole.keys.device
-        said = self._responses.texts(rows)
+        written = self._responses.texts(rows)
         numbers = [row // prompts.group_size for row in rows]
-        texts = [[*prompts.token_ids[number], *text] for number, text in zip(numbers, said)]
+        texts = [[*prompts.token_ids[number], *text] for number, text in zip(numbers, written)]
         which = torch.tensor(rows)
         ids, mask, at = in_one_transfer(device, *left_pad(texts, prompts.pad_id), which)
         seen = tuple(
@@ -505,7 +505,7 @@ class TurnByTurn:
                 self._responses.images(row),
                 len(text),
             )
-            for row, number, text in zip(rows, numbers, said)
+            for row, number, text in zip(rows, numbers, written)
         )
         keys, begun = self._whole.keys[at], self._responses.lengths[at]
         return DecodeBatch(ids, mask, 1, keys, which, rows, begun, seen, padded=has_padding(texts))

@@ -321,7 +321,7 @@ class _Conversations:
         # Filler tokens that a finished row has read while it was still in the batch.
         self._stale = torch.zeros_like(responses.lengths)
         self._parts: list[tuple[DecodingSteps, list[int]]] = []
-        self._heard: dict[int, EnvironmentTurn] = {}
+        self._answers: dict[int, EnvironmentTurn] = {}
 
     @property
     def held(self) -> int:
@@ -333,8 +333,8 @@ class _Conversations:
         if states.behind is not None:
             self._stale[rows] += states.behind
         new = states.newly_finished(self._reported)
-        for said in self._responses.newest_turns(new) if new else ():
-            self._responder.tell(said)
+        for turn in self._responses.newest_turns(new) if new else ():
+            self._responder.tell(turn)
 
     def count_fillers(self, rows: Tensor) -> None:
         """Count one filler token for each finished row that is still in the batch."""
@@ -348,18 +348,18 @@ class _Conversations:
     def answered(self, *, wait: bool) -> Iterator[tuple[DecodingSteps, Tensor, int]]:
         """Yield the rows that continue, after they have read their answers, and the most tokens that one may write
         now."""
-        self._heard |= {heard.row: heard for heard in self._responder.answers(wait=wait)}
+        self._answers |= {answer.row: answer for answer in self._responder.answers(wait=wait)}
         for _ in range(len(self._parts)):
             steps, rows = self._parts.pop(0)
-            waiting = [place for place, row in enumerate(rows) if row not in self._heard]
+            waiting = [place for place, row in enumerate(rows) if row not in self._answers]
             if len(waiting) == len(rows):
                 self._parts.append((steps, rows))
                 continue
             if waiting:
                 self._parts.append((_split(steps, rows, waiting), [rows[place] for place in waiting]))
-            heard = [place for place, row in enumerate(rows) if row in self._heard]
-            said = self._responses.texts([rows[place] for place in heard])
-            read = {place: self._read(rows[place], text) for place, text in zip(heard, said, strict=True)}
+            ready = [place for place, row in enumerate(rows) if row in self._answers]
+            texts = self._responses.texts([rows[place] for place in ready])
+            read = {place: self._read(rows[place], text) for place, text in zip(ready, texts, strict=True)}
             chunks = {place: chunk for place, chunk in read.items() if chunk is not None}
             if chunks:
                 steps = _split(steps, rows, list(chunks))  # frees the cache of the others before more is read
@@ -371,19 +371,19 @@ class _Conversations:
                 self._reported.difference_update(running)
                 yield steps, of, max(room)
 
-    def _read(self, row: int, said: list[int]) -> tuple[list[int], int, int, tuple[Later, ...]] | None:
+    def _read(self, row: int, text: list[int]) -> tuple[list[int], int, int, tuple[Later, ...]] | None:
         """Return the text that the model has to read before the row's next turn, the tokens before it, the room for the
         turn, and the images in it. The row's last token is part of it.
 
         Returns:
             None where the conversation is over.
         """
-        heard = self._heard.pop(row)
-        if not (room := self._responses.add_answer(heard)):
+        answer = self._answers.pop(row)
+        if not (room := self._responses.add_answer(answer)):
             return None
-        read = [said[-1], *(heard.token_ids or ())]
-        self._sampler.next_turn(row, [*said[:-1], *read])
-        return read, self._prompt_lengths[row] + len(said) - 1, room, tuple(each.moved(1) for each in heard.seen)
+        read = [text[-1], *(answer.token_ids or ())]
+        self._sampler.next_turn(row, [*text[:-1], *read])
+        return read, self._prompt_lengths[row] + len(text) - 1, room, tuple(each.moved(1) for each in answer.seen)
 
 
 def _split(steps: DecodingSteps, rows: Sequence[int], which: Sequence[int]) -> DecodingSteps:

@@ -119,24 +119,24 @@ class Responses:
         finite = self._logprobs[rows, (lengths - 1).clamp(min=0)].isfinite()
         facts = torch.stack([rows, (~self.finished(rows)).long(), finite.long(), lengths, begun])
         if not self._ends.stops:
-            self._since, (asked, running, finites, known, _) = 0, facts.tolist()
-            for row, length in zip(asked, known):
+            self._since, (numbers, running, finites, known, _) = 0, facts.tolist()
+            for row, length in zip(numbers, known):
                 self._known[row] = length
-            return RowStates(asked, list(map(bool, running)), known, None, all(finites))
+            return RowStates(numbers, list(map(bool, running)), known, None, all(finites))
         columns = lengths[:, None] + torch.arange(1 - self._ends.window - self._since, 0, device=rows.device)
         facts = torch.cat([facts.T, self._ids[rows[:, None], columns.clamp(min=0)]], 1)
-        self._since, told = 0, facts.tolist()
+        self._since, table = 0, facts.tolist()
         behind: list[int | None] = []
-        for row, _, _, length, begin, *tail in told:
-            spoken, new = length - begin, length - self._known[row]
-            behind.append(self._ends.behind(tail[-spoken:], spoken, new) if new else None)
+        for row, _, _, length, begin, *tail in table:
+            turn_length, new = length - begin, length - self._known[row]
+            behind.append(self._ends.behind(tail[-turn_length:], turn_length, new) if new else None)
             self._known[row] = length - (behind[-1] or 0)
         return RowStates(
-            rows=[each[0] for each in told],
-            running=[bool(each[1]) and back is None for each, back in zip(told, behind, strict=True)],
-            lengths=[self._known[each[0]] for each in told],
+            rows=[each[0] for each in table],
+            running=[bool(each[1]) and back is None for each, back in zip(table, behind, strict=True)],
+            lengths=[self._known[each[0]] for each in table],
             behind=None if all(back is None for back in behind) else self._take_back(rows, behind),
-            finite=all(each[2] for each in told),
+            finite=all(each[2] for each in table),
         )
 
     def end_at_stop_strings(self, rows: Tensor) -> None:
@@ -146,8 +146,8 @@ class Responses:
 
     def _take_back(self, rows: Tensor, behind: Sequence[int | None]) -> Tensor:
         """End the turns of rows with a number here: so many of the last tokens are removed."""
-        told = torch.tensor([-1 if back is None else back for back in behind], device=rows.device)
-        stopped, back = told >= 0, told.clamp(min=0)
+        counts = torch.tensor([-1 if back is None else back for back in behind], device=rows.device)
+        stopped, back = counts >= 0, counts.clamp(min=0)
         self.lengths[rows] -= back
         self.ended[rows] |= stopped
         self._columns[rows] = self._columns[rows].masked_fill(stopped, self.longest)
@@ -180,14 +180,14 @@ class Responses:
         assert self._turns is not None
         at = torch.tensor(rows, device=self._ids.device)
         facts = torch.stack([self._turns.now[at], self._begun[at], self.lengths[at], self.ended[at].long()], 1)
-        told = zip(rows, torch.cat([facts, self._ids[at]], 1).tolist(), strict=True)
-        return [PolicyTurn(row, turn, ids[begun:end], bool(ended)) for row, (turn, begun, end, ended, *ids) in told]
+        table = zip(rows, torch.cat([facts, self._ids[at]], 1).tolist(), strict=True)
+        return [PolicyTurn(row, turn, ids[begun:end], bool(ended)) for row, (turn, begun, end, ended, *ids) in table]
 
     def texts(self, rows: Sequence[int]) -> list[list[int]]:
         """Return all tokens of these rows so far."""
         at = torch.tensor(rows, device=self._ids.device)
-        told = torch.cat([self.lengths[at][:, None], self._ids[at]], 1).tolist()
-        return [ids[:length] for length, *ids in told]
+        table = torch.cat([self.lengths[at][:, None], self._ids[at]], 1).tolist()
+        return [ids[:length] for length, *ids in table]
 
     def images(self, row: int) -> tuple[Later, ...]:
         """Return the images in a row's response so far."""
@@ -201,29 +201,29 @@ class Responses:
         """Return the newest turn of a row, 0 for the first."""
         return 0 if self._turns is None else int(self._turns.now[row])
 
-    def add_answer(self, heard: EnvironmentTurn) -> int:
+    def add_answer(self, answer: EnvironmentTurn) -> int:
         """Write the answer to a row, and begin its next turn.
 
         Returns:
             The tokens that it may write in it, 1 or more; 0 where its conversation is over.
         """
         assert self._turns is not None
-        row, ids = heard.row, heard.token_ids
+        row, ids = answer.row, answer.token_ids
         if ids is None:
-            self.ended[row].fill_(heard.ended)
+            self.ended[row].fill_(answer.ended)
             return 0
         begin = self._known[row]
         end = begin + len(ids)
-        limit = min(end + heard.max_new_tokens, end + self._per_turn)
-        if heard.max_new_tokens < 1 or limit > self.longest:
+        limit = min(end + answer.max_new_tokens, end + self._per_turn)
+        if answer.max_new_tokens < 1 or limit > self.longest:
             raise GenerationError(
-                f"Row {row} heard {len(ids)} tokens after {begin}, and may say {heard.max_new_tokens} more; it takes 1 "
-                f"or more, and no more than {self.longest} in all."
+                f"The answer to row {row} has {len(ids)} tokens after {begin}, and allows {answer.max_new_tokens} new "
+                f"ones. Expected were 1 or more new ones, and at most {self.longest} tokens in all."
             )
         self._ids[row, begin:end] = torch.tensor(ids, dtype=torch.long, device=self._ids.device)
         self._turns.index[row, begin:end] = self._turns.now[row]
-        if heard.seen:
-            self._later[row] = (*self.images(row), *(each.moved(begin) for each in heard.seen))
+        if answer.seen:
+            self._later[row] = (*self.images(row), *(each.moved(begin) for each in answer.seen))
         self._turns.now[row] += 1
         # To assign a number to one element would copy it to an accelerator, and wait for that.
         for field in (self.lengths, self._begun, self._columns):

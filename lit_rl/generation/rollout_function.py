@@ -243,10 +243,10 @@ class RolloutHandle:
         Raises:
             AttributeError: always: Python finds existing attributes first.
         """
-        there = sorted({*vars(self), "generate"} - {each for each in vars(self) if each.startswith("_")})
+        known = sorted({*vars(self), "generate"} - {each for each in vars(self) if each.startswith("_")})
         raise AttributeError(
             f"The trainer of a rollout function has no {name!r}: it is not TRL's GRPOTrainer. It has "
-            f"{', '.join(there)} (docs/agents.md, A function that makes the rollouts). "
+            f"{', '.join(known)} (docs/agents.md, A function that makes the rollouts). "
             "Completions are drawn by trainer.generate(ids)."
         )
 
@@ -309,8 +309,8 @@ class RolloutHandle:
         limits = [given] * count if isinstance(given, int) else list(given)
         if len(limits) != count:
             raise GenerationError(
-                f"trainer.generate was given {count} texts and {len(limits)} max_new_tokens: give one number, or one "
-                "for each text."
+                f"trainer.generate got {count} texts and {len(limits)} values of max_new_tokens. Give one number for "
+                "all, or one per text."
             )
         for limit in set(limits):
             in_range("max_new_tokens", limit, low=1)
@@ -322,14 +322,14 @@ class RolloutHandle:
         left, least = list(range(len(texts))), self.sampling.min_new_tokens
         while left:
             most = max(limits[place] for place in left)
-            now = [
+            together = [
                 place
                 for place in left
                 if limits[place] == most
                 or (min(least, limits[place]) == min(least, most) and len(texts[place]) + most <= self._context)
             ]
-            yield now
-            left = [place for place in left if place not in now]
+            yield together
+            left = [place for place in left if place not in together]
 
     def _drawn(
         self, texts: Sequence[list[int]], rows: Sequence[int], limit: int
@@ -344,8 +344,8 @@ class RolloutHandle:
             self._calls[row] += 1
         within = [mask.nonzero()[:, 0] for mask in out.response_mask]
         return [
-            (ids[there].tolist(), logprobs[there].tolist(), ended)
-            for ids, logprobs, ended, there in zip(
+            (ids[columns].tolist(), logprobs[columns].tolist(), ended)
+            for ids, logprobs, ended, columns in zip(
                 out.response_ids, out.sampler_logprobs, out.ended.tolist(), within, strict=True
             )
         ]
@@ -408,8 +408,10 @@ class ReturnedRollout:
         self._who, self._count = who, count
         missing = [key for key in REQUIRED if not isinstance(returned, Mapping) or key not in returned]
         if missing:
-            came = f"a dict without {', '.join(missing)}" if isinstance(returned, Mapping) else type(returned).__name__
-            raise self._wrong(f"returned {came}; it returns a dict with {', '.join(REQUIRED)}, one entry a completion")
+            kind = f"a dict without {', '.join(missing)}" if isinstance(returned, Mapping) else type(returned).__name__
+            raise self._wrong(
+                f"returned {kind}, expected a dict with {', '.join(REQUIRED)}: lists with one entry per completion"
+            )
         self._returned = returned
         columns = [self._list(key) for key in REQUIRED]
         columns += [self._list(key) if returned.get(key) is not None else [None] * count for key in _OPTIONAL]
@@ -439,7 +441,7 @@ class ReturnedRollout:
         values = self._returned[key]
         if not _is_listed(values) or len(values) != self._count:
             length = f"{len(values)} entries" if _is_listed(values) else type(values).__name__
-            raise self._wrong(f"returned {length} as {key}; it takes a list of {self._count}, one for each completion")
+            raise self._wrong(f"returned {length} as {key}, expected a list of {self._count}, one per completion")
         return values
 
     def _row(self, index: int, prompt_ids: Any, token_ids: Any, logprobs: Any, *optional: Any) -> ReturnedRow:
@@ -449,7 +451,9 @@ class ReturnedRollout:
         for key, values in lengths.items():
             if not hasattr(values, "__len__") or len(values) != len(tokens):
                 length = len(values) if hasattr(values, "__len__") else repr(values)
-                raise self._wrong(f"gave completion {index} {length} {key} for {len(tokens)} tokens: one for each")
+                raise self._wrong(
+                    f"gave completion {index} {length} {key} for {len(tokens)} tokens, expected one per token"
+                )
         written = [True] * len(tokens) if mask is None else [self._bit(index, MASK, value) for value in mask]
         if not any(written):
             raise self._wrong(f"gave completion {index} an {MASK} without a token of the policy")
@@ -470,20 +474,20 @@ class ReturnedRollout:
             return CompletionFailure("timeout" if isinstance(error, TimeoutError) else "failed", error_line(error))
         if not isinstance(error, str) or not error:
             raise self._wrong(
-                f"gave completion {index} {excerpt(repr(error))} as {ERROR}; it takes what went wrong, a text or an "
-                "exception, and None where nothing did"
+                f"gave completion {index} {excerpt(repr(error))} as {ERROR}, expected a text or an exception that says "
+                "what went wrong, and None where nothing did"
             )
         return CompletionFailure("failed", excerpt(error, 200))
 
     def _ids(self, index: int, key: str, ids: Any) -> list[int]:
         listed: Any = ids.tolist() if hasattr(ids, "tolist") else ids
         if not isinstance(listed, Sequence) or not listed or not all(isinstance(i, int) and i >= 0 for i in listed):
-            raise self._wrong(f"gave completion {index} {excerpt(repr(ids))} as {key}; it takes one token id or more")
+            raise self._wrong(f"gave completion {index} {excerpt(repr(ids))} as {key}, expected one token id or more")
         return list(listed)
 
     def _bit(self, index: int, key: str, value: Any) -> bool:
         if value not in (0, 1):
-            raise self._wrong(f"gave completion {index} {excerpt(repr(value))} in {key}; it takes 1 or 0")
+            raise self._wrong(f"gave completion {index} {excerpt(repr(value))} in {key}, expected 1 or 0")
         return bool(value)
 
     def _number(self, index: int, value: Any) -> float:
@@ -597,7 +601,7 @@ def read_messages(given: Any, turns: int) -> list[Message]:
     listed: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
     if not all(isinstance(each, Mapping) and each.get("role") in _ROLES for each in listed):
         raise InvalidMessages(
-            f"takes messages, each a dict with the role {', '.join(_ROLES)}; here {excerpt(repr(given))}"
+            f"takes messages, each a dict with one of the roles {', '.join(_ROLES)}; here {excerpt(repr(given))}"
         )
     by_assistant = sum(message["role"] == "assistant" for message in listed)
     if by_assistant != turns:

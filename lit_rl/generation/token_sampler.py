@@ -367,15 +367,15 @@ class EndDetector:
         """Return bool ``(b,)``: which of the newest tokens, long ``(b,)``, are an EOS."""
         return (tokens[:, None] == self._eos).any(-1)
 
-    def behind(self, tail: Sequence[int], spoken: int, new: int) -> int | None:
+    def behind(self, tail: Sequence[int], turn_length: int, new: int) -> int | None:
         """Return how many tokens of a turn stand behind the one that completes a stop string; None where none does.
 
         Args:
             tail: The last ``window + new - 1`` tokens of the turn, or all where it is shorter.
-            spoken: Tokens of the turn.
+            turn_length: Tokens of the turn.
             new: How many of the last tokens were not asked about yet. Of several that complete one the first counts.
         """
-        for behind in reversed(range(min(new, spoken - self._min_new_tokens) if self._stop else 0)):
+        for behind in reversed(range(min(new, turn_length - self._min_new_tokens) if self._stop else 0)):
             end = len(tail) - behind
             if tail[end - 1] in self._eos_ids:
                 continue

@@ -204,16 +204,16 @@ def test_without_room_there_is_no_turn() -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         ("[]", "a list of messages"),
         ('{"messages": []}', "a list of messages"),
         ('{"messages": [{"role": "user", "content": "a"}], "n": 2, "stop": ["b"]}', "n, stop cannot be asked"),
         ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "is no text"),
-        ('{"messages": [{"role": "wizard", "content": "a"}]}', "is no message"),
+        ('{"messages": [{"role": "wizard", "content": "a"}]}', "is not a chat message"),
         ('{"messages": [{"role": "user", "content": "a"}], "max_tokens": 0}', "no number of tokens"),
         ('{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "web"}]}', "no function"),
-        ('{"messages": [{"role": "user", "content": "a"}], "tools": 3}', "tools=3 is no list"),
-        ('{"messages": [{"role": "assistant", "tool_calls": "x"}]}', "tool_calls='x' is no list"),
+        ('{"messages": [{"role": "user", "content": "a"}], "tools": 3}', "tools=3 is not a list"),
+        ('{"messages": [{"role": "assistant", "tool_calls": "x"}]}', "tool_calls='x' is not a list"),
         ('{"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}', "is no call of a function"),
     ],
 )

@@ -123,8 +123,8 @@ class JSONCalls:
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if secret := api_key():
             headers["Authorization"] = f"Bearer {secret}"
-        asked = urlencode(query, doseq=True)
-        address = f"{self.url}{route}?{asked}" if asked else f"{self.url}{route}"
+        parameters = urlencode(query, doseq=True)
+        address = f"{self.url}{route}?{parameters}" if parameters else f"{self.url}{route}"
         data = None if body is None and verb == "GET" else json.dumps(body or {}, allow_nan=False).encode()
         request = urllib.request.Request(address, data, headers, method=verb)
         try:
@@ -140,8 +140,8 @@ class JSONCalls:
             reason: Any = error.reason if isinstance(error, URLError) else error
             if isinstance(reason, TimeoutError):
                 raise ServerHung(self.url, call, f"no answer within {deadline:g} seconds.") from error
-            said = str(reason) or type(reason).__name__
-            raise ServerDead(self.url, call, f"no server answers there: {said}.") from error
+            why = str(reason) or type(reason).__name__
+            raise ServerDead(self.url, call, f"no server answers there: {why}.") from error
         if not answer:
             return None
         try:
@@ -153,12 +153,12 @@ class JSONCalls:
 
     def _refused(self, call: str, error: HTTPError) -> ServerError:
         try:
-            said = _message(error.read(2**16))
+            message = _message(error.read(2**16))
         except (OSError, http.client.HTTPException):
-            said = ""
-        if any(words in said for words in _DEAD):
-            return ServerDead(self.url, call, f"its engine has died: {said}")
-        if any(words in said for words in _ENDING):
+            message = ""
+        if any(words in message for words in _DEAD):
+            return ServerDead(self.url, call, f"its engine has died: {message}")
+        if any(words in message for words in _ENDING):
             return ServerDead(self.url, call, "it is shutting down")
         advice = ""
         if error.code == 401:
@@ -168,7 +168,7 @@ class JSONCalls:
                 " The server lacks the routes of training: start it with `lit-rl serve`, or VLLM_SERVER_DEV_MODE=1."
             )
         return ServerRefused(
-            self.url, call, f"HTTP {error.code} {_plain(str(error.reason))}: {said.rstrip('.')}.{advice}", error.code
+            self.url, call, f"HTTP {error.code} {_plain(str(error.reason))}: {message.rstrip('.')}.{advice}", error.code
         )
 
 
@@ -225,13 +225,13 @@ def checked_url(url: str, key: str) -> str:
         parts = urlsplit(str(url))
         _ = parts.port
     except ValueError as error:
-        raise ConfigError(f"{key}: {url!r} is no address of a server: {error}.") from error
+        raise ConfigError(f"{key}: {url!r} is not the address of a server: {error}.") from error
     if parts.username or parts.password:
         raise ConfigError(
             f"{key} holds a user name or a password: put a key into the environment variable {API_KEY_VARIABLE}."
         )
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"{key}: {url!r} is no address of a server: it reads http://host:port.")
+        raise ConfigError(f"{key}: {url!r} is not the address of a server, which reads http://host:port.")
     if parts.path.rstrip("/") or parts.query or parts.fragment:
         raise ConfigError(f"{key}: {url!r} has more than a host and a port: leave out what follows them, such as /v1.")
     return f"{parts.scheme}://{parts.netloc}"
@@ -450,72 +450,72 @@ class JSONAnswer:
         return self.value
 
 
-def parse_models(came: JSONAnswer) -> dict[str, int | None]:
+def parse_models(answer: JSONAnswer) -> dict[str, int | None]:
     """Return the names of the model and of adapters, each with its longest sequence in tokens; one or more."""
-    models, found = came.part("data"), {}
+    models, found = answer.part("data"), {}
     for model in models.entries():
         name = model.part("id").word()
         found[name] = model.part("max_model_len").whole_or_null() if "max_model_len" in model.value else None
     return found or models.refuse("a list of one model or more")
 
 
-def parse_world_size(came: JSONAnswer) -> int:
+def parse_world_size(answer: JSONAnswer) -> int:
     """Return the number of workers behind a server."""
-    return came.part("world_size").whole(high=_MOST_WORKERS)
+    return answer.part("world_size").whole(high=_MOST_WORKERS)
 
 
-def parse_results(came: JSONAnswer) -> list[Any]:
+def parse_results(answer: JSONAnswer) -> list[Any]:
     """Return the results of the workers; one or more."""
-    results = came.part("results")
+    results = answer.part("results")
     return results.as_list() or results.refuse("a list with a result of every worker")
 
 
-def parse_reset(came: JSONAnswer) -> bool:
+def parse_reset(answer: JSONAnswer) -> bool:
     """Tell whether a cache was emptied."""
-    done = came.part("success")
+    done = answer.part("success")
     return done.value if isinstance(done.value, bool) else done.refuse("true or false")
 
 
-def parse_facts(came: JSONAnswer) -> Facts:
+def parse_facts(answer: JSONAnswer) -> Facts:
     """Return the facts of a worker, see `worker.WeightUpdates.lit_rl_facts`."""
     known = {field.name for field in fields(Facts)}
-    if not isinstance(came.value, dict):
-        came.refuse("an object")
-    if set(came.value) != known:
-        missing, unknown = sorted(known - set(came.value)), sorted(set(came.value) - known)
-        came.refuse(
+    if not isinstance(answer.value, dict):
+        answer.refuse("an object")
+    if set(answer.value) != known:
+        missing, unknown = sorted(known - set(answer.value)), sorted(set(answer.value) - known)
+        answer.refuse(
             f"what workers of this lit_rl say: missing is {json_excerpt(missing)}, unknown {json_excerpt(unknown)}"
         )
-    model = came.part("model")  # architecture and sizes, see `worker.shape_of`
+    model = answer.part("model")  # architecture and sizes, see `worker.shape_of`
     model.part("vocab_size").whole()
     for name, value in model.value.items():
         if type(value) not in (bool, int):
-            JSONAnswer(came.url, came.call, value, f"{model.place}[{json_excerpt(name)}]").word()
+            JSONAnswer(answer.url, answer.call, value, f"{model.place}[{json_excerpt(name)}]").word()
     return Facts(
-        instance=came.part("instance").word(),
-        version=came.part("version").whole_or_null(-_MOST),
+        instance=answer.part("instance").word(),
+        version=answer.part("version").whole_or_null(-_MOST),
         model=model.value,
-        dtype=came.part("dtype").word(),
-        max_model_len=came.part("max_model_len").whole(),
-        block_size=came.part("block_size").whole(high=_LARGEST_BLOCK),
-        logprobs_mode=came.part("logprobs_mode").word(),
-        max_num_seqs=came.part("max_num_seqs").whole(),
-        max_lora_rank=came.part("max_lora_rank").whole_or_null(0),
-        device=came.part("device").word(),
+        dtype=answer.part("dtype").word(),
+        max_model_len=answer.part("max_model_len").whole(),
+        block_size=answer.part("block_size").whole(high=_LARGEST_BLOCK),
+        logprobs_mode=answer.part("logprobs_mode").word(),
+        max_num_seqs=answer.part("max_num_seqs").whole(),
+        max_lora_rank=answer.part("max_lora_rank").whole_or_null(0),
+        device=answer.part("device").word(),
     )
 
 
-def parse_completions(came: JSONAnswer, request: Request, vocabulary: int) -> list[EngineAnswer]:
+def parse_completions(answer: JSONAnswer, request: Request, vocabulary: int) -> list[EngineAnswer]:
     """Parse the answer of ``POST /v1/completions``.
 
     Args:
-        came: The answer.
+        answer: The answer.
         request: The request, with the number of completions, their longest length, and whether the log-probs of the
             prompt are required.
         vocabulary: Tokens of the model; ids are below it.
     """
     found = []
-    for choice in _in_order(came, request):
+    for choice in _in_order(answer, request):
         ids, ended = _tokens(choice, request, vocabulary), _ended(choice)
         logprobs = choice.part("logprobs").part("token_logprobs")
         scored = None
@@ -525,11 +525,11 @@ def parse_completions(came: JSONAnswer, request: Request, vocabulary: int) -> li
     return found
 
 
-def parse_generated(came: JSONAnswer, request: Request, vocabulary: int) -> list[EngineAnswer]:
+def parse_generated(answer: JSONAnswer, request: Request, vocabulary: int) -> list[EngineAnswer]:
     """Parse the answer of ``POST /inference/v1/generate``; see `parse_completions`. An unrepresentable log-prob is
     NaN."""
     found = []
-    for choice in _in_order(came, request):
+    for choice in _in_order(answer, request):
         ids, ended = _tokens(choice, request, vocabulary), _ended(choice)
         content = choice.part("logprobs").part("content")
         listed = _logprobs(content, _named(content), len(ids))
@@ -537,19 +537,19 @@ def parse_generated(came: JSONAnswer, request: Request, vocabulary: int) -> list
     return found
 
 
-def parse_prompt(came: JSONAnswer) -> list[Any]:
+def parse_prompt(answer: JSONAnswer) -> list[Any]:
     """Return the engine's tokens of a prompt with images; of any type, as they are only compared."""
-    return came.part("prompt_token_ids").as_list()
+    return answer.part("prompt_token_ids").as_list()
 
 
-def _in_order(came: JSONAnswer, request: Request) -> list[JSONAnswer]:
-    choices, asked = came.part("choices"), request.completions
-    if len(choices.as_list()) != asked:
-        choices.refuse(f"a list of {asked}, as many completions as were asked for")
-    found = {choice.part("index").whole(0, asked - 1): choice for choice in choices.entries()}
-    if len(found) != asked:
+def _in_order(answer: JSONAnswer, request: Request) -> list[JSONAnswer]:
+    choices, count = answer.part("choices"), request.completions
+    if len(choices.as_list()) != count:
+        choices.refuse(f"a list of {count}, as many completions as were asked for")
+    found = {choice.part("index").whole(0, count - 1): choice for choice in choices.entries()}
+    if len(found) != count:
         choices.refuse("a list in which each completion has an index of its own")
-    return [found[index] for index in range(asked)]
+    return [found[index] for index in range(count)]
 
 
 def _tokens(choice: JSONAnswer, request: Request, vocabulary: int) -> list[int]:
@@ -571,14 +571,14 @@ def _ended(choice: JSONAnswer) -> bool:
     return reason.value == "stop"
 
 
-def _logprobs(came: JSONAnswer, values: list[Any], count: int) -> list[float]:
-    """Return `values` if they are `count` log-probs; `came` is their place."""
+def _logprobs(answer: JSONAnswer, values: list[Any], count: int) -> list[float]:
+    """Return `values` if they are `count` log-probs; `answer` is their place."""
     if len(values) != count:
-        came.refuse(f"a list of {count}, one for each token, not of {len(values)}")
+        answer.refuse(f"a list of {count}, one for each token, not of {len(values)}")
     if set(map(type, values)) <= {int, float} and all(_LOWEST <= value <= _HIGHEST for value in values):
         return values
     wrong = next(i for i, v in enumerate(values) if type(v) not in (int, float) or not _LOWEST <= v <= _HIGHEST)
-    JSONAnswer(came.url, came.call, values[wrong], f"{came.place}[{wrong}]").refuse(
+    JSONAnswer(answer.url, answer.call, values[wrong], f"{answer.place}[{wrong}]").refuse(
         f"a log-prob: a number from {_LOWEST:g} to 0"
     )
 
@@ -591,9 +591,9 @@ def _named(content: JSONAnswer) -> list[Any]:
         return [entry.part("logprob").value for entry in content.entries()]  # says which has none
 
 
-def _prompt_logprobs(came: JSONAnswer, prompt: list[int]) -> list[float]:
+def _prompt_logprobs(answer: JSONAnswer, prompt: list[int]) -> list[float]:
     """Return the log-prob of each token but the first, which has none; an entry holds other likely tokens too."""
-    if len(came.as_list()) != len(prompt):
-        came.refuse(f"a list of {len(prompt)}, one for each token of the prompt, not of {len(came.value)}")
-    values = [came.entry(i).part(str(prompt[i])).part("logprob").value for i in range(1, len(prompt))]
-    return _logprobs(came, values, len(prompt) - 1)
+    if len(answer.as_list()) != len(prompt):
+        answer.refuse(f"a list of {len(prompt)}, one for each token of the prompt, not of {len(answer.value)}")
+    values = [answer.entry(i).part(str(prompt[i])).part("logprob").value for i in range(1, len(prompt))]
+    return _logprobs(answer, values, len(prompt) - 1)

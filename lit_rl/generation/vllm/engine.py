@@ -265,7 +265,7 @@ def check_answer(answer: EngineAnswer, row: int, version: int, forbidden: Sequen
     if not answer.token_ids or len(answer.token_ids) != len(answer.logprobs):
         raise GenerationError(
             f"Completion {row} of the engine has {len(answer.token_ids)} tokens and {len(answer.logprobs)} "
-            "log-probs: it takes one or more, and one for each. A server has to be started by `lit-rl serve`."
+            "log-probs, expected one token or more, with one log-prob each. Start the server by `lit-rl serve`."
         )
     if any(map(math.isnan, answer.logprobs)):
         raise NumericError(
@@ -273,11 +273,11 @@ def check_answer(answer: EngineAnswer, row: int, version: int, forbidden: Sequen
             "diverged, or its type is too narrow for this model. Lower optimizer.lr, or set "
             "generator.dtype=bfloat16 or float32."
         )
-    if said := set(forbidden).intersection(answer.token_ids):
+    if placeholders := set(forbidden).intersection(answer.token_ids):
         raise GenerationError(
-            f"Completion {row} of the engine holds the token {min(said)}, which stands for an image: the policy gives "
-            "it no probability, and no pass over the completion could be made. lit_rl's workers rule it out: start the "
-            "server by `lit-rl serve`, with the trainer's version of lit_rl."
+            f"Completion {row} of the engine holds the token {min(placeholders)}, which stands for an image: the "
+            "policy gives it no probability, and no pass over the completion could be made. lit_rl's workers rule it "
+            "out: start the server by `lit-rl serve`, with the trainer's version of lit_rl."
         )
 
 
@@ -362,8 +362,8 @@ class CompletionWork(EngineWork):
         return [self._answers[number] for number in range(self.max_concurrent)]
 
     def requests(self, *, wait: bool) -> list[tuple[int, Request]]:
-        given, self._requests = self._requests, []
-        return given
+        new, self._requests = self._requests, []
+        return new
 
     def done(self, number: int, answers: list[EngineAnswer]) -> None:
         self._answers[number] = answers

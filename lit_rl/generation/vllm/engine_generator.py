@@ -161,7 +161,7 @@ class EngineGenerator(Generator):
     def model(self) -> LanguageModel:
         if self._model is None:
             raise GenerationError(
-                f"{type(self).__name__} was not told which model the policy is: call prepare(model) first, as "
+                f"{type(self).__name__} does not know the policy's model yet: call prepare(model) first, as "
                 "GeneratingModule.configure_model does."
             )
         return self._model
@@ -393,30 +393,30 @@ class ConversationWork(EngineWork):
     def requests(self, *, wait: bool) -> list[tuple[int, Request]]:
         responder = self._prompts.responder
         assert responder is not None
-        given, self._requests = self._requests, []
-        while self._open and not given:
-            heard = responder.answers(wait=wait)
-            for each in heard:
+        new, self._requests = self._requests, []
+        while self._open and not new:
+            answers = responder.answers(wait=wait)
+            for each in answers:
                 if each.seen:  # an engine is asked with tokens
                     raise ConfigError(
                         "A tool or an environment returned an image, and generator=vllm and vllm_server show images of "
                         "prompts alone. Take generator=native, or hf."
                     )
                 if self._responses.add_answer(each):
-                    given.append((each.row, self._request(each.row)))
+                    new.append((each.row, self._request(each.row)))
                 else:
                     self._open -= 1
             if not wait:
                 break
-        return given
+        return new
 
     def done(self, number: int, answers: list[EngineAnswer]) -> None:
         responder, (answer,) = self._prompts.responder, answers
         assert responder is not None
         check_answer(answer, number, self._version, self._forbidden)
         self._responses.add_turn(number, answer.token_ids, answer.logprobs, ended=answer.ended)
-        (said,) = self._responses.newest_turns([number])
-        responder.tell(said)
+        (turn,) = self._responses.newest_turns([number])
+        responder.tell(turn)
 
     def restart(self) -> None:
         raise ConversationsLost(
@@ -429,8 +429,10 @@ class ConversationWork(EngineWork):
 
     def completions(self, device: torch.device) -> Completions:
         """Return the finished conversations on this device."""
-        said = replace(self._responses.decoded(), kept_logmass=None)  # the engine does not report it
-        moved: dict[str, Any] = {name: None if part is None else part.to(device) for name, part in vars(said).items()}
+        decoded = replace(self._responses.decoded(), kept_logmass=None)  # the engine does not report it
+        moved: dict[str, Any] = {
+            name: None if part is None else part.to(device) for name, part in vars(decoded).items()
+        }
         rows = torch.arange(self.max_concurrent)
         return assemble(self._prompts, [(rows, Decoded(**moved))], version=self._version, device=device)
 

@@ -83,8 +83,8 @@ class VLLMGenerator(EngineGenerator):
         self.sleeps = sleeps
         with tempfile.TemporaryDirectory(prefix="lit_rl_model_") as folder:
             write_model_files(policy, self.model, folder)
-            how = {"sleeps": sleeps, "trust_remote_code": self.model.trust_remote_code}
-            return InProcessEngine(folder, settings, device=device_of(policy), **how)
+            options = {"sleeps": sleeps, "trust_remote_code": self.model.trust_remote_code}
+            return InProcessEngine(folder, settings, device=device_of(policy), **options)
 
     def check_converses(self) -> None:
         self.check_asked_alone()
@@ -103,12 +103,12 @@ class VLLMGenerator(EngineGenerator):
         if size == 1:
             return super()._run(work)
         first = ranks.rank() // size * size
-        mine = [request for _, request in work.requests(wait=False)]
-        of_group = ranks.gather_objects(mine)[first : first + size]
-        whole = CompletionWork([request for theirs in of_group for request in theirs])
+        own = [request for _, request in work.requests(wait=False)]
+        of_group = ranks.gather_objects(own)[first : first + size]
+        whole = CompletionWork([request for requests in of_group for request in requests])
         super()._run(whole)
         start = sum(map(len, of_group[: ranks.rank() - first]))
-        for number, answers in enumerate(whole.answers[start : start + len(mine)]):
+        for number, answers in enumerate(whole.answers[start : start + len(own)]):
             work.done(number, answers)
 
     # ------------------------------------------------------------------ sleep

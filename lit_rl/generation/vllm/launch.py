@@ -161,8 +161,8 @@ class ServerProcess:
         last = found[-_LAST_LINES:]
         cause = next((match.group(1) for line in found if (match := _EXCEPTION.match(line))), None)
         first = f"\nIts first error: {cause}" if cause is not None else ""
-        said = "\n".join(f"    {line}" for line in last) or "    (nothing)"
-        return GenerationError(f"{what}{first}\nThe last lines of {self.log}:\n{said}")
+        output = "\n".join(f"    {line}" for line in last) or "    (nothing)"
+        return GenerationError(f"{what}{first}\nThe last lines of {self.log}:\n{output}")
 
     def _lines(self) -> list[str]:
         try:
@@ -360,19 +360,19 @@ def wait_for_servers(urls: Sequence[str], deadline: float, answer_deadline: floa
     until = time.monotonic() + deadline
     while True:
         tried = _try_servers(urls, min(answer_deadline, max(_RETRY_SECONDS, until - time.monotonic())))
-        if there := [url for url, error in tried.items() if error is None]:
-            return there
+        if answering := [url for url, error in tried.items() if error is None]:
+            return answering
         if time.monotonic() > until:
             raise next(error for error in tried.values() if error is not None)
         time.sleep(_RETRY_SECONDS)
 
 
 def _try_servers(urls: Sequence[str], deadline: float) -> dict[str, ServerError | None]:
-    def knock(client: Client) -> ServerError | None:
+    def try_server(client: Client) -> ServerError | None:
         try:
             client.rpc("lit_rl_facts", deadline=deadline)
         except ServerError as error:
             return error
         return None
 
-    return dict(zip(urls, call_all([Client(url) for url in urls], knock), strict=True))
+    return dict(zip(urls, call_all([Client(url) for url in urls], try_server), strict=True))

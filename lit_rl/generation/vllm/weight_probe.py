@@ -165,7 +165,7 @@ class WeightProbe:
             if moved > VISIBLE[gap.dtype]:
                 raise GenerationError(
                     f"The engine's log-probs of the probe did not change, and the trainer's have, by {moved:.3g} nats, "
-                    f"up to policy version {version}: the update went nowhere. Look at `lit-rl doctor`."
+                    f"up to policy version {version}: the update had no effect. Look at `lit-rl doctor`."
                 )
             return  # compared with the same state again, so that many small steps add up
         self._then = ours, theirs
