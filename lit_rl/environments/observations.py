@@ -44,16 +44,22 @@ def content_of(result: Any, who: str) -> Content:
     """
     if (most := IMAGE_LIMIT.get()) is None:
         return as_text(result, who)
-    _refuse_videos(result, who)
+    parts = result if isinstance(result, list | tuple) else [result]
+    for part in parts:
+        names = isinstance(part, Mapping) and part.get("type") in ("video", "video_url") and part.keys() <= _VIDEO_KEYS
+        if names or isinstance(part, VideoRef):
+            raise ImageReturned(
+                f"{who} returned a video ({_short_repr(part)}), but only images can be returned. Return some of its "
+                'frames, each as {"type": "image", "image": ...}.'
+            )
     if not shows_image(result):
         return as_text(result, who)
-    parts = result if isinstance(result, list | tuple) else [result]
     return [_part(part, who, most) for part in parts]
 
 
-def shows_image(given: Any) -> bool:
+def shows_image(value: Any) -> bool:
     """Tell whether a value is an image, or a list with one. For a policy over images, bytes count too."""
-    parts = given if isinstance(given, list | tuple) else [given]
+    parts = value if isinstance(value, list | tuple) else [value]
     return any(_is_image(part) or (isinstance(part, bytes) and IMAGE_LIMIT.get() is not None) for part in parts)
 
 
@@ -88,9 +94,9 @@ def _part(part: Any, who: str, most: int) -> dict[str, Any]:
     if not (isinstance(image, bytes | ImageRef) or is_pillow(image)):
         raise ImageReturned(
             f"{who} returned {_short_repr(part)} as an image or beside one. An image is a PIL image or its encoded "
-            "bytes, "
-            'by itself or in {"type": "image", "image": ...}; a text beside it is {"type": "text", "text": ...}. Of an '
-            "array of pixels make one by PIL.Image.fromarray. Paths and addresses are not opened."
+            'bytes, by itself or in {"type": "image", "image": ...}; a text beside it is '
+            '{"type": "text", "text": ...}. Turn an array of pixels into an image by PIL.Image.fromarray. Paths and '
+            "addresses are not opened."
         )
     try:
         return {"type": "image", "image": image_of(image, who, max_pixels=most)}
@@ -107,7 +113,12 @@ def as_text(result: Any, who: str) -> str:
     """
     if isinstance(result, str):
         return replace_surrogates(result)
-    refuse_images(result, who)
+    parts = result if isinstance(result, list | tuple) else [result]
+    if (image := next((part for part in parts if _is_image(part)), None)) is not None:
+        raise ImageReturned(  # as JSON the policy would read the words of a part, and see nothing
+            f"{who} returned an image ({_short_repr(image)}), but the policy is a language model over text. Set model= "
+            "to one that sees, such as smolvlm_256m, or return words or numbers about the image."
+        )
     try:
         return replace_surrogates(json.dumps(result, ensure_ascii=False, allow_nan=True, default=_as_plain))
     except (TypeError, ValueError, RecursionError) as error:
@@ -132,35 +143,6 @@ def _as_plain(value: Any) -> Any:
 
 class ImageReturned(ConfigError):
     """A tool or an environment gave an image that the policy cannot be shown."""
-
-
-def refuse_images(given: Any, who: str) -> None:
-    """Refuse images in what a tool or an environment gave.
-
-    As JSON the policy would read the words of a part, and see nothing.
-
-    Raises:
-        ImageReturned: names the value.
-    """
-    parts = given if isinstance(given, list | tuple) else [given]
-    if (image := next((part for part in parts if _is_image(part)), None)) is not None:
-        raise ImageReturned(
-            f"{who} returned an image ({_short_repr(image)}), and the policy is a language model over text. Set "
-            "model= to "
-            "one that sees, such as smolvlm_256m, or return words or numbers about it."
-        )
-
-
-def _refuse_videos(given: Any, who: str) -> None:
-    parts = given if isinstance(given, list | tuple) else [given]
-    for part in parts:
-        names = isinstance(part, Mapping) and part.get("type") in ("video", "video_url") and part.keys() <= _VIDEO_KEYS
-        if names or isinstance(part, VideoRef):
-            raise ImageReturned(
-                f"{who} returned a video ({_short_repr(part)}), and only images can be returned. Return some of its "
-                "frames, "
-                'each as {"type": "image", "image": ...}.'
-            )
 
 
 def _is_image(value: Any) -> bool:

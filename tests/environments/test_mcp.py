@@ -349,7 +349,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "neither": ({"servers": {"a": {"env": {}}}}, "env.servers.a has neither a command nor a url"),
     "command and url": ({"servers": {"a": {"command": ["python"], "url": "http://x"}}}, "a command and a url"),
     "url": ({"servers": {"a": {"url": "localhost:1"}}}, "does not begin with http"),
-    "env of a url": ({"servers": {"a": {"url": "http://x", "env": {"A": "1"}}}}, "env is for a process"),
+    "env of a url": ({"servers": {"a": {"url": "http://x", "env": {"A": "1"}}}}, "env sets variables of a process"),
     "env": (
         {"servers": {"a": {"command": ["python"], "env": {"DEBUG": True}}}},
         "env.servers.a.env does not give variables",

@@ -358,8 +358,11 @@ MISLOGGED = {
     "metric_dict": (lambda metric, extra: metric("m", {"a": 1.0}), "one finite number"),
     "metric_none": (lambda metric, extra: metric("m", None), "one finite number"),
     "metric_infinite": (lambda metric, extra: metric("m", Decimal("Infinity")), "finite number"),
-    "extra_short": (lambda metric, extra: extra("e", [1]), "a list of 4; it got a list of 1"),
-    "extra_text": (lambda metric, extra: extra("e", "1234"), "a list of 4"),
+    "extra_short": (
+        lambda metric, extra: extra("e", [1]),
+        r"got a list of 1 .* expected a list with one value per completion \(4\)",
+    ),
+    "extra_text": (lambda metric, extra: extra("e", "1234"), r"expected a list with one value per completion \(4\)"),
     "extra_twice": (lambda metric, extra: (extra("e", [1] * 4), extra("e", [1] * 4)), "called twice"),
 }
 
