@@ -10,7 +10,7 @@ from torch import nn
 
 from lit_rl.core.rollout import Completions, PromptBatch, Prompts, Sampling
 from lit_rl.environments.environment_base import EpisodeSource
-from lit_rl.generation.collect import Vocabulary, request
+from lit_rl.generation.collect import RolloutRequest, Vocabulary
 from lit_rl.generation.decode_batches import DecodeBatch, Decoded, assemble
 from lit_rl.generation.generator import Generator
 from lit_rl.generation.hf import TurnByTurn
@@ -57,14 +57,13 @@ def drawn(
 ) -> Completions:
     """The completions of the prompts, as a run collects them: each row says its turns."""
     vocabulary = Vocabulary((tokenizer.eos_token_id,), tokenizer.pad_token_id, tokenizer.decode, tokenizer.encode)
-    return request(
-        Says(tokenizer, said),
-        nn.Module(),
+    return RolloutRequest(
         batch,
+        nn.Module(),
         sampling=Sampling(max_new_tokens=longest),
         group_size=len(said) // len(batch),
         vocabulary=vocabulary,
         version=0,
         seed=0,
         interaction=interaction,
-    )()
+    ).prepare(Says(tokenizer, said))()

@@ -1,7 +1,7 @@
 """Completions and their texts from a batch of prompts.
 
-`request` is the one place that syncs a generator and asks it. The other functions turn completions into texts: for
-rewards, judges and tables (`texts_of`, `as_reward_input`), and token by token for people (`pieces_of`).
+`RolloutRequest.prepare` is the one place that syncs a generator and asks it. The functions turn completions into texts:
+for rewards, judges and tables (`texts_of`, `as_reward_input`), and token by token for people (`pieces_of`).
 """
 
 from __future__ import annotations
@@ -47,71 +47,74 @@ class Vocabulary:
         return Prompts(token_ids, keys, group_size, self.eos_ids, self.pad_id, self.decode, self.encode)
 
 
-def request(  # noqa: PLR0913 (who is asked, for what, and how)
-    generator: Generator,
-    policy: nn.Module,
-    batch: PromptBatch,
-    *,
-    sampling: Sampling,
-    group_size: int,
-    vocabulary: Vocabulary,
-    version: int,
-    seed: int,
-    interaction: EpisodeSource | None = None,
-    on_finished: Callable[[int, list[int]], None] | None = None,
-) -> Callable[[], Completions]:
-    """Give the generator the weights of the policy, and return a function that draws completions of every prompt.
+@dataclass(frozen=True)
+class RolloutRequest:
+    """A request for completions of prompts by a policy.
 
-    Every request begins with this sync, so a stale engine cannot answer; no other may come in between. The samples
-    depend on `seed`, the rollout, the row and its occurrence, never on rank or batch.
-
-    Args:
-        generator: The generator.
-        policy: The model whose weights it draws with.
-        batch: The prompts.
-        sampling: How to draw.
-        group_size: Completions of each prompt.
-        vocabulary: The vocabulary of the prompts' tokenizer.
-        version: The policy's version, which the completions record.
-        seed: The seed of the samples.
-        interaction: Makes completions of more than one turn. None: each is over with its first.
-        on_finished: Called with completions of one turn as they are finished: see `Prompts.on_finished`.
-
-    Raises:
-        ConfigError: the generator cannot hold conversations.
+    The samples depend on `seed`, the rollout, the row and its occurrence, never on rank or batch.
     """
-    if interaction is not None and interaction.settings.converses:
-        generator.check_converses()
-    generator.sync(policy, version)
-    keys = [
-        int(prompt_key(seed, batch.rollout, row, occurrence))
-        for row, occurrence in zip(batch.rows, batch.occurrences, strict=True)
-    ]
-    prompts = vocabulary.prompts(batch.prompt_ids, keys, group_size)
-    if batch.vision is not None:
-        prompts = replace(prompts, vision=tuple(batch.vision(batch.rows)))
-        if not generator.sees:
-            raise ConfigError(
-                f"{type(generator).__name__} would not see the images of the prompts. Use generator=native, hf, vllm "
-                "or vllm_server."
-            )
-        if interaction is not None and not interaction.settings.converses:
-            raise ConfigError("A rollout function would not see the images of the prompts: leave env=rollout_func out.")
-    block_eos = partial(with_blocked_eos, eos_ids=vocabulary.eos_ids, sampling=sampling)
-    if interaction is None:
-        return lambda: block_eos(generator.generate(replace(prompts, on_finished=on_finished), sampling))
-    # Each rank asks by itself where the policy itself generates.
-    agree: RunTogether = (lambda work: work()) if generator.exact else run_on_all_ranks
-    row_noise = row_keys(keys, group_size).tolist()
-    episodes = EpisodeRequest(generator.generate, agree, batch, prompts, sampling, row_noise, generator.context)
-    device = next((parameter.device for parameter in policy.parameters()), torch.device("cpu"))
 
-    def draw() -> Completions:
-        drawn = interaction.draw(episodes)
-        moved = {name: value.to(device) for name, value in vars(drawn).items() if isinstance(value, Tensor)}
-        return block_eos(replace(drawn, version=version, **moved))
+    batch: PromptBatch
+    policy: nn.Module
+    """The model that draws."""
+    vocabulary: Vocabulary
+    """The vocabulary of the prompts' tokenizer."""
+    version: int
+    """Optimizer steps that the policy has taken; the completions record it."""
+    sampling: Sampling
+    group_size: int
+    """Completions of each prompt."""
+    seed: int
+    """Seed of the samples."""
+    interaction: EpisodeSource | None = None
+    """The source of replies to the policy's turns. None: a completion is one turn."""
+    on_finished: Callable[[int, list[int]], None] | None = None
+    """Callback for finished completions of one turn, while others are still written: see `Prompts.on_finished`."""
 
-    return partial(_retry_once_where_lost, draw, partial(generator.sync, policy, version))
+    def prepare(self, generator: Generator) -> Callable[[], Completions]:
+        """Give the generator the weights of the policy, and return a function that draws completions of every prompt.
+
+        Every request begins with this sync, so a stale engine cannot answer; no other may come in between.
+
+        Raises:
+            ConfigError: the generator cannot hold conversations, or cannot show images to the model.
+        """
+        interaction, batch, sampling = self.interaction, self.batch, self.sampling
+        if interaction is not None and interaction.settings.converses:
+            generator.check_converses()
+        generator.sync(self.policy, self.version)
+        keys = [
+            int(prompt_key(self.seed, batch.rollout, row, occurrence))
+            for row, occurrence in zip(batch.rows, batch.occurrences, strict=True)
+        ]
+        prompts = self.vocabulary.prompts(batch.prompt_ids, keys, self.group_size)
+        if batch.vision is not None:
+            prompts = replace(prompts, vision=tuple(batch.vision(batch.rows)))
+            if not generator.sees:
+                raise ConfigError(
+                    f"{type(generator).__name__} would not see the images of the prompts. Use generator=native, hf, "
+                    "vllm or vllm_server."
+                )
+            if interaction is not None and not interaction.settings.converses:
+                raise ConfigError(
+                    "A rollout function would not see the images of the prompts: leave env=rollout_func out."
+                )
+        block_eos = partial(with_blocked_eos, eos_ids=self.vocabulary.eos_ids, sampling=sampling)
+        if interaction is None:
+            prompts = replace(prompts, on_finished=self.on_finished)
+            return lambda: block_eos(generator.generate(prompts, sampling))
+        # Each rank asks by itself where the policy itself generates.
+        agree: RunTogether = (lambda work: work()) if generator.exact else run_on_all_ranks
+        row_noise = row_keys(keys, self.group_size).tolist()
+        episodes = EpisodeRequest(generator.generate, agree, batch, prompts, sampling, row_noise, generator.context)
+        device = next((parameter.device for parameter in self.policy.parameters()), torch.device("cpu"))
+
+        def draw() -> Completions:
+            drawn = interaction.draw(episodes)
+            moved = {name: value.to(device) for name, value in vars(drawn).items() if isinstance(value, Tensor)}
+            return block_eos(replace(drawn, version=self.version, **moved))
+
+        return partial(_retry_once_where_lost, draw, partial(generator.sync, self.policy, self.version))
 
 
 def with_blocked_eos(completions: Completions, eos_ids: Sequence[int], sampling: Sampling) -> Completions:

@@ -13,7 +13,7 @@ import httpx  # noqa: E402  (comes with it)
 
 from lit_rl.core.rollout import PromptBatch, Sampling  # noqa: E402
 from lit_rl.generation import ChatEndpoint, RolloutFunction  # noqa: E402
-from lit_rl.generation.collect import Vocabulary, request  # noqa: E402
+from lit_rl.generation.collect import RolloutRequest, Vocabulary  # noqa: E402
 from lit_rl.generation.native import NativeGenerator  # noqa: E402
 from lit_rl.generation.rollout_function import RolloutCalls  # noqa: E402
 from lit_rl.models import LanguageModel  # noqa: E402
@@ -60,17 +60,16 @@ def test_what_the_client_sends_again_is_answered_as_before() -> None:
         return played[0].rollout
 
     source = RolloutCalls(RolloutFunction(function), model.tokenizer, {}, 80)
-    drawn = request(
-        NativeGenerator(),
-        model.load().eval(),
+    drawn = RolloutRequest(
         PromptBatch([ASKED], [[1]], {}, [0], [0]),
+        model.load().eval(),
         sampling=Sampling(max_new_tokens=6),
         group_size=3,
         vocabulary=Vocabulary.of(model),
         version=0,
         seed=3,
         interaction=source,
-    )()
+    ).prepare(NativeGenerator())()
     assert [len(line.lost) for line in lines] == [2, 2, 2] and drawn.turn is not None
     assert drawn.turn.max() == 1, "two turns, and no third one was drawn"
     for row, texts in enumerate(played[0].results):

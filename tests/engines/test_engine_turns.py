@@ -21,7 +21,7 @@ from lit_rl.environments.games import GuessNumber
 from lit_rl.environments.interaction import Interaction
 from lit_rl.environments.user_environments import CustomEnvironment
 from lit_rl.generation import RolloutFunction
-from lit_rl.generation.collect import Vocabulary, request
+from lit_rl.generation.collect import RolloutRequest, Vocabulary
 from lit_rl.generation.rollout_function import RolloutCalls
 from lit_rl.generation.vllm.server import VLLMServerGenerator
 
@@ -195,7 +195,7 @@ def test_a_rollout_function_asks_the_engine(tied: Case) -> None:
     source = RolloutCalls(RolloutFunction(draft_and_answer), tokenizer, {}, 8)
     settings = {"sampling": short, "group_size": 6, "vocabulary": vocabulary, "version": tied._version, "seed": 0}
     batch = PromptBatch(texts, ids, {}, [0, 1], [0, 0])
-    out = request(tied.generator, policy, batch, **settings, interaction=source)()
+    out = RolloutRequest(batch, policy, **settings, interaction=source).prepare(tied.generator)()
     assert out.turn is not None and out.attended is not None
     heard = out.attended & ~out.response_mask
     assert heard.any() and out.turn.max() == 1 and (out.response_ids[heard] == 7).all()
@@ -230,7 +230,9 @@ def test_a_server_that_dies_in_the_middle_comes_back_and_conversations_begin_ane
         interaction = Interaction(factory, tokenizer, eos_ids=eos_ids, chat=False, template_kwargs={})
         vocabulary = dataclasses.replace(Vocabulary.of(model), eos_ids=eos_ids)
         settings = {"sampling": Sampling(max_new_tokens=6), "group_size": 3, "vocabulary": vocabulary, "seed": 0}
-        return request(generator, policy, batch, **settings, version=served._version, interaction=interaction)()
+        return RolloutRequest(batch, policy, **settings, version=served._version, interaction=interaction).prepare(
+            generator
+        )()
 
     def kill() -> None:
         assert isinstance(generator, VLLMServerGenerator) and generator._process is not None

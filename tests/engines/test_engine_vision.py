@@ -28,7 +28,7 @@ from lit_rl.data.prompt_set import PromptOptions, PromptSet, read_prompts
 from lit_rl.data.sources import Rows
 from lit_rl.environments.interaction import Interaction
 from lit_rl.environments.user_environments import CustomEnvironment
-from lit_rl.generation.collect import Vocabulary, request
+from lit_rl.generation.collect import RolloutRequest, Vocabulary
 from lit_rl.generation.vllm.client import Client
 from lit_rl.generation.vllm.engine import completions_of, requests_of
 from lit_rl.generation.vllm.server import VLLMServerGenerator
@@ -144,17 +144,16 @@ def test_episodes_whose_prompts_show_images(sees: Case) -> None:
         Rows("rows", [*rows, {"prompt": question, "answer": "3"}]), model.tokenizer, PromptOptions(), model.processor
     )
     batch = PromptSet.of(made, model.processor).batch(range(4))
-    drawn = request(
-        sees.generator,
-        policy,
+    drawn = RolloutRequest(
         batch,
+        policy,
         sampling=Sampling(max_new_tokens=6),
         group_size=3,
         vocabulary=Vocabulary.of(model),
         version=sees.sync(policy),
         seed=5,
         interaction=interaction,
-    )()
+    ).prepare(sees.generator)()
     assert drawn.episodes is not None and drawn.attended is not None and drawn.vision is not None
     assert not any(each.failed for each in drawn.episodes) and len({each.turns for each in drawn.episodes}) > 1
     assert bool((drawn.attended & ~drawn.response_mask).any())

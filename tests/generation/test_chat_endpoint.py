@@ -22,7 +22,7 @@ from lit_rl.environments.frames import ChatFrames
 from lit_rl.generation import ChatEndpoint, RolloutFunction, VerifiersHarness, chat_endpoint
 from lit_rl.generation.chat_conversation import read_request
 from lit_rl.generation.chat_endpoint import Agent, Played
-from lit_rl.generation.collect import Vocabulary, as_reward_input, request
+from lit_rl.generation.collect import RolloutRequest, Vocabulary, as_reward_input
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.rollout_function import RolloutCalls
 from lit_rl.models import LanguageModel
@@ -42,17 +42,16 @@ def policy() -> nn.Module:
 
 def draw(policy: nn.Module, function: Callable[..., Any], group: int = GROUP, **settings: Any) -> Completions:
     source = RolloutCalls(RolloutFunction(function, **settings), MODEL.tokenizer, {}, 80)
-    return request(
-        NativeGenerator(),
-        policy,
+    return RolloutRequest(
         BATCH,
+        policy,
         sampling=Sampling(max_new_tokens=6),
         group_size=group,
         vocabulary=Vocabulary.of(MODEL),
         version=7,
         seed=3,
         interaction=source,
-    )()
+    ).prepare(NativeGenerator())()
 
 
 def by(agent: Agent[Any], **settings: Any) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from torch import nn
 from lit_rl.core.errors import ConfigError, GenerationError, LitRLError, NumericError
 from lit_rl.core.rollout import Completions, PromptBatch, Prompts, Sampling
 from lit_rl.generation import RolloutFunction
-from lit_rl.generation.collect import Vocabulary, as_reward_input, request
+from lit_rl.generation.collect import RolloutRequest, Vocabulary, as_reward_input
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.rollout_function import RolloutCalls
 
@@ -60,17 +60,16 @@ def draw(
     source = None
     if function is not None:
         source = RolloutCalls(RolloutFunction(function, **settings), Tokenizer(), {}, LONGEST)
-    return request(
-        generator,
-        policy,
+    return RolloutRequest(
         batch(**columns),
+        policy,
         sampling=sampling,
         group_size=group_size,
         vocabulary=Vocabulary((EOS, 5, 9), PAD, spell, unspell),
         version=7,
         seed=seed,
         interaction=source,
-    )()
+    ).prepare(generator)()
 
 
 def single(prompts: Sequence[str], trainer: Any) -> dict[str, Any]:

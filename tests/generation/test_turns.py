@@ -20,7 +20,7 @@ from lit_rl.core.errors import ConfigError, GenerationError
 from lit_rl.core.rollout import Completions, PromptBatch, Prompts, Sampling
 from lit_rl.environments.interaction import Interaction, OpenedPrompt
 from lit_rl.generation import token_sampler
-from lit_rl.generation.collect import Vocabulary, request, with_blocked_eos
+from lit_rl.generation.collect import RolloutRequest, Vocabulary, with_blocked_eos
 from lit_rl.generation.hf import HFContinuousGenerator, HFGenerator
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models.forward import score
@@ -347,7 +347,7 @@ def test_a_request_takes_its_responder_to_generators_that_hear_it() -> None:
     def asked(generator: Any) -> Callable[[], Completions]:
         settings = {"sampling": SAMPLED, "group_size": 2, "vocabulary": vocabulary, "version": 0, "seed": 0}
         scripted: Any = ScriptedInteraction()
-        return request(generator, policy, batch, **settings, interaction=scripted)
+        return RolloutRequest(batch, policy, **settings, interaction=scripted).prepare(generator)
 
     completions = asked(NativeGenerator())()
     assert completions.turn is not None and completions.episodes == ("as it went",)

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_rl.algorithms.rollouts.rollout_source import RolloutRequest, RolloutSource
+from lit_rl.algorithms.rollouts.rollout_source import RolloutSource
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.process_state import preserve_generators
 from lit_rl.core.rollout import PromptBatch
 from lit_rl.data.message_forms import tools_argument
 from lit_rl.data.rendering import control_tokens, encode_prompt, row_template_kwargs
-from lit_rl.generation.collect import as_reward_input, response_ids, texts_of
+from lit_rl.generation.collect import RolloutRequest, Vocabulary, as_reward_input, response_ids, texts_of
 from lit_rl.models.hub_files import rename_keys
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.loaded_model import LoadedModel
@@ -119,7 +119,7 @@ class ComparedModel:
                 kwargs |= tools_argument(columns.get("tools"))
                 prompt_ids.append(encode_prompt(tokenizer, prompt, chat_template_kwargs=kwargs, **settings))
             batch = replace(batch, prompt_ids=prompt_ids)
-        asked = replace(drawing.asked.by_another(weights), batch=batch, model=model)
+        asked = replace(drawing.asked, policy=weights, batch=batch, vocabulary=Vocabulary.of(model))
         with drawing.source.aside(), drawing.context():
             completions = drawing.source.draw_other(asked)
         texts = texts_of(completions, tokenizer)

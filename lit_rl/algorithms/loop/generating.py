@@ -20,7 +20,7 @@ from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.optim.strategies import whole_weights
 from lit_rl.algorithms.rollouts.episode_outcomes import check_spans, sound_rows, warn_of_failures
 from lit_rl.algorithms.rollouts.phase_costs import Stopwatch
-from lit_rl.algorithms.rollouts.rollout_source import EarlyRewards, RolloutRequest, RolloutSource, abort_on_all_ranks
+from lit_rl.algorithms.rollouts.rollout_source import EarlyRewards, RolloutSource, abort_on_all_ranks
 from lit_rl.core.episode import Episode
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.interrupts import interruptible, run_ending_hook
@@ -28,7 +28,7 @@ from lit_rl.core.process_state import preserve_settings
 from lit_rl.core.rollout import Completions, PromptBatch, Sampling
 from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.environments.environment_base import EpisodeSource, Interactive
-from lit_rl.generation.collect import as_reward_input, response_ids, texts_of
+from lit_rl.generation.collect import RolloutRequest, Vocabulary, as_reward_input, response_ids, texts_of
 from lit_rl.generation.generator import Generator, InProcessGenerator, as_generator
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.noise import prompt_key
@@ -242,8 +242,8 @@ class GeneratingModule(PolicyModule):
         """
         self._check_ready()
         request = self.request(batch, sampling, group_size)
-        functions, state = self.reward_functions, self.state_at(batch)
-        with self._early.begun(functions, request, state, expected=score_early) as request:
+        functions, tokenizer, state = self.reward_functions, self.model.tokenizer, self.state_at(batch)
+        with self._early.begun(functions, request, tokenizer, state, expected=score_early) as request:
             return self.source.draw(request, self.ranks)
 
     def _check_ready(self) -> None:
@@ -265,7 +265,7 @@ class GeneratingModule(PolicyModule):
         return RolloutRequest(
             batch,
             self.policy,
-            self.model,
+            Vocabulary.of(self.model),
             interaction=self.interaction,
             version=self.global_step,
             sampling=sampling or self.sampling,

@@ -17,12 +17,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import nn
 
 from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.rollouts import checkpoints
@@ -33,16 +32,14 @@ from lit_rl.core import interrupts
 from lit_rl.core.errors import GenerationError, LitRLError
 from lit_rl.core.interrupts import Interrupted
 from lit_rl.core.ranks import background_thread
-from lit_rl.core.rollout import Completions, PromptBatch, Sampling
+from lit_rl.core.rollout import Completions, PromptBatch
 from lit_rl.core.transfers import to_device
 from lit_rl.core.vision_inputs import PromptVision
 from lit_rl.data.visual_prompts import Processor
-from lit_rl.environments.environment_base import EpisodeSource
 from lit_rl.generation.ahead import Ahead, DrawnAhead, RolloutName
-from lit_rl.generation.collect import Vocabulary, answer_to, as_reward_input, request
+from lit_rl.generation.collect import RolloutRequest, answer_to, as_reward_input
 from lit_rl.generation.generator import EngineLost, Gap, Generator
 from lit_rl.generation.native import for_another_policy
-from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.sharding import is_tensor_parallel
 from lit_rl.models.trunk import shared_copy
 from lit_rl.ops.reductions import Highest, Metrics
@@ -51,47 +48,6 @@ from lit_rl.rewards.weighted_rewards import PendingRewards, Rewards
 
 _PATIENCE = 5.0
 """Seconds that a stopping run waits for completions drawn ahead."""
-
-
-@dataclass(frozen=True)
-class RolloutRequest:
-    """A request for completions of prompts by a policy."""
-
-    batch: PromptBatch
-    policy: nn.Module
-    model: LanguageModel
-    """The description of the policy, for its tokenizer."""
-    version: int
-    """Optimizer steps that the policy has taken."""
-    sampling: Sampling
-    group_size: int
-    """Completions of each prompt."""
-    seed: int
-    """Seed of the samples."""
-    interaction: EpisodeSource | None = None
-    """The source of replies to the policy's turns. None: a completion is one turn."""
-    on_finished: Callable[[int, list[int]], None] | None = None
-    """Callback for finished completions of one turn, while others are still written."""
-
-    def start(self, generator: Generator) -> Callable[[], Completions]:
-        """Give the generator the policy's weights, and return the function that draws the completions."""
-        return request(
-            generator,
-            self.policy,
-            self.batch,
-            sampling=self.sampling,
-            group_size=self.group_size,
-            vocabulary=Vocabulary.of(self.model),
-            version=self.version,
-            seed=self.seed,
-            interaction=self.interaction,
-            on_finished=self.on_finished,
-        )
-
-    def by_another(self, policy: nn.Module) -> RolloutRequest:
-        """Return the request for another model with noise of its own: with the same noise equal models write the
-        same."""
-        return replace(self, policy=policy, seed=mix(self.seed, 1))
 
 
 class RolloutSource:
@@ -139,19 +95,21 @@ class RolloutSource:
         waited = 0.0 if interaction is None else interaction.waited
         with self._stopwatch.measure("generate"), self._interruptible(asked):
             self._ahead.wait()  # the weights of a request in flight must not change
-            completions = asked.start(self.generator)()
+            completions = asked.prepare(self.generator)()
         if interaction is not None:
             self._stopwatch.add_part("environment", interaction.waited - waited)
         self._gap = self.generator.gap
         return self._received(completions, asked.batch, ranks)
 
     def draw_other(self, asked: RolloutRequest) -> Completions:
-        """Draw the completions of another model than the policy, given as `asked.policy`.
+        """Draw the completions of `asked.policy`, another model than the policy, with noise of their own.
 
-        A copy of the generator draws them, so that the policy's never holds other weights.
+        With the same noise equal models write the same. A copy of the generator draws, so that the policy's never holds
+        other weights.
         """
+        asked = replace(asked, seed=mix(asked.seed, 1))
         with self._stopwatch.measure("generate"), self._interruptible(asked):
-            completions = asked.start(copy.copy(for_another_policy(self.generator)))()
+            completions = asked.prepare(copy.copy(for_another_policy(self.generator)))()
         self.sampled_tokens += int(completions.lengths.sum())
         return completions
 
@@ -200,7 +158,7 @@ class RolloutSource:
         """Update the engine here, as that is a collective over ranks; then draw in a thread."""
         try:
             self._ahead.wait()
-            draw = asked.start(self.generator)
+            draw = asked.prepare(self.generator)
         except GenerationError as error:
             error.on_every_rank = True  # ranks fail to update an engine together
             raise
@@ -377,7 +335,7 @@ def _draw_in_thread(generator: Generator, asked: RolloutRequest) -> Callable[[],
         # A thread begins with gradients, on the first GPU, and without autocast: the engine is compared with the plain
         # weights.
         with torch.no_grad(), torch.cuda.device_of(next(asked.policy.parameters())):
-            return DrawnAhead(asked.start(generator)(), generator.gap)
+            return DrawnAhead(asked.prepare(generator)(), generator.gap)
 
     return draw
 
@@ -413,7 +371,7 @@ class EarlyRewards:
 
     @contextmanager
     def begun(
-        self, rewards: Rewards, asked: RolloutRequest, state: TrainerState, *, expected: bool
+        self, rewards: Rewards, asked: RolloutRequest, tokenizer: Any, state: TrainerState, *, expected: bool
     ) -> Iterator[RolloutRequest]:
         """Yield the request; if scoring is expected next, with a callback that begins it, cancelled on failure.
 
@@ -423,7 +381,7 @@ class EarlyRewards:
         if not expected or asked.interaction is not None:
             yield asked
             return
-        batch, tokenizer = asked.batch, asked.model.tokenizer
+        batch = asked.batch
         prompts, _, columns = as_reward_input(batch, [""] * (len(batch) * asked.group_size), asked.group_size)
         begun = rewards.begin(prompts, columns, state)
         if begun is None:

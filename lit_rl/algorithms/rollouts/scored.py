@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_rl.algorithms.rollouts.rollout_source import RolloutRequest, RolloutSource
+from lit_rl.algorithms.rollouts.rollout_source import RolloutSource
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import Completions, PromptBatch, join_completions, select
-from lit_rl.generation.collect import texts_of
+from lit_rl.generation.collect import RolloutRequest, texts_of
 from lit_rl.generation.generator import InProcessGenerator
 from lit_rl.generation.native import for_another_policy
 from lit_rl.models.sharding import unsharded
@@ -173,7 +173,7 @@ def generate_opponent_pairs(
         )
     whole = unsharded(reference_policy) if isinstance(reference_policy, nn.Module) else nullcontext()
     with whole:
-        opponent_completions = source.draw_other(request.by_another(opponent))
+        opponent_completions = source.draw_other(replace(request, policy=opponent))
     joint = join_completions(policy_completions, replace(opponent_completions, group_id=policy_completions.group_id))
     return select(joint, torch.arange(len(joint)).view(2, -1).T.flatten())
 
