@@ -307,7 +307,7 @@ def test_rows_choose_their_environment_by_a_column() -> None:
     talk = Talk(texts(factory), asked("?", "?", environment=["shop", "game"]), [1, 1])
     assert talk.heard(0, "a") == "more" and talk.heard(1, "a") == "?="
     talk.conversations.close()
-    with pytest.raises(ConfigError, match=r"environment is 'gane'.*Did you mean 'game'"):
+    with pytest.raises(ConfigError, match=r"'environment' of a row is 'gane'.*Did you mean 'game'"):
         texts(factory).begin(asked("?", environment=["gane"]), [1], max_new_tokens=4)
 
 

@@ -116,7 +116,7 @@ class Opened(Game):
             lambda: texts(FunctionTools([double], parser="regex", call_pattern="(")),
             "env.call_pattern='[(]' is no regular",
         ),
-        (lambda: CustomEnvironment(Game, call_pattern="x"), "is read by env.parser=regex"),
+        (lambda: CustomEnvironment(Game, call_pattern="x"), "only env.parser=regex reads"),
     ],
 )
 def test_what_cannot_be_an_environment_is_refused(make: Any, words: str) -> None:
@@ -131,7 +131,7 @@ def test_what_cannot_be_an_environment_is_refused(make: Any, words: str) -> None
         (CustomEnvironment(Game), ["episodes"], "a column 'episodes'.*data.rename"),
         (CustomEnvironment(NeedsColumn), ["level"], "'board', which is no column of the data. Columns: level"),
         (CustomEnvironment({"a": Game, "b": GuessNumber}), ["level"], "no column 'environment'"),
-        (CustomEnvironment({"a": Game}), {"environment": ["a", "b"]}, "environment is 'b'"),
+        (CustomEnvironment({"a": Game}), {"environment": ["a", "b"]}, "'environment' of a row is 'b'"),
     ],
 )
 def test_data_that_does_not_fit_is_refused(factory: Any, columns: Any, words: str) -> None:
