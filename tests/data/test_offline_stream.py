@@ -284,9 +284,9 @@ def test_a_stream_and_a_whole_set_do_not_take_each_others_positions(folder):
     whole = texts(path=str(folder / "20.jsonl"), stream_buffer=None)
     whole.prepare(TOKENIZER)
     epochs = ExampleLoader(whole.corpus.train, RolloutOrder((20,), 4), group_by_length=True)
-    with pytest.raises(DataError, match=r"leave data.stream_buffer out"):
+    with pytest.raises(DataError, match=r"Remove data.stream_buffer"):
         loader(windows).load_state_dict(epochs.state_dict())
-    with pytest.raises(DataError, match=r"set data.stream_buffer as it was"):
+    with pytest.raises(DataError, match=r"Set data.stream_buffer to the value"):
         epochs.load_state_dict(loader(windows).state_dict())
 
 
