@@ -338,7 +338,7 @@ def test_the_first_window_is_there_again_for_who_asks(folder):
     "settings, words",
     [
         ({"stream_buffer": 3}, r"data.stream_buffer=3.*data.batch_size=4"),
-        ({"path": None, "rows": [row("p", 0)]}, r"data.rows is in memory.*leave data.stream_buffer out"),
+        ({"path": None, "rows": [row("p", 0)]}, r"data.rows is in memory.*Remove data.stream_buffer"),
         ({"path": None, "task": SimpleNamespace(train=list, val=list)}, r"data.task is in memory"),
         ({"max_length": None}, r"data.max_length=null"),
         ({"val_fraction": 0.05}, r"data.val_fraction=0.05.*data.val_path"),
