@@ -284,9 +284,9 @@ def test_a_stream_and_a_whole_set_do_not_take_each_others_positions(folder):
     whole = texts(path=str(folder / "20.jsonl"), stream_buffer=None)
     whole.prepare(TOKENIZER)
     epochs = ExampleLoader(whole.corpus.train, RolloutOrder((20,), 4), group_by_length=True)
-    with pytest.raises(DataError, match=r"leave data.stream_buffer out"):
+    with pytest.raises(DataError, match=r"Remove data.stream_buffer"):
         loader(windows).load_state_dict(epochs.state_dict())
-    with pytest.raises(DataError, match=r"set data.stream_buffer as it was"):
+    with pytest.raises(DataError, match=r"Set data.stream_buffer to the value"):
         epochs.load_state_dict(loader(windows).state_dict())
 
 
@@ -338,7 +338,7 @@ def test_the_first_window_is_there_again_for_who_asks(folder):
     "settings, words",
     [
         ({"stream_buffer": 3}, r"data.stream_buffer=3.*data.batch_size=4"),
-        ({"path": None, "rows": [row("p", 0)]}, r"data.rows is in memory.*leave data.stream_buffer out"),
+        ({"path": None, "rows": [row("p", 0)]}, r"data.rows is in memory.*Remove data.stream_buffer"),
         ({"path": None, "task": SimpleNamespace(train=list, val=list)}, r"data.task is in memory"),
         ({"max_length": None}, r"data.max_length=null"),
         ({"val_fraction": 0.05}, r"data.val_fraction=0.05.*data.val_path"),

@@ -173,7 +173,7 @@ def test_what_else_a_template_drops_is_said_once():
         encoder.encode(
             asked, [assistant("4", reasoning_content="two plus two", weight=1)], "f", tools=[{"name": "add"}]
         )
-    told = said(encoder.left_out.say)
+    told = said(encoder.left_out.warn)
     assert "The chat template leaves out reasoning_content of the assistant: two plus two" in told
     assert "The chat template leaves out tool_calls of the assistant: add" in told
     assert "The chat template leaves out tools: add" in told
@@ -181,7 +181,7 @@ def test_what_else_a_template_drops_is_said_once():
     assert ": name, tool_call_id, weight. Which messages are learned is chosen by data.learn alone." in keys
     (kwargs,) = [line for line in told if "chat_template_kwargs" in line]
     assert kwargs.startswith("data.chat_template_kwargs.enable_thinkin does nothing")
-    assert len(told) == 5 and said(encoder.left_out.say) == []
+    assert len(told) == 5 and said(encoder.left_out.warn) == []
 
 
 def test_prompts_say_it_too_and_arguments_of_a_template_that_nothing_renders():
@@ -198,7 +198,7 @@ def test_a_turn_that_is_not_opened_is_said():
     tokenizer = make_tokenizer(template="{% for m in messages %}{{ m.content }}{% endfor %}")
     left_out = TemplateOmissions(tokenizer, {})
     left_out.compare([user("a")], "a", "f")
-    assert ["does not open the assistant's turn" in line for line in said(left_out.say)] == [True]
+    assert ["does not open the assistant's turn" in line for line in said(left_out.warn)] == [True]
 
 
 def test_arguments_that_are_no_object_are_rendered_as_text_and_that_is_said():
@@ -206,7 +206,7 @@ def test_arguments_that_are_no_object_are_rendered_as_text_and_that_is_said():
     for arguments in ("[1, 2]", '{"a": 1}'):
         call = assistant("", tool_calls=[{"type": "function", "function": {"name": "add", "arguments": arguments}}])
         left_out.compare([user("a"), call], f"add{arguments}", "f")
-    (line,) = said(left_out.say)
+    (line,) = said(left_out.warn)
     assert line == "Arguments of tool calls that are no JSON object are rendered as text: [1, 2]"
 
 
@@ -308,7 +308,7 @@ def test_a_turn_that_ends_otherwise_where_the_conversation_goes_on_is_told_from_
     encoder = Encoder(tokenizer)
     text = encoder.encode([user("a")], [assistant("b"), user("c"), assistant("d")], "f")
     assert learned(text, tokenizer) == "bd<|im_end|>"
-    assert any("and no token at which generation ends" in line for line in said(encoder.left_out.say))
+    assert any("and no token at which generation ends" in line for line in said(encoder.left_out.warn))
 
 
 def test_chosen_that_thinks_and_rejected_that_does_not_differ_from_their_first_word():
