@@ -243,7 +243,7 @@ def test_rows_in_the_place_of_a_data_module(made: Any, tmp_path: Path) -> None:
             ConfigError, match=rf"datamodule is a \w+, which is no data module\. Pass .*lit_rl\.{ours}\(rows\)"
         ):
             fit(module, tmp_path, made(ROWS))
-    with pytest.raises(ConfigError, match=r"datamodule is the class RolloutDataModule, and no data module"):
+    with pytest.raises(ConfigError, match=r"datamodule is the class RolloutDataModule, which is no data module"):
         fit(grpo(), tmp_path, type("RolloutDataModule", (RolloutDataModule,), {}))
 
 
