@@ -68,7 +68,7 @@ def fit(folder: Path, loss: Any, steps: int, *callbacks: L.Callback, accumulate:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_broken_step_moves_nothing_and_the_next_one_does(value, tmp_path):
-    with pytest.warns(UserWarning, match=r"step 3 .* left out.*bad_batch\.pt"):
+    with pytest.warns(UserWarning, match=r"step 3 is skipped.*bad_batch\.pt"):
         weights = fit(tmp_path, LossThatBreaks(2, value=value), 4)
     first, second, broken, after = weights.seen
     assert all(torch.equal(a, b) for a, b in zip(second, broken, strict=True))
@@ -108,13 +108,13 @@ def test_a_kl_beyond_the_range_of_float32_is_a_broken_step(tmp_path):
     def far(logprobs, ref_logprobs, old_logprobs):
         return k3(logprobs, ref_logprobs + 88.8, old_logprobs)
 
-    with pytest.warns(UserWarning, match=r"step 1 .* left out"):
+    with pytest.warns(UserWarning, match=r"step 1 is skipped"):
         weights = fit(tmp_path, clipped_policy_loss, 1, beta=0.1, kl=far)
     assert [row["train/skipped_steps"] for row in weights.logged] == [1]
 
 
 def test_one_broken_micro_batch_breaks_its_step(tmp_path):
-    with pytest.warns(UserWarning, match="left out"):
+    with pytest.warns(UserWarning, match="is skipped"):
         weights = fit(tmp_path, LossThatBreaks(3), 2, accumulate=2)  # the last micro-batch of the second step
     assert len(weights.seen) == 4
     assert all(torch.equal(a, b) for a, b in zip(weights.seen[1], weights.seen[3], strict=True))
@@ -124,14 +124,17 @@ def test_an_entropy_controller_is_told_nothing_of_a_broken_step(tmp_path):
     controller = FixedEntropy(0.1)
     told: list[float] = []
     controller.update = told.append  # pyright: ignore
-    with pytest.warns(UserWarning, match="left out"):
+    with pytest.warns(UserWarning, match="is skipped"):
         fit(tmp_path, LossThatBreaks(1), 3, entropy=controller)
     assert len(told) == 2
 
 
 def test_several_in_a_row_end_the_run_and_leave_the_checkpoint(tmp_path):
     saved = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    with pytest.warns(UserWarning, match="left out"), pytest.raises(NumericError, match=f"{LIMIT}th in a row") as error:
+    with (
+        pytest.warns(UserWarning, match="is skipped"),
+        pytest.raises(NumericError, match=f"{LIMIT}th in a row") as error,
+    ):
         fit(tmp_path, LossThatBreaks(1, *range(3, 20)), 20, saved)
     assert error.value.exit_code == 6 and "optimizer.lr" in str(error.value)
     last = torch.load(tmp_path / f"step={2 + LIMIT}.ckpt", weights_only=True)  # one broken, one good, then four broken
@@ -144,7 +147,7 @@ def test_several_in_a_row_end_the_run_and_leave_the_checkpoint(tmp_path):
 def test_fast_dev_run_leaves_no_file(tmp_path):
     module = GRPO("tiny", varied, loss=LossThatBreaks(0), group_size=4, sampling=Sampling(max_new_tokens=4))
     trainer = L.Trainer(fast_dev_run=True, accelerator="cpu", default_root_dir=tmp_path, enable_progress_bar=False)
-    with pytest.warns(UserWarning, match="left out"):
+    with pytest.warns(UserWarning, match="is skipped"):
         trainer.fit(module, datamodule=RolloutDataModule(task=Addition(max_operand=9, val_rows=4)))
     assert not list(tmp_path.iterdir())
 

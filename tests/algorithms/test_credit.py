@@ -268,7 +268,7 @@ ON_ROWS = {
 @pytest.mark.parametrize("key, settings", ON_ROWS.items(), ids=ON_ROWS)
 def test_what_changes_rewards_of_rows_is_refused_where_rewards_are_of_spans(monkeypatch, key, settings):
     module = by_hand(monkeypatch, **settings)
-    with pytest.raises(ConfigError, match=rf"{key}: .*spans"):
+    with pytest.raises(ConfigError, match=rf"{key} changes .*spans"):
         credited(module, drawn(), scores([1.0, 2.0, 3.0, 4.0], span_rewards=SPANS))
 
 

@@ -331,7 +331,7 @@ def test_by_hand_is_taken_or_refused_with_the_nearest():
     with pytest.raises(ConfigError, match="micro_batch_size=10.*8, 12, 4"):
         plan_micro_batches(MicroBatchRequest(10, 1), step, memory(), 2**30)
     for size in (8, "auto"):
-        with pytest.raises(ConfigError, match="both say"):
+        with pytest.raises(ConfigError, match="both set"):
             MicroBatchRequest(size, 2).check()
     with pytest.raises(ConfigError, match="auto, or null"):
         MicroBatchRequest("automatic", 1).check()  # pyright: ignore

@@ -107,7 +107,7 @@ def test_a_broken_file_is_refused(tmp_path: Path) -> None:
     fit(tmp_path, module(precompute_reference=True))
     for path in files(tmp_path / "cache"):
         path.write_bytes(path.read_bytes()[:40])
-    with pytest.raises(StorageError, match="remove it"):
+    with pytest.raises(StorageError, match="Remove it"):
         fit(tmp_path, module(precompute_reference=True))
 
 

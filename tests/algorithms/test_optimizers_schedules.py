@@ -86,10 +86,10 @@ def test_a_scheduler_by_path_begins_after_the_warm_up_and_takes_the_length_of_th
     [
         ("torch.optim.lr_scheduler.StepLr", {}, "Did you mean 'StepLR'"),
         ("torch.optim.SGD", {}, "torch.optim.lr_scheduler.LRScheduler class"),
-        (f"{TORCH}.ReduceLROnPlateau", {}, "goes by a metric"),
+        (f"{TORCH}.ReduceLROnPlateau", {}, "needs a metric"),
         (f"{TORCH}.StepLR", {"stepsize": 3}, "do not fit"),
         (f"{TORCH}.OneCycleLR", {"max_lr": 1.0}, "cycle_momentum=false"),
-        (f"{TORCH}.StepLR", {"step_size": 1, "gamma": -1.0}, "makes -1 of"),
+        (f"{TORCH}.StepLR", {"step_size": 1, "gamma": -1.0}, "turns a learning rate of 1 into -1"),
     ],
 )
 def test_a_scheduler_that_will_not_do_is_refused(name, kwargs, word):

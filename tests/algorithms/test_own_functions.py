@@ -77,7 +77,7 @@ ONE = torch.ones(2, 3, requires_grad=True)
 @pytest.mark.parametrize(
     ("returned", "words"),
     [
-        ((ONE.sum(1, keepdim=True), {}), r"tokens of shape \(2, 1\).*of the shape of logprobs \(2, 3\)"),
+        ((ONE.sum(1, keepdim=True), {}), r"tokens of shape \(2, 1\).*in the shape of logprobs \(2, 3\)"),
         ((ONE, {"mine": 1.0}), r"the metric 'mine' as a float"),
         ((ONE, {"mine": (1.0, 2)}), r"the metric 'mine' as a tuple"),
         ((ONE, [1]), r"metrics as a list"),

@@ -272,9 +272,7 @@ def test_torchrun_gives_the_devices_that_nobody_typed(monkeypatch):
         monkeypatch.setenv(name, value)
     assert devices_of_launcher("auto") == 2 and devices_of_launcher(1) == 1
     check_process_count(2, 2)
-    with pytest.raises(
-        ConfigError, match="torchrun started 4 processes.*trainer.devices is 1.*devices=2 .*num_nodes=2"
-    ):
+    with pytest.raises(ConfigError, match="torchrun started 4 processes.*trainer.devices=1.*devices=2 .*num_nodes=2"):
         check_process_count(1, 1)
     assert [device_count(each) for each in (2, "2", "0,1", [0, 1], "auto", -1)] == [2, 2, 2, 2, None, None]
     with pytest.raises(ConfigError, match="torchrun started 4 processes"):

@@ -399,11 +399,11 @@ def test_without_reward_and_judge_there_is_nothing_to_compare_by(tmp_path: Path)
     against = Evaluation(win_rate_against="base")
     module = SFT(LanguageModel("tiny"), sampling=Sampling(max_new_tokens=5), evaluation=against)
     data = SupervisedDataModule(task=AdditionText(max_operand=30, val_rows=24), batch_size=8)
-    with pytest.raises(ConfigError, match=r"eval\.win_rate_against='base'.*set reward"):
+    with pytest.raises(ConfigError, match=r"eval\.win_rate_against='base'.*Set reward"):
         measured(module, tmp_path, data)
     assert module.policy is None
     module.judge = RewardJudge(soft=True)
-    with pytest.raises(ConfigError, match="set reward"):
+    with pytest.raises(ConfigError, match="Set reward"):
         measured(module, tmp_path, data)
 
 

@@ -240,10 +240,10 @@ def test_what_belongs_to_the_data_and_to_the_critic() -> None:
 def test_rows_in_the_place_of_a_data_module(made: Any, tmp_path: Path) -> None:
     for module, ours in ((grpo(), "RolloutDataModule"), (DPO("tiny"), "PreferenceDataModule")):
         with pytest.raises(
-            ConfigError, match=rf"datamodule is a \w+, and no data module\. Pass .*lit_rl\.{ours}\(rows\)"
+            ConfigError, match=rf"datamodule is a \w+, which is no data module\. Pass .*lit_rl\.{ours}\(rows\)"
         ):
             fit(module, tmp_path, made(ROWS))
-    with pytest.raises(ConfigError, match=r"datamodule is the class RolloutDataModule, and no data module"):
+    with pytest.raises(ConfigError, match=r"datamodule is the class RolloutDataModule, which is no data module"):
         fit(grpo(), tmp_path, type("RolloutDataModule", (RolloutDataModule,), {}))
 
 
