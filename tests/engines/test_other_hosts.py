@@ -100,7 +100,7 @@ def test_a_node_is_killed_and_the_run_goes_on_with_the_same_server(tmp_path):
         assert here.code(BOUND) == 8, here.said
         print(f"node 0 had ended {time.monotonic() - killed:.1f} s after node 1 was killed")
         assert (
-            f"Another process of the run, at {second.address}, is gone" in here.said and "ckpt_path=last" in here.said
+            f"Another process of the run, at {second.address}, has ended" in here.said and "ckpt_path=last" in here.said
         )
         assert len(steps_of(first)) < STEPS and server.process.poll() is None
 

@@ -304,7 +304,10 @@ def test_a_run_without_a_checkpoint_from_before_ends(tmp_path):
 @pytest.mark.all
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [({"strategy": FSDP2Strategy()}, "strategy=auto and ddp"), ({"enable_checkpointing": False}, "needs checkpoints")],
+    [
+        ({"strategy": FSDP2Strategy()}, "strategy=auto and strategy=ddp"),
+        ({"enable_checkpointing": False}, "needs checkpoints"),
+    ],
 )
 def test_a_run_that_cannot_go_back_is_refused(settings, said):
     module = GRPO("tiny", exact_match)

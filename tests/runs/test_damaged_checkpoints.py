@@ -81,7 +81,7 @@ def test_a_folder_of_lightnings_fsdp_has_an_index_and_no_manifest(tmp_path: Path
     folder.mkdir()
     for name in ("meta.pt", "__0_0.distcp", "__1_0.distcp"):
         (folder / name).write_bytes(b"piece")
-    with pytest.raises(StorageError, match=r"\.metadata is missing, the index"):
+    with pytest.raises(StorageError, match=r"\.metadata, the index of its pieces, is missing"):
         verify(folder)
     (folder / ".metadata").write_bytes(b"index")
     verify(folder)

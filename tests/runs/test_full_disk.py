@@ -152,7 +152,7 @@ def test_a_disk_that_is_all_but_full_has_a_whole_error_json_or_none(
 def test_space_is_looked_for_before_any_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(durable_files, "RETRY_WAITS", ())
     huge = torch.empty(10**16, device="meta")
-    said = r"it takes 40000000000\.0 MB, and \d+\.\d MB are free.* No checkpoint of this run was saved before"
+    said = r"it takes 40000000000\.0 MB, and \d+\.\d MB are free.* This run had saved no checkpoint before"
     with pytest.raises(StorageError, match=said):
         AtomicCheckpointIO().save_checkpoint({"state_dict": {"a": [huge]}}, tmp_path / "a" / "step.ckpt")
     assert not list(tmp_path.glob("a/*"))

@@ -179,7 +179,7 @@ def test_bad_settings(settings, told):
 
 
 def test_algorithms_that_give_none():
-    with pytest.raises(ConfigError, match="draws none"):
+    with pytest.raises(ConfigError, match="generates none"):
         PreferenceSets().setup(trainer(Path()), SimpleNamespace(), "fit")
     one = SimpleNamespace(scored=None, group_size=1)
     with pytest.raises(ConfigError, match=r"sets=\[verdicts\]"):

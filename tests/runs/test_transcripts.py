@@ -252,7 +252,7 @@ def test_a_folder_without_samples_and_a_damaged_file_are_refused(tmp_path: Path)
     many: Any = "many"
     with pytest.raises(ConfigError, match="transcripts.tokens=many is not a whole number"):
         transcripts(tmp_path, tokens=many)
-    with pytest.raises(ConfigError, match="transcripts.files=/tmp/x is no name"):
+    with pytest.raises(ConfigError, match="transcripts.files=/tmp/x names no files"):
         transcripts(tmp_path, files="/tmp/x")
 
 
