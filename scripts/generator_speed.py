@@ -136,7 +136,7 @@ def table(case: Case, measured: Sequence[Measured], load: tuple[float, float]) -
     """The medians, their range, and the ratio to native, as Markdown."""
     medians = {one.name: statistics.median(one.speeds) for one in measured if one.speeds}
     lines = [
-        "| generator | tokens a second: median | lowest to highest | to `native` | start, s |",
+        "| generator | tokens per second: median | lowest to highest | relative to `native` | start, s |",
         "|---|---|---|---|---|",
     ]
     for one in measured:
@@ -150,9 +150,9 @@ def table(case: Case, measured: Sequence[Measured], load: tuple[float, float]) -
     lines += [
         "",
         f"{shape[0].upper()}{shape[1:]}, {case.dtype}: {case.prompts} prompts of {case.prompt_tokens} tokens, "
-        f"{case.completions} completions of {case.new_tokens} each, {case.rounds} rounds in turns. "
-        f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} thread(s) a process; load average {load[0]:.1f} before "
-        f"and {load[1]:.1f} after.",
+        f"{case.completions} completions of {case.new_tokens} each, {case.rounds} alternating rounds. "
+        f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} thread(s) per process; load average {load[0]:.1f} "
+        f"before and {load[1]:.1f} after.",
     ]
     return "\n".join(lines)
 

@@ -107,8 +107,8 @@ def table(runs: dict[int, list[Seconds]], alone: tuple[float, float], load: tupl
     waited = {lag: [s for run in each for s in run.waited[UNCOUNTED:-UNACCOMPANIED]] for lag, each in runs.items()}
     first = statistics.median(whole[LAGS[0]])
     lines = [
-        "| `generator.lag` | rollouts a minute: median | lowest to highest | to `lag=0` | seconds of a rollout "
-        "| of them waited for the engine |",
+        "| `generator.lag` | rollouts per minute: median | lowest to highest | relative to `lag=0` "
+        "| seconds per rollout | of these, waiting for the engine |",
         "|---|---|---|---|---|---|",
     ]
     for lag, each in whole.items():
@@ -122,8 +122,8 @@ def table(runs: dict[int, list[Seconds]], alone: tuple[float, float], load: tupl
     lines += [
         "",
         f"The shipped policy, float32, GRPO: {PROMPTS} prompts, {COMPLETIONS} completions of {TOKENS} tokens each; "
-        f"{len(runs[LAGS[0]])} rounds in turns, {len(whole[LAGS[0]])} rollouts of each. {os.cpu_count()} CPU cores for "
-        f"trainer and engine together, {torch.get_num_threads()} thread(s) a process; load average {load[0]:.1f} "
+        f"{len(runs[LAGS[0]])} alternating rounds, {len(whole[LAGS[0]])} rollouts of each. {os.cpu_count()} CPU cores "
+        f"for trainer and engine together, {torch.get_num_threads()} thread(s) per process; load average {load[0]:.1f} "
         f"before and {load[1]:.1f} after. Drawing one rollout alone takes {wall:.2f} s, and "
         f"requesting it takes {1000 * cpu:.0f} ms of CPU time in the trainer's process.",
     ]

@@ -79,7 +79,7 @@ METHOD = f"""\
   day. Rows of one table may be from different commits, but never from different machines or versions.
 - **Ours.** Only the precision is set, and whatever a contender's name says; all other settings are the defaults of
   `train.py`.
-- **TRL.** "default" is its default config, which computes in bfloat16. On a processor without bfloat16 units a step
+- **TRL.** "default" is its default config, which computes in bfloat16. On a processor without bfloat16 units per step
   would take minutes, so there it is float32, and named so. "tuned" is the fastest of all settings measured for a
   workload, including the default. lit_rl's waiting threads spin briefly and then sleep, and its processes
   keep freed memory (`train.py` sets both); TRL can be measured with sleeping threads, with spinning
@@ -170,7 +170,7 @@ def _machine(run: Mapping[str, Any]) -> Iterator[str]:
 
 def _overview(results: Sequence[Result]) -> Iterator[str]:
     """A row for each of our contenders that has every technique on."""
-    columns = ("", "", "s a step", "TRL default / lit_rl", "TRL tuned / lit_rl", "by CPU time")
+    columns = ("", "", "s per step", "TRL default / lit_rl", "TRL tuned / lit_rl", "by CPU time")
     yield f"| {' | '.join((*columns, 'peak memory / TRL default', 'rounds', 'commit'))} |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for result in results:
@@ -246,7 +246,7 @@ def _counted(result: Result) -> str:
 
 def _contenders(result: Result) -> Iterator[str]:
     tokens, bound = summary.generated_tokens(result), summary.limit(result, result["rates"])
-    columns = ("", "s a step (rounds)", "middle half of steps", "CPU s", "generate, reward, train, optimize")
+    columns = ("", "s per step (rounds)", "middle half of steps", "CPU s", "generate, reward, train, optimize")
     more = ("tokens/s generated, trained", "peak GB", "of the limit", "MFU, HFU, MBU")
     yield f"| {' | '.join((*columns, *more))} |"
     yield "|---|---|---|---|---|---|---|---|---|"
@@ -274,7 +274,7 @@ def _ablations(result: Result) -> Iterator[str]:
     base = next((name.partition(", without: ")[0] for name in off), None)
     if base not in result["contenders"]:
         return
-    yield f"| {base} without | s a step | times as slow | by CPU time | peak GB |"
+    yield f"| {base} without | s per step | times as slow | by CPU time | peak GB |"
     yield "|---|---|---|---|---|"
     yield f"| (all on) | {_seconds(summary.spread(result, base))} | 1 | 1 | {_memory(result, base)} |"
     for name, technique in off.items():
@@ -320,7 +320,7 @@ def _settings(result: Result) -> Iterator[str]:
 def _series(points: Sequence[Result], axis: str) -> Iterator[str]:
     names = list(points[0]["contenders"])
     yield f"### Cost against {axis}\n"
-    yield f"| {axis} | {' | '.join(f'{name}: s a step, peak GB' for name in names)} |"
+    yield f"| {axis} | {' | '.join(f'{name}: s per step, peak GB' for name in names)} |"
     yield "|---|" + "---|" * len(names)
     for point in points:
         cells = [f"{summary.spread(point, name).middle:.2f}, {_memory(point, name)}" for name in names]

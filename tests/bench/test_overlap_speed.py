@@ -15,4 +15,4 @@ def test_the_table_counts_neither_first_nor_last_rollouts_and_compares_medians()
     lines = overlap_speed.table(runs, alone=(1.25, 0.045), load=(0.5, 1.5)).splitlines()
     assert lines[2] == "| 0 | 15.0 | 12 to 20 | 1.00 | 4.00 | 2.00 |"
     assert lines[3] == "| 1 | 30.0 | 24 to 40 | 2.00 | 2.00 | 0.50 |"
-    assert "2 rounds in turns, 3 rollouts of each" in lines[5] and "1.25 s" in lines[5] and "45 ms" in lines[5]
+    assert "2 alternating rounds, 3 rollouts of each" in lines[5] and "1.25 s" in lines[5] and "45 ms" in lines[5]

@@ -110,6 +110,6 @@ def test_the_script_measures(speed: ModuleType) -> None:
     assert lines[2].startswith("| `native` |") and "| 1.00 |" in lines[2]
     assert lines[3].startswith("| `hf` |")
     assert len(names) == 2 or "vLLM is not installed" in lines[4]
-    assert "2 prompts of 5 tokens, 2 completions of 4 each, 2 rounds" in lines[-1]
+    assert "2 prompts of 5 tokens, 2 completions of 4 each, 2 alternating rounds" in lines[-1]
     rounds = [speed.prompts_of(case, speed.LanguageModel("tiny"), n).token_ids for n in (1, 2)]
     assert rounds[0] != rounds[1], "no cache may answer"
