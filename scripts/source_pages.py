@@ -1,7 +1,18 @@
-"""Write docs/errors.md: every class of error with its exit code and what it means, and its messages.
+"""Write what is made from source alone: the errors, the modules and the API, and what names of other tools are here.
 
-python scripts/errors_reference.py
-python scripts/errors_reference.py --check    # whether the page is what it would be
+    python scripts/source_pages.py                     # all of them
+    python scripts/source_pages.py errors|api|names    # docs/errors.md; docs/modules.md and docs/api; other_names.yaml
+    python scripts/source_pages.py --check             # name those that are not as they would be written
+
+docs/errors.md has every class of error with its exit code and what it means, and its messages.
+
+docs/modules.md has the first sentence of every module. A page of docs/api has a table for each of its `:::` lines:
+every public class and function of the module with the first sentence of its docstring. The site shows the whole
+docstrings; in the repository the table is what one reads. Where a `:::` line has `members` below it, the table and the
+site have these names of the module and no others.
+
+lit_rl/cli/other_names.yaml has what a name of TRL or verl is here, from the tables of docs/from-trl.md and
+docs/from-verl.md.
 """
 
 from __future__ import annotations
@@ -9,20 +20,26 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lit_rl.cli.aliases import OTHER_NAMES
 from lit_rl.core import errors
 
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENT = ROOT / "docs" / "errors.md"
+ERRORS = ROOT / "docs" / "errors.md"
 
-HEAD = """# Errors
+ERRORS_HEAD = """# Errors
 
-<!-- `python scripts/errors_reference.py` writes this page. Do not edit by hand. -->
+<!-- `python scripts/source_pages.py errors` writes this page. Do not edit by hand. -->
 
 A message on stderr names the key or the file, what came, what is allowed and the likely fix. The class of the error
 decides the exit code of `train.py` and `lit-rl`; in Python, catch it (`from lit_rl.core.errors import ConfigError`).
@@ -32,7 +49,7 @@ All of them are `LitRLError`. Anything else is a defect of lit_rl and keeps its 
 
 """
 
-SAID = """
+MESSAGES_HEAD = """
 ## Messages
 
 What does your message mean? Search this page for a few words of it. Take words that do not name anything of yours,
@@ -82,7 +99,7 @@ CAUGHT = ("NotFolded", "NotGrouped")
 
 
 def _derived() -> Iterator[tuple[str, str]]:
-    """Classes anywhere below `lit_rl` with one parent, and its name."""
+    """Yield classes anywhere below `lit_rl` with one parent, and its name."""
     for path in sorted((ROOT / "lit_rl").rglob("*.py")):
         found = re.findall(r"^class (\w+)\((\w+)\):", path.read_text(), re.MULTILINE)
         yield from (each for each in found if each[0] not in CAUGHT)
@@ -103,7 +120,7 @@ class Message:
 
     @property
     def usual(self) -> bool:
-        """Whether the page has it; the page says the rule."""
+        """Return whether the page has it; the page says the rule."""
         if KEY.match(self.text) or self.module.startswith(tuple(OPTIONAL)):
             return False
         return len(WORD.findall(self.text)) > 2
@@ -115,7 +132,7 @@ class Message:
 
 
 def messages() -> list[Message]:
-    """Of every `raise` of one of the classes whose message is written there, by class, module and text."""
+    """Return those of every `raise` of a class whose message is written there, by class, module and text."""
     found = set()
     sources = {path: path.read_text() for path in sorted((ROOT / "lit_rl").rglob("*.py"))}
     shared: dict[str, str] = {}
@@ -130,7 +147,7 @@ def messages() -> list[Message]:
 
 
 def raised(source: str, imported: Mapping[str, str] | None = None) -> Iterator[tuple[str, str]]:
-    """The class and the text of every message that a module's text raises; variables are `<name>`.
+    """Yield the class and the text of every message that a module's text raises; variables are `<name>`.
 
     Args:
         source: Of the module.
@@ -141,7 +158,7 @@ def raised(source: str, imported: Mapping[str, str] | None = None) -> Iterator[t
 
 
 def _raised(tree: ast.AST, known: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """The same below a node; `known` are the names that stand for one text there."""
+    """Yield the same below a node; `known` are the names that stand for one text there."""
     for node in ast.iter_child_nodes(tree):
         match node:
             case (
@@ -156,20 +173,20 @@ def _raised(tree: ast.AST, known: Mapping[str, str]) -> Iterator[tuple[str, str]
 
 
 def _others(known: Mapping[str, str], function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, str]:
-    """Those that the function gives no other meaning."""
+    """Return those that the function gives no other meaning."""
     bound = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     bound |= {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
     return {name: text for name, text in known.items() if name not in bound}
 
 
 def _at_the_top(module: ast.Module) -> list[ast.AST]:
-    """The nodes of a module that are in no function and no class."""
+    """Return the nodes of a module that are in no function and no class."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     return [node for statement in module.body if not isinstance(statement, kinds) for node in ast.walk(statement)]
 
 
 def _texts_in(nodes: Sequence[ast.AST], known: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Names that are given one text, and nothing else, with what it says."""
+    """Return names that are given one text, and nothing else, with what it says."""
     stored = Counter(n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
     stored += Counter(n.arg for n in nodes if isinstance(n, ast.arg))
     given = {
@@ -190,8 +207,8 @@ def _imports(node: ast.AST) -> list[ast.alias]:
 
 
 def _text(node: ast.expr, known: Mapping[str, str] | None = None) -> str:
-    """A literal as it is, what is joined as its parts, a name that stands for one text as that, and everything else as
-    the last name in it."""
+    """Return a literal as it is, what is joined as its parts, a name that stands for one text as that, and everything
+    else as the last name in it."""
     known = known or {}
     match node:
         case ast.Constant(value=str(value)):
@@ -218,8 +235,8 @@ def _cell(text: str) -> str:
 
 
 def message_tables() -> str:
-    """The section of the messages: a table a class."""
-    parts = [SAID.replace("<LEFT_OUT>", ", ".join(dict.fromkeys(OPTIONAL.values())))]
+    """Return the section of the messages: a table a class."""
+    parts = [MESSAGES_HEAD.replace("<LEFT_OUT>", ", ".join(dict.fromkeys(OPTIONAL.values())))]
     usual = [message for message in messages() if message.usual]
     for kind in classes():
         rows = [message.row for message in usual if message.kind == kind.__name__]
@@ -228,8 +245,8 @@ def message_tables() -> str:
     return "\n".join(parts)
 
 
-def page() -> str:
-    """The whole document."""
+def errors_page() -> str:
+    """Return the whole document."""
     rows = ["| class | exit code | what is wrong |", "|---|---|---|"]
     for kind in classes():
         meaning = " ".join((inspect.getdoc(kind) or "").split())
@@ -239,7 +256,7 @@ def page() -> str:
         f"A signal that ends a run gives {errors.SIGNALLED} and its number: {errors.INTERRUPTED} for SIGINT, "
         f"{errors.TERMINATED} for SIGTERM.",
     ]
-    return HEAD + "\n".join([*rows, *signals]) + "\n" + message_tables()
+    return ERRORS_HEAD + "\n".join([*rows, *signals]) + "\n" + message_tables()
 
 
 def classes() -> list[type[errors.LitRLError]]:
@@ -249,17 +266,185 @@ def classes() -> list[type[errors.LitRLError]]:
     return [kind for kind in found if kind not in (errors.LitRLError, errors.UnknownKeyword)]
 
 
+# ------------------------------------------------------------------------------------------------- modules and the API
+
+
+PAGES = ROOT / "docs" / "api"
+MODULES = ROOT / "docs" / "modules.md"
+MODULES_HEAD = """# Every module in a line
+
+Written from the docstrings, not by hand. How the packages stand on each other, and how a step walks through them, is in
+[architecture.md](architecture.md).
+"""
+BEGIN, END = "<!-- names: `python scripts/source_pages.py api`; not by hand -->", "<!-- end -->"
+MODULE = re.compile(r"^::: (\S+)$(?:\n    options:\n      members: \[(.+)\]$)?", re.M)
+"""A module, and those of its names that a user asks for, where it has others."""
+
+
+def public(module: str) -> Iterator[tuple[str, str]]:
+    """Yield names and first sentences of the classes and functions that are written in a module."""
+    path = ROOT / module.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+            yield node.name, first_sentence(ast.get_docstring(node) or "")
+
+
+def first_sentence(text: str) -> str:
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    return re.split(r"(?<=[.!?])\s+(?=[A-Z`])", paragraph)[0].replace("|", "\\|")
+
+
+def offered(module: str, members: str) -> list[tuple[str, str]]:
+    """Return those of a module's names that the page asks for.
+
+    Args:
+        members: With a comma and a space between them; empty for all.
+    """
+    found = dict(public(module))
+    names = members.split(", ") if members else list(found)
+    if lacking := [name for name in names if name not in found]:
+        sys.exit(f"{module} has no public {', '.join(lacking)}: correct `members` below its `:::` line.")
+    return [(name, found[name]) for name in names]
+
+
+def table(modules: list[tuple[str, str]]) -> str:
+    rows = [
+        f"| [`{name}`](../../{module.replace('.', '/')}.py) | {sentence} |"
+        for module, members in modules
+        for name, sentence in offered(module, members)
+    ]
+    return "\n".join([BEGIN, "", "| name | |", "|---|---|", *rows, "", END])
+
+
+def written(text: str) -> str:
+    """Return the page, with its table made anew: before the first module that it names."""
+    modules = MODULE.findall(text)
+    bare = re.sub(rf"{re.escape(BEGIN)}.*?{re.escape(END)}\n\n", "", text, flags=re.S)
+    at = bare.index(f"::: {modules[0][0]}\n")
+    return f"{bare[:at]}{table(modules)}\n\n{bare[at:]}"
+
+
+def modules_page() -> str:
+    """Return the page of every module, a table for each folder."""
+    package = ROOT / "lit_rl"
+    folders = [package, *(path for path in sorted(package.rglob("*")) if path.is_dir() and path.name != "conf")]
+    tables = []
+    for folder in folders:
+        files = [path for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"]
+        docs = [(path.stem, ast.get_docstring(ast.parse(path.read_text())) or "") for path in files]
+        rows = [f"| `{name}` | {first_sentence(doc).removesuffix('.')} |" for name, doc in docs]
+        name = folder.relative_to(package).as_posix()
+        tables += ["\n".join([f"\n| `{name}/` | |", "|---|---|", *rows])] if rows else []
+    return "\n".join([MODULES_HEAD.rstrip(), *tables]) + "\n"
+
+
+# ------------------------------------------------------------------------------------------------ names of other tools
+
+
+_NAMES_HEAD = (
+    "# What names of other tools are here. "
+    "`python scripts/source_pages.py names` writes this file: do not edit by hand.\n"
+)
+_ACTOR = ("actor", "rollout", "ref", "model")
+"""What the page on verl writes without the `actor_rollout_ref` in which it stands."""
+
+
+def rows_of(page: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield `(heading, cells)` of every line of every table."""
+    heading = ""
+    for line in (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            heading = line.lstrip("# ")
+        elif line.startswith("|") and not line.startswith(("|---", "| TRL |", "| verl |")):
+            yield heading, [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+
+
+def typed(here: str) -> str:
+    """Return what to type."""
+    words = re.findall(r"`([^`]+)`", here)
+    return " ".join(word if "=" in word else f"{word}=..." for word in words) or here
+
+
+def note(differs: str) -> str:
+    """Return the first sentence of what differs, in brackets; without what only the page can show."""
+    text = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", differs).replace("`", "").replace("\\|", "|")
+    text = re.sub(r"(^|, )see (the .*|above)", "", re.split(r"(?<=\w)\. ", text)[0].rstrip("."))
+    return f" ({text})" if text else ""
+
+
+def names_of_trl() -> dict[str, str]:
+    """Return what every field of its configs is; where that is several things, of which config it is what."""
+    found: dict[str, dict[str, tuple[str, list[str]]]] = {}
+    for heading, cells in rows_of("from-trl.md"):
+        if not heading.startswith("Fields "):
+            continue
+        configs = re.findall(r"\w+Config", heading) or ["GRPOConfig", "RLOOConfig"]
+        for name in re.findall(r"`([^`]+)`", cells[0]):
+            if heading.startswith("Fields inherited"):
+                configs = ["the others"]
+            answers = found.setdefault(name, {})
+            said, of = answers.get(typed(cells[2]), ("", []))
+            answers[typed(cells[2])] = (said or note(cells[4]), [*of, *configs])
+    return {name: _joined(answers) for name, answers in found.items()}
+
+
+def _joined(answers: dict[str, tuple[str, list[str]]]) -> str:
+    if len(answers) == 1:
+        return "".join(f"{words}{said}" for words, (said, _) in answers.items())
+    return "; ".join(f"of {', '.join(configs)}: {words}{said}" for words, (said, configs) in answers.items())
+
+
+def keys_of_verl() -> dict[str, str]:
+    """Return what every whole key is; of one whose values are told, each value."""
+    found: dict[str, dict[str, str]] = {}
+    for _, cells in rows_of("from-verl.md"):
+        before = ""
+        for word in re.findall(r"`([^`]+)`", cells[0]):
+            key, _, value = word.partition("=")
+            key = before + key if key.startswith(".") else key
+            before = key.rpartition(".")[0]
+            whole = f"actor_rollout_ref.{key}" if key.partition(".")[0] in _ACTOR else key
+            found.setdefault(whole, {}).setdefault(value, typed(cells[1]) + note(cells[2]))
+    return {key: "; ".join(f"{v}: {text}" if v else text for v, text in said.items()) for key, said in found.items()}
+
+
+def other_names() -> str:
+    """Return the file."""
+    lines = [_NAMES_HEAD]
+    for library, names in (("TRL", names_of_trl()), ("verl", keys_of_verl())):
+        lines.append(f"{library}:\n")
+        # a JSON string is a YAML string
+        lines += [f"  {name}: {json.dumps(text, ensure_ascii=False)}\n" for name, text in sorted(names.items())]
+    return "".join(lines)
+
+
+def made(kind: str) -> dict[Path, str]:
+    """Return the files of a kind as they should be."""
+    if kind == "errors":
+        return {ERRORS: errors_page()}
+    if kind == "names":
+        return {OTHER_NAMES: other_names()}
+    pages = {path: path.read_text() for path in sorted(PAGES.glob("*.md"))}
+    return {path: written(text) for path, text in pages.items() if MODULE.search(text)} | {MODULES: modules_page()}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    if parser.parse_args().check:
-        if DOCUMENT.read_text() != page():
-            print(f"{DOCUMENT.relative_to(ROOT)} is not what the classes say: python scripts/errors_reference.py")
-            return 1
-        return 0
-    DOCUMENT.write_text(page())
-    return 0
+    kinds = ["errors", "api", "names"]
+    parser.add_argument("kinds", nargs="*", metavar="KIND", choices=[[], *kinds], help=f"{', '.join(kinds)}; or all")
+    parser.add_argument("--check", action="store_true", help="write nothing; leave with 1 where a file would change")
+    given = parser.parse_args()
+    stale = []
+    for kind in given.kinds or kinds:
+        for path, text in made(kind).items():
+            if path.read_text(encoding="utf-8") != text:
+                stale.append(path.name)
+                if not given.check:
+                    path.write_text(text, encoding="utf-8")
+    print(f"{'not as they would be written' if given.check else 'written'}: {', '.join(stale) or 'none'}")
+    return int(given.check and bool(stale))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())
