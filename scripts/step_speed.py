@@ -1,11 +1,21 @@
-"""What a micro-batch costs beside the model: callbacks, records, loggers and the moving of batches, in ms of CPU time.
+"""What a training step takes beside the model: work of the host, padding, and this checkout beside another one.
 
-    python scripts/host_share.py [METHOD ...] [--micro-batches 4] [--steps 40]
+    python scripts/step_speed.py host [METHOD ...] [--micro-batches 4] [--steps 40]
+    python scripts/step_speed.py padding
+    python scripts/step_speed.py checkout ../untouched --rounds 3
 
-Without a method: all of them. The tiny policy is trained through `lit_rl.cli` with the callbacks and the logger that
-are shipped, and without any. What the main thread spends in each part is added up (of a part inside another the outer
-one counts), from the fifth optimizer step on, and divided by the micro-batches. Threads that write are not counted. A
-checkpoint is written where one is due; validation is off.
+`host`: what a micro-batch costs beside the model: callbacks, records, loggers and the moving of batches, in ms of CPU
+time. Without a method: all of them. The tiny policy is trained through `lit_rl.cli` with the callbacks and the logger
+that are shipped, and without any. What the main thread spends in each part is added up (of a part inside another the
+outer one counts), from the fifth optimizer step on, and divided by the micro-batches. Threads that write are not
+counted. A checkpoint is written where one is due; validation is off.
+
+`padding`: what it brings that rows of like length share a micro-batch: the tokens of forward passes, padding included,
+counted. Nothing is run: `ExampleLoader` cuts steps of rows whose lengths are log-normal, as those of chat data are
+roughly.
+
+`checkout`: what a rollout and its update take in this checkout beside another one: short runs of train.py in turns. A
+ratio is the median over rounds, with the lowest and the highest. The interpreter is the one that runs this script.
 """
 
 from __future__ import annotations
@@ -14,23 +24,36 @@ import argparse
 import contextlib
 import functools
 import io
+import statistics
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from plans import ROOT, measured_seconds
+from rich.console import Console
+from rich.table import Table
 
 from lit_rl import cli
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.loop.offline import OfflineModule
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
 from lit_rl.algorithms.records import OfflineRecords, RolloutRecords
+from lit_rl.data.example_set import Encoded, Example, ExampleSet
+from lit_rl.data.loaders import ExampleLoader
+from lit_rl.data.order import RolloutOrder
+from lit_rl.models.forward_inputs import bucket_by_length
+
+# ---------------------------------------------------------------------------------------------------- work of the host
+
 
 METHODS = {
     "grpo": ["algo=grpo", "algo.group_size=8", "data.prompts_per_rollout=8", "sampling.max_new_tokens=8"],
@@ -85,7 +108,7 @@ class Watch:
         return timed
 
     def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A training step: from the first one that counts on, until the last one begins."""
+        """Return a training step: from the first one that counts on, until the last one begins."""
 
         @functools.wraps(function)
         def counted(module: Any, batch: Any, batch_idx: int) -> Any:
@@ -121,12 +144,45 @@ def measured(method: str, micro_batches: int, steps: int, more: list[str]) -> Wa
     return watch
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("methods", nargs="*", choices=[*METHODS, []], help="which; all without any")
-    parser.add_argument("--micro-batches", type=int, default=4, help="of an optimizer step")
-    parser.add_argument("--steps", type=int, default=40, help="optimizer steps that count")
-    args = parser.parse_args()
+# ------------------------------------------------------------------------------------------------------------- padding
+
+
+ROWS, MEDIAN, SPREAD, MOST = 6400, 250, 0.8, 1024
+"""Of the set: its rows, tokens of the median row, standard deviation of the logarithm, and `data.max_length`."""
+
+CUTS = [(16, 2), (64, 8), (64, 16), (64, 32)]
+"""Rows of a step, and its micro-batches."""
+
+
+def texts() -> ExampleSet:
+    lengths = np.random.default_rng(0).lognormal(np.log(MEDIAN), SPREAD, ROWS).astype(int).clip(8, MOST)
+    rows = [Example((Encoded([1] * n, [True] * n, 0),), "") for n in lengths.tolist()]
+    return ExampleSet("texts", rows, pad_id=0)
+
+
+def tokens(data: ExampleSet, batch_size: int, accumulate: int, group_by_length: bool) -> list[float]:
+    """Return tokens of an epoch as parts of those of its texts, and tokens of the largest micro-batch on the mean of
+    steps: first where a micro-batch is one call, then where its rows run in calls by length on a CPU."""
+    order = RolloutOrder((len(data),), batch_size)
+    loader = ExampleLoader(data, order, accumulate=accumulate, group_by_length=group_by_length)
+    texts, padded, in_calls = [], [], []
+    for batch in loader:
+        lengths = batch.tokens.attention_mask.sum(1)
+        texts.append(int(lengths.sum()))
+        padded.append(batch.tokens.input_ids.numel())
+        in_calls.append(sum(call.width * len(call.rows) for call in bucket_by_length(lengths, lengths.device)))
+    sums = [sum(found) / sum(texts) for found in (padded, in_calls)]
+    return [*sums, *(float(np.reshape(found, (-1, accumulate)).max(1).mean()) for found in (padded, in_calls))]
+
+
+# ------------------------------------------------------------------------------------ this checkout beside another one
+
+
+COMPARED_STEPS = 40
+COMPARED = ("grpo", "rloo", "ppo")
+
+
+def print_host(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     for method in args.methods or METHODS:
         shipped, bare = (measured(method, args.micro_batches, args.steps, more) for more in ([], NONE))
@@ -136,6 +192,53 @@ def main() -> None:
         parts["the whole micro-batch"] = [1e3 * w.total / w.micro_batches for w in (shipped, bare)]
         for part, (one, other) in parts.items():
             print(f"    {part:24} {one:7.2f} | {other:7.2f}")
+
+
+def print_padding(given: argparse.Namespace) -> None:
+    data = texts()
+    table = Table("rows", "cut into", "by length", "one call", "in calls", "largest, one call", "largest, in calls")
+    for batch_size, accumulate in CUTS:
+        for group_by_length in (False, True):
+            one, calls, largest, in_calls = tokens(data, batch_size, accumulate, group_by_length)
+            figures = f"{one:.2f}", f"{calls:.2f}", f"{largest:,.0f}", f"{in_calls:,.0f}"
+            table.add_row(str(batch_size), str(accumulate), str(group_by_length).lower(), *figures)
+    Console().print(table)
+
+
+def print_checkout(given: argparse.Namespace) -> None:
+    print("| `algo=` | seconds here | there | here / there |\n|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        for method in COMPARED:
+            pairs = [
+                [
+                    measured_seconds(
+                        [f"algo={method}"], Path(folder) / f"{method} {n} {place}", checkout, COMPARED_STEPS
+                    )
+                    for place, checkout in enumerate((ROOT, given.other.resolve()))
+                ]
+                for n in range(given.rounds)
+            ]
+            here, there = (statistics.median(column) for column in zip(*pairs, strict=True))
+            ratios = sorted(ours / theirs for ours, theirs in pairs)
+            ratio = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+            print(f"| `{method}` | {here:.3f} | {there:.3f} | {ratio} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    host = commands.add_parser("host", help="work of the host")
+    host.set_defaults(does=print_host)
+    host.add_argument("methods", nargs="*", choices=[*METHODS, []], help="which; all without any")
+    host.add_argument("--micro-batches", type=int, default=4, help="of an optimizer step")
+    host.add_argument("--steps", type=int, default=40, help="optimizer steps that count")
+    commands.add_parser("padding", help="tokens that are padding").set_defaults(does=print_padding)
+    checkout = commands.add_parser("checkout", help="this checkout beside another one")
+    checkout.set_defaults(does=print_checkout)
+    checkout.add_argument("other", type=Path, help="a checkout of another commit")
+    checkout.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args()
+    given.does(given)
 
 
 if __name__ == "__main__":
