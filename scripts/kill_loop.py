@@ -358,8 +358,9 @@ class EngineApart(Generator):
         grouped_cache: bool = True,
         lean_steps: bool = True,
         continuous_batching: bool = True,
+        cuda_graphs: bool = False,
     ) -> None:
-        self._drawing = NativeGenerator(batch_size, grouped_cache, lean_steps, continuous_batching)
+        self._drawing = NativeGenerator(batch_size, grouped_cache, lean_steps, continuous_batching, cuda_graphs)
         self._pipe: Connection | None = None
         self._process = 0
 
