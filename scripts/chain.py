@@ -28,7 +28,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,9 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from curve_runs import BLUE, GREY, INK, look, plt
 from rich.console import Console
 from rich.table import Table
+from run_curves import BLUE, GREY, INK, look, plt
 
 from lit_rl.algorithms import SFT
 from lit_rl.algorithms.evaluation.validation import Evaluation
@@ -71,7 +71,7 @@ class Stage:
     settings: tuple[str, ...]
 
     def command(self, name: str, out: Path, share: float) -> list[str]:
-        """The run that takes this share of the steps, and two at least."""
+        """Return the run that takes this share of the steps, and two at least."""
         start = [f"model.name={out}/{self.begins}/hf"] if self.begins else []
         settings = [setting.format(out=out) for setting in self.settings]
         ends = [f"trainer.max_steps={max(2, round(self.steps * share))}", "trainer.max_epochs=-1"]
@@ -162,7 +162,20 @@ def run(wave: Sequence[str], out: Path, share: float) -> None:
 
 
 def shares(model: str, temperature: float) -> np.ndarray:
-    """Of each held-out sum, in one order: the share of right answers among `DRAWS` draws; of one, where greedy."""
+    """Return, of each held-out sum, the share of right answers among `DRAWS` draws; of one, where greedy."""
+    draws = Evaluation(group_size=DRAWS if temperature else 1, temperature=temperature)
+    data = SupervisedDataModule(task=AdditionText(MAX_OPERAND, HELD_OUT))
+    return answered(lambda right: SFT(model, reward=right, sampling=Sampling(max_new_tokens=6), evaluation=draws), data)
+
+
+def answered(module_of: Callable[[Any], L.LightningModule], data: L.LightningDataModule, **trainer: Any) -> np.ndarray:
+    """Return the mean of `exact_match` of each held-out question, in one order.
+
+    Args:
+        module_of: Makes the module of a reward.
+        data: The questions.
+        trainer: Further arguments of the Trainer.
+    """
     found: dict[str, list[float]] = defaultdict(list)
 
     def right(prompts: Any, completions: Any, answer: Any, **_: Any) -> list[float | None]:
@@ -171,29 +184,29 @@ def shares(model: str, temperature: float) -> np.ndarray:
             found[str(prompt)].append(float(score or 0))
         return scores
 
-    draws = Evaluation(group_size=DRAWS if temperature else 1, temperature=temperature)
-    module = SFT(model, reward=right, sampling=Sampling(max_new_tokens=6), evaluation=draws)
-    data = SupervisedDataModule(task=AdditionText(MAX_OPERAND, HELD_OUT))
     quiet: dict[str, Any] = {f"enable_{part}": False for part in ("checkpointing", "progress_bar", "model_summary")}
-    L.Trainer(accelerator="cpu", inference_mode=False, logger=False, **quiet).validate(module, data, verbose=False)
+    validating = L.Trainer(accelerator="cpu", inference_mode=False, logger=False, **quiet, **trainer)
+    validating.validate(module_of(right), data, verbose=False)
     return np.array([np.mean(scores) for _, scores in sorted(found.items())])
 
 
 def interval(values: np.ndarray) -> list[float]:
-    """Mean, and its 95 % interval over prompts."""
+    """Return mean, and its 95 % interval over prompts."""
     mean, half = values.mean(), 1.96 * values.std(ddof=1) / math.sqrt(len(values))
     return [round(float(value), 4) for value in (mean, mean - half, mean + half)]
 
 
 def told_apart(out: Path) -> list[float]:
-    """Share of the pairs of held-out prompts that the reward model tells apart, before and after its training."""
+    """Return share of the pairs of held-out prompts that the reward model tells apart, before and after its
+    training."""
     lines = [json.loads(line) for line in (out / "reward_model" / "metrics.jsonl").read_text().splitlines()]
     accuracy = [line["val/accuracy"] for line in lines if "val/accuracy" in line]
     return [round(accuracy[0], 4), round(accuracy[-1], 4)]
 
 
 def measured(out: Path) -> dict[str, Any]:
-    """What every stage has learned. `sampled`, `greedy` and `gain`, which is of `sampled`, are `[mean, low, high]`."""
+    """Return what every stage has learned. `sampled`, `greedy` and `gain`, which is of `sampled`, are `[mean, low,
+    high]`."""
     models = {"tiny": "tiny", **{name: str(out / name / "hf") for name in POLICIES}}
     sampled = {name: shares(model, 1.0) for name, model in models.items()}
     found: dict[str, Any] = {}
@@ -219,7 +232,7 @@ def show(found: dict[str, Any]) -> None:
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Accuracy of each policy with its interval, and a line from the stage that it began with."""
+    """Draw the accuracy of each policy with its interval, and a line from the stage that it began with."""
     look()
     of = found["policies"]
     figure, axes = plt.subplots(figsize=(6.4, 2.9))

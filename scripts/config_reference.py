@@ -4,25 +4,33 @@ and what constructors allow; and lit_rl/reports/defaults.yaml, the defaults that
 
     python scripts/config_reference.py
 
-What stands above the marker in the document is written by hand and kept.
+What stands above the marker in the document is written by hand and kept. What constructors allow of a setting that is
+one number or one word is read from their own calls of `in_range` and `one_of`: so that a range stands once, where it is
+refused, and is known before a constructor can be imported (`lit_rl.cli.fast_checks` reads it in `schema_keys.yaml`).
+Found is what is asked of every value that is not null; what depends on other settings is left to the constructor.
 """
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import inspect
 import json
 import re
 import textwrap
-from collections.abc import Iterator
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import range_calls  # beside this script
 import yaml
+from hydra.utils import get_object
 
+from lit_rl.algorithms.signatures import annotated_metadata, annotations_of
 from lit_rl.cli import listing, schemas
-from lit_rl.cli import listing as key_names
-from lit_rl.cli import schemas as stored_schemas
+from lit_rl.core import errors
+from lit_rl.ops.ranges import Range
 from lit_rl.reports import config_changes as constructors
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,7 +41,8 @@ MARKER = "<!-- Below: `python scripts/config_reference.py`. Do not edit by hand.
 
 
 def settings(name: str) -> Iterator[tuple[str, Any, str]]:
-    """`(parameter, default, meaning)` of what a schema names; of a class of ours not what a foreign parent explains."""
+    """Yield `(parameter, default, meaning)` of what a schema names; of a class of ours not what a foreign parent
+    explains."""
     path = {**schemas.TARGETS, **schemas.public_functions()}[name]
     target = schemas._load(path)
     meanings: dict[str, str] = {}
@@ -51,12 +60,12 @@ def settings(name: str) -> Iterator[tuple[str, Any, str]]:
 
 
 def is_foreign(target: Any) -> bool:
-    """Whether another package has made it."""
+    """Return whether another package has made it."""
     return not target.__module__.startswith("lit_rl.")
 
 
 def arguments(docstring: str) -> dict[str, str]:
-    """The `Args:` section of a Google-style docstring."""
+    """Return the `Args:` section of a Google-style docstring."""
     section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)+)", docstring, re.MULTILINE)
     if section is None:
         return {}
@@ -98,7 +107,7 @@ BY_NAME = ("algo.preference",)
 
 
 def schemas_in(group: str) -> list[str]:
-    """The schemas that the files of a group take up, those that have settings."""
+    """Return the schemas that the files of a group take up, those that have settings."""
     files = sorted((CONF / group).glob("*.yaml"))
     names = [name for path in files for name in re.findall(r"/schemas/(\w+)@", path.read_text())]
     return [name for name in dict.fromkeys(names) if any(settings(name))]
@@ -184,13 +193,13 @@ DEPARTURES = [
 
 
 def tables() -> str:
-    """Everything below the marker of the entry page."""
+    """Return everything below the marker of the entry page."""
     parts = [MARKER, "## The groups\n", f"{overview()}\n", "## Keys at the top\n", f"{top_level()}\n"]
     return "\n".join(parts).rstrip() + "\n"
 
 
 def overview() -> str:
-    """The groups, with their pages and the choice that a run takes where none is typed."""
+    """Return the groups, with their pages and the choice that a run takes where none is typed."""
     taken = listing.default_choices()
     rows = [
         f"| [`{group}`](configuration/{group}.md) | {about} | {f'`{taken[group]}`' if group in taken else ''} |"
@@ -218,13 +227,13 @@ def page(group: str) -> str:
 
 
 def group_table(group: str) -> str:
-    """The choices of a group, each with the comment that opens its file."""
+    """Return the choices of a group, each with the comment that opens its file."""
     rows = [f"| `{path.stem}` | {first_comment(path)} |" for path in sorted((CONF / group).glob("*.yaml"))]
     return "\n".join([f"| `{group}=` | |", "|---|---|", *rows])
 
 
 def first_comment(path: Path) -> str:
-    """The first comment that is not Hydra's own (`@package`)."""
+    """Return the first comment that is not Hydra's own (`@package`)."""
     comments = [line[1:].strip() for line in path.read_text().splitlines() if line.startswith("#")]
     return cell(next(comment for comment in comments if not comment.startswith("@package")))
 
@@ -237,7 +246,7 @@ UNSAID = {
 
 
 def top_level() -> str:
-    """The keys of `conf/config.yaml` that belong to no group."""
+    """Return the keys of `conf/config.yaml` that belong to no group."""
     text = (CONF / "config.yaml").read_text().partition("\n\n")[2].partition("\nhydra:")[0]
     found = re.findall(r"^(\w+): (\S.*?)(?:\s+# (.*))?$", text, re.MULTILINE)
     rows = [f"| `{key}` | `{default}` | {cell(comment) or UNSAID[key]} |" for key, default, comment in found]
@@ -245,7 +254,7 @@ def top_level() -> str:
 
 
 def key_table(prefix: str, names: list[str]) -> str:
-    """One line a setting; where several classes have it, the line of the first, with each other default."""
+    """Return one line a setting; where several classes have it, the line of the first, with each other default."""
     rows: dict[str, list[tuple[str, Any, str]]] = {}
     for name in names:
         for key, default, meaning in settings(name):
@@ -264,7 +273,7 @@ def key_table(prefix: str, names: list[str]) -> str:
 
 
 def defaults(prefix: str, key: str, found: list[tuple[str, Any, str]]) -> str:
-    """One default, or one a class where they differ."""
+    """Return one default, or one a class where they differ."""
     if key in SLOTS and prefix != "judge":  # the model of a judge is a name
         slot = SLOTS[key]
         return f"the keys of `{slot}`" if "." in slot else f"group `{slot}`"
@@ -275,7 +284,7 @@ def defaults(prefix: str, key: str, found: list[tuple[str, Any, str]]) -> str:
 
 
 def shown(default: Any) -> str:
-    """A default as YAML has it."""
+    """Return a default as YAML has it."""
     if default is inspect.Parameter.empty:
         return "required"
     if type(default).__name__ == "_HAS_DEFAULT_FACTORY_CLASS":
@@ -290,7 +299,8 @@ def shown(default: Any) -> str:
 
 
 def departures(prefix: str, path: Path, schema: str) -> str:
-    """The settings that a YAML file makes and that are not the class's default, with the comment of their line."""
+    """Return the settings that a YAML file makes and that are not the class's default, with the comment of their
+    line."""
     text = path.read_text()
     if not prefix.startswith("trainer"):
         text = textwrap.dedent(text.partition(f"\n{prefix.rpartition('.')[2]}:\n")[2])
@@ -302,7 +312,7 @@ def departures(prefix: str, path: Path, schema: str) -> str:
 
 
 def cell(text: str) -> str:
-    """Text that stands in one cell of a Markdown table."""
+    """Return text that stands in one cell of a Markdown table."""
     text = re.sub(r":\w+:`~?(?:\w+\.)*(\w+)`", r"`\1`", text.replace("``", "`"))
     text = re.sub(r"\bNone\b", "null", text)
     return text.replace("|", "\\|").replace("<", "&lt;").strip()
@@ -317,13 +327,11 @@ def schema_keys() -> str:
     """lit_rl/cli/schema_keys.yaml as it should be."""
     lines = [
         "# The keys of every schema, each with its type and default; and what constructors allow. Do not edit by hand:",
-        "# `python scripts/config_reference.py` writes this file.\n_versions_: "
-        f"{in_a_line(stored_schemas.schema_versions())}",
+        f"# `python scripts/config_reference.py` writes this file.\n_versions_: {in_a_line(schemas.schema_versions())}",
     ]
-    lines += ["_allowed_:", *(f"  {path}: {in_a_line(found)}" for path, found in range_calls.every().items())]
+    lines += ["_allowed_:", *(f"  {path}: {in_a_line(found)}" for path, found in all_ranges().items())]
     lines += [
-        f"{name}: {in_a_line(stored_schemas.stored_fields(node))}"
-        for name, node in sorted(schemas.all_schemas().items())
+        f"{name}: {in_a_line(schemas.stored_fields(node))}" for name, node in sorted(schemas.all_schemas().items())
     ]
     return "\n".join(lines) + "\n"
 
@@ -347,8 +355,295 @@ def usual() -> str:
 
 
 def in_a_line(value: Any) -> str:
-    """As YAML."""
+    """Return as YAML."""
     return yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False).strip()
+
+
+# --------------------------------------------------------------------------------------------- what constructors allow
+
+
+_DEEPEST = 5
+"""Calls inside calls that are followed."""
+
+Found = dict[str, list[dict[str, Any]]]
+"""By a parameter's name: the arguments of each call, `key` first."""
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """A parameter of the constructor that is looked at, as it was given."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class _Constant:
+    value: Any
+
+
+_Scope = Mapping[str, Any]
+"""What names stand for: a `_Setting` or a `_Constant`; others are not there."""
+
+
+def ranges_of(target: Any) -> Found:
+    """Return what is asked of settings of a class or a function that a config builds."""
+    names = {parameter.name: _Setting(parameter.name) for parameter, _ in schemas.parameters(target)}
+    return _Calls(target).of_call(target, names, 0)
+
+
+def ranges_of_loss(loss: Callable[..., Any]) -> Found:
+    """Return the same of a loss, whose annotations declare its ranges."""
+    found: Found = {}
+    for name, annotation in annotations_of(loss).items():
+        for each in annotated_metadata(annotation):
+            if isinstance(each, Range):
+                found[name] = [{"key": f"algo.loss.{name}", **_without_defaults(dataclasses.asdict(each))}]
+    return found
+
+
+def all_ranges() -> dict[str, Found]:
+    """Return it by the path of what is built; and the words of Lightning's Trainer."""
+    found = {path: ranges_of(get_object(path)) for path in schemas.TARGETS.values() if path.startswith("lit_rl.")}
+    losses = {
+        path: ranges_of_loss(get_object(path))
+        for path in schemas.public_functions().values()
+        if ".ops.policy_losses." in path
+    }
+    lora = get_object("lit_rl.models.Lora")  # a schema beside the model's names it by the module that it is in
+    found[f"{lora.__module__}.{lora.__qualname__}"] = found["lit_rl.models.Lora"]
+    found |= losses
+    return {path: found[path] for path in sorted(found) if found[path]} | {"lightning.Trainer": _of_trainer()}
+
+
+def _of_trainer() -> Found:
+    import lightning as L
+    from lightning.pytorch.accelerators import AcceleratorRegistry
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    hints = {parameter.name: hint for parameter, hint in schemas.parameters(L.Trainer)}
+    words = {
+        "accelerator": ["auto", "gpu", *sorted(AcceleratorRegistry.available_accelerators())],
+        "precision": ["auto", *(str(word) for word in dict.fromkeys(map(str, _literals(hints["precision"]))))],
+        "strategy": ["auto", *sorted(StrategyRegistry.available_strategies())],
+    }
+    return {name: [{"key": f"trainer.{name}", "allowed": allowed}] for name, allowed in words.items()}
+
+
+def _literals(hint: Any) -> Iterator[Any]:
+    for each in typing.get_args(hint):
+        if typing.get_origin(hint) is typing.Literal:
+            yield each
+        else:
+            yield from _literals(each)
+
+
+def _without_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if value is not False and value != float("inf")}
+
+
+class _Calls:
+    """Follows what a constructor does with its parameters."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+        self.found: Found = {}
+
+    def of_call(self, called: Any, scope: _Scope, depth: int) -> Found:
+        """Return what is asked where a function or a class is called with these arguments."""
+        if not isinstance(called, type):
+            self.of_function(called, None, 0, scope, depth, {})
+            return self.found
+        name = "__post_init__" if dataclasses.is_dataclass(called) else "__init__"
+        place = next((i for i, owner in enumerate(called.__mro__) if name in vars(owner)), None)
+        if place is not None:
+            self.of_function(vars(called.__mro__[place])[name], called, place, scope, depth, {})
+        return self.found
+
+    def of_function(
+        self, function: Any, owner: type | None, place: int, scope: _Scope, depth: int, attributes: dict[str, Any]
+    ) -> None:
+        """Follow a function; `owner` has it as a method, at this place of its bases."""
+        if depth > _DEEPEST or not inspect.isfunction(function) or not function.__module__.startswith("lit_rl."):
+            return
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+        if isinstance(tree, ast.FunctionDef):
+            _Function(self, function, owner, place, depth, attributes).read(tree.body, dict(scope))
+
+
+class _Function:
+    """One function: its statements in order, as far as every value reaches them."""
+
+    def __init__(
+        self, calls: _Calls, function: Any, owner: type | None, place: int, depth: int, attributes: dict[str, Any]
+    ) -> None:
+        self.calls, self.function, self.owner, self.place, self.depth = calls, function, owner, place, depth
+        self.attributes = attributes
+
+    def read(self, body: Sequence[ast.stmt], scope: dict[str, Any]) -> bool:
+        """Return whether what follows is reached too."""
+        for statement in body:
+            if isinstance(statement, ast.If):
+                if self._is_given(statement.test, scope) and not self.read(statement.body, scope):
+                    return False
+            elif isinstance(statement, ast.For):
+                self._each(statement, scope)
+            elif isinstance(statement, (ast.Expr, ast.Assign, ast.AnnAssign)) and statement.value is not None:
+                self._calls_in(statement.value, scope)
+            if any(isinstance(node, ast.Return) for node in ast.walk(statement)):
+                return False
+            self._keep(statement, scope)
+        return True
+
+    def _is_given(self, test: ast.expr, scope: _Scope) -> bool:
+        """Return whether it asks of one setting that it is not None."""
+        match test:
+            case ast.Compare(left=left, ops=[ast.IsNot()], comparators=[ast.Constant(value=None)]):
+                return isinstance(self._meant(left, scope), _Setting)
+        return False
+
+    def _each(self, loop: ast.For, scope: dict[str, Any]) -> None:
+        """Read a loop over a row that stands there, of settings and constants."""
+        targets = loop.target.elts if isinstance(loop.target, ast.Tuple) else [loop.target]
+        for row in loop.iter.elts if isinstance(loop.iter, ast.Tuple) else ():
+            values = row.elts if isinstance(loop.target, ast.Tuple) and isinstance(row, ast.Tuple) else [row]
+            inner = dict(scope)
+            for target, value in zip(targets, values):
+                if isinstance(target, ast.Name):
+                    inner[target.id] = self._meant(value, scope)
+            self.read(loop.body, inner)
+
+    def _calls_in(self, value: ast.expr, scope: _Scope) -> None:
+        """Follow the calls that are made whatever came, innermost first."""
+        inner = [*value.args, *(word.value for word in value.keywords)] if isinstance(value, ast.Call) else []
+        for each in value.elts if isinstance(value, ast.Tuple) else inner:
+            self._calls_in(each, scope)
+        if isinstance(value, ast.Call):
+            self._call(value, scope)
+
+    def _keep(self, statement: ast.stmt, scope: dict[str, Any]) -> None:
+        """Note which names and attributes of the object are settings, and which are none any longer."""
+        meant = self._meant(statement.value, scope) if isinstance(statement, ast.Assign) else None
+        if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+            target, value = statement.targets[0], statement.value
+            pairs = [(target, value)]
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                pairs = list(zip(target.elts, value.elts))
+            for place, what in pairs:
+                if isinstance(place, ast.Attribute) and ast.unparse(place.value) == "self":
+                    self.attributes[place.attr] = self._meant(what, scope)
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                scope.pop(node.id, None)
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name) and meant is not None:
+            scope[statement.targets[0].id] = meant
+
+    def _call(self, call: ast.Call, scope: _Scope) -> None:
+        if any(isinstance(each, ast.Starred) for each in call.args):
+            return
+        if isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "super()":
+            return self._parent(call.func.attr, call, scope)
+        if isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "self":
+            return self._method(call.func.attr, call, scope)
+        called = self._object(call.func)
+        if called in (errors.in_range, errors.one_of):
+            self._record(call, scope)
+        elif callable(called) and (given := self._bound(called, call, scope)):
+            self.calls.of_call(called, given, self.depth + 1)
+
+    def _parent(self, name: str, call: ast.Call, scope: _Scope) -> None:
+        """Follow `super().__init__(...)`, which takes what its keywords say, and the rest by `**`."""
+        for place, owner in list(enumerate(self.owner.__mro__ if self.owner else ()))[self.place + 1 :]:
+            if name in vars(owner):
+                known = self._given(list(inspect.signature(vars(owner)[name]).parameters)[1:], call, scope)
+                if any(word.arg is None for word in call.keywords):
+                    own = inspect.signature(self.function).parameters
+                    handed_on = {each.name for each in scope.values() if isinstance(each, _Setting)} - {*own}
+                    known = {name: _Setting(name) for name in handed_on} | known
+                elif name == "__post_init__":
+                    known = dict(scope)
+                return self._follow(vars(owner)[name], place, known)
+
+    def _method(self, name: str, call: ast.Call, scope: _Scope) -> None:
+        """Follow `self.name(...)`, as the class that is built has it."""
+        for place, owner in enumerate(self.owner.__mro__ if self.owner else ()):
+            if inspect.isfunction(method := vars(owner).get(name)):
+                known = self._given(list(inspect.signature(method).parameters)[1:], call, scope)
+                fields = dict(scope) if dataclasses.is_dataclass(self.owner) else {}
+                return self._follow(method, place, fields | known)
+
+    def _follow(self, function: Any, place: int, scope: _Scope) -> None:
+        self.calls.of_function(function, self.owner, place, scope, self.depth + 1, self.attributes)
+
+    def _given(self, names: Sequence[str], call: ast.Call, scope: _Scope) -> dict[str, Any]:
+        given = {**dict(zip(names, call.args)), **{word.arg: word.value for word in call.keywords if word.arg}}
+        return {name: meant for name, value in given.items() if (meant := self._meant(value, scope)) is not None}
+
+    def _bound(self, called: Any, call: ast.Call, scope: _Scope) -> dict[str, Any]:
+        """Return its parameters as they are given here; empty where no setting is."""
+        try:
+            names = [name for name in inspect.signature(called).parameters]
+        except (TypeError, ValueError):
+            return {}
+        known = self._given(names, call, scope)
+        return known if any(isinstance(each, _Setting) for each in known.values()) else {}
+
+    def _record(self, call: ast.Call, scope: _Scope) -> None:
+        setting = self._meant(call.args[1], scope)
+        try:
+            key = self._plain(call.args[0], scope)
+            how = {word.arg: self._plain(word.value, scope) for word in call.keywords}
+            if len(call.args) > 2:
+                how["allowed"] = [str(each) for each in self._plain(call.args[2], scope)]
+        except _NotPlain:
+            return
+        if isinstance(setting, _Setting):
+            asked = self.calls.found.setdefault(setting.name, [])
+            asked.append({"key": key, **_without_defaults(how)})
+
+    def _meant(self, value: ast.expr, scope: _Scope) -> Any:
+        """Return the setting or the constant that an expression is; None where it is neither."""
+        match value:
+            case ast.Constant(value=constant):
+                return _Constant(constant)
+            case ast.Name(id=name):
+                return scope.get(name)
+            case ast.Attribute(value=ast.Name(id="self"), attr=name):
+                return self._field(name, scope)
+            case ast.Call(func=ast.Name(id="getattr"), args=[ast.Name(id="self"), name]):
+                constant = self._meant(name, scope)
+                return self._field(constant.value, scope) if isinstance(constant, _Constant) else None
+            case ast.IfExp(test=ast.Compare(left=left, ops=[ast.Is()], comparators=[ast.Constant(value=None)])):
+                given = self._meant(value.orelse, scope)  # null stands for something else
+                return given if isinstance(given, _Setting) and given == self._meant(left, scope) else None
+        return None
+
+    def _field(self, name: str, scope: _Scope) -> Any:
+        return scope.get(name) if dataclasses.is_dataclass(self.owner) else self.attributes.get(name)
+
+    def _plain(self, value: ast.expr, scope: _Scope) -> Any:
+        """Return the value of an expression of constants, of names of the module and of the class."""
+        known = {name: each.value for name, each in scope.items() if isinstance(each, _Constant)}
+        for node in ast.walk(value):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+                if self._field(node.attr, scope) is not None or not hasattr(self.owner, node.attr):
+                    raise _NotPlain
+            elif isinstance(node, ast.Name) and node.id not in {*known, *self.function.__globals__, "self"}:
+                raise _NotPlain
+        source = compile(ast.Expression(ast.fix_missing_locations(value)), "<range>", "eval")
+        return eval(source, dict(self.function.__globals__), {**known, "self": self.owner})  # noqa: S307 (our own)
+
+    def _object(self, named: ast.expr) -> Any:
+        """Return a function or class of the module, or of a module that it names."""
+        match named:
+            case ast.Name(id=name):
+                return self.function.__globals__.get(name)
+            case ast.Attribute(value=ast.Name(id=module), attr=name):
+                return getattr(self.function.__globals__.get(module), name, None)
+        return None
+
+
+class _NotPlain(Exception):
+    """It depends on what is given."""
 
 
 if __name__ == "__main__":
@@ -356,5 +651,5 @@ if __name__ == "__main__":
     PAGES.mkdir(exist_ok=True)
     for group in GROUPS:
         (PAGES / f"{group}.md").write_text(page(group))
-    key_names.SCHEMA_KEYS.write_text(schema_keys())
+    listing.SCHEMA_KEYS.write_text(schema_keys())
     constructors.DEFAULTS_FILE.write_text(usual())

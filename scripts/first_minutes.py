@@ -124,7 +124,7 @@ STEPS = (
     Typed(GPUS, "python train.py model=Qwen/Qwen2.5-0.5B-Instruct", code=8),
     Typed(GPUS, f"python train.py run_dir=runs/demo ckpt_path=last {SHORT}"),
     Typed(GPUS, f"python train.py -m seed=1,2 {SHORT}"),
-    Typed(GPUS, "python -m pip install matplotlib && python scripts/plot_run.py runs/demo curve.png"),
+    Typed(GPUS, "python -m pip install matplotlib && python scripts/run_curves.py plot runs/demo curve.png"),
 )
 
 FILES = {
@@ -165,7 +165,7 @@ FILES = {
 
 @dataclass(frozen=True)
 class Played:
-    """What a terminal showed of a command."""
+    """The screen of a terminal on which a command ran, and its times."""
 
     typed: Typed
     first: float
@@ -178,7 +178,7 @@ class Played:
 
     @property
     def slow(self) -> str:
-        """What kept the person waiting, or nothing."""
+        """Return what kept the person waiting, or nothing."""
         waits = {f"first line {self.first:.1f} s": self.first > FIRST_LINE}
         if self.error is not None:
             waits[f"error {self.error:.1f} s"] = self.error > FIRST_ERROR
@@ -190,7 +190,7 @@ class Played:
 
     @property
     def wrong(self) -> str:
-        """What is not as it should be, or nothing."""
+        """Return what is not as it should be, or nothing."""
         if "Traceback (most recent call last)" in self.text:
             return "a traceback"
         return "" if self.code == self.typed.code else f"left with {self.code} and not with {self.typed.code}"
@@ -237,13 +237,13 @@ def _all_played(steps: list[Typed], clone: Path) -> Iterator[Played]:
 
 
 def _lend(venv: Path, clone: Path) -> None:
-    """The clone uses an environment that is there, as if set up here: its packages, the clone's code."""
+    """Let the clone use an environment that is there, as if set up here: its packages, the clone's code."""
     (clone / ".venv").symlink_to(venv)
     (clone / "Makefile").write_text((clone / "Makefile").read_text().replace("demo: setup", "demo:"))
 
 
 def play(typed: Typed, cwd: Path, *, longest: float = LONGEST) -> Played:
-    """Types a command into a shell of `cwd` at a terminal of 100 columns and reads until it has ended."""
+    """Type a command into a shell of `cwd` at a terminal of 100 columns and reads until it has ended."""
     started = time.monotonic()
     pid, terminal = pty.fork()
     if pid == 0:
@@ -289,20 +289,20 @@ def play(typed: Typed, cwd: Path, *, longest: float = LONGEST) -> Played:
 
 
 def _environment(cwd: Path) -> dict[str, str]:
-    """That of an activated `.venv` of the clone; the clone comes first, whatever the environment was made for."""
+    """Return that of an activated `.venv` of the clone, which comes first, whatever the environment was made for."""
     kept = {key: value for key, value in os.environ.items() if key in ("HOME", "LANG", "TMPDIR", "OMP_NUM_THREADS")}
     path = f"{cwd / '.venv' / 'bin'}:{os.environ['PATH']}"
     return {**kept, "PATH": path, "PYTHONPATH": str(cwd), "TERM": "xterm-256color", "VIRTUAL_ENV": str(cwd / ".venv")}
 
 
 def shown(text: str) -> list[str]:
-    """The lines of a terminal's text without what colours them; of lines written over, the last state."""
+    """Return the lines of a terminal's text without what colours them; of lines written over, the last state."""
     lines = DRAWN.sub("", text).replace("\r\n", "\n").split("\n")
     return [line for line in (line.split("\r")[-1].strip() for line in lines) if line]
 
 
 def _says_something(line: str) -> bool:
-    """Not the frame of a table."""
+    """Tell whether a line is not the frame of a table."""
     return any(character.isalnum() for character in line)
 
 
@@ -322,7 +322,7 @@ def table(played: list[Played]) -> str:
 
 
 def machine() -> str:
-    """Where and when the table was made."""
+    """Return where and when the table was made."""
     name = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
     load = os.getloadavg()[2]
     return (
@@ -335,7 +335,7 @@ BEGIN, END = "<!-- table: scripts/first_minutes.py -->", "<!-- end of the table 
 
 
 def with_table(page: str, rows: str, where: str) -> str:
-    """The page with these rows between its two marks."""
+    """Return the page with these rows between its two marks."""
     before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}\n{rows}\n\n{where}\n{END}{rest.split(END)[1]}"
 

@@ -13,7 +13,7 @@ goes on with `ckpt_path=last`, and lets it finish. In docs/reliability.md 15 min
 `--ranks 2`, and 19 of `--engine`. Of two ranks either is killed alone, and the other has to end by itself within
 seconds, or both at once; rank 0 starts the others, as Lightning does it. With `--ranks` they have to be its children,
 which end with it: start this script by itself, and not from what forks processes in its place, as tests/warm.py does.
-The engine of `--engine` is a process of its own (`engine_apart.py`), which gets the weights through a pipe: vLLM is not
+The engine of `--engine` is a process of its own (`EngineApart`), which gets the weights through a pipe: vLLM is not
 needed. That of `--server` is vLLM's own, which outlives every kill and serves the run that goes on; the run that
 nothing kills is made twice first, to see whether it is the same twice. Rank 0 is forked from this process, which has
 loaded the libraries, so that a round of one process takes seconds; it is killed by the kernel like any other. The table
@@ -26,10 +26,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import importlib
 import itertools
+import multiprocessing
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -39,16 +42,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-from engine_apart import EngineApart
 from same_bits import first_difference, measured, same
+from torch import nn
 
 from lit_rl import cli
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
 from lit_rl.cli import hydra_app, schemas  # noqa: F401  # loaded once, before anything is forked
+from lit_rl.core.errors import GenerationError
+from lit_rl.core.rollout import Completions, Prompts, Sampling
+from lit_rl.generation.generator import Generator
+from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.vllm.server import VLLMServerGenerator
 
 RUN = [
@@ -61,7 +69,7 @@ RUN = [
 RANKS = ["trainer.accelerator=cpu", "strategy=ddp", "trainer.accumulate_grad_batches=1"]
 TRAIN = Path(__file__).parents[1] / "train.py"
 SERVER = ["generator=vllm_server"]
-ENGINE = ["generator._target_=engine_apart.EngineApart", "allow_targets=[engine_apart]"]
+ENGINE = ["generator._target_=kill_loop.EngineApart", "allow_targets=[kill_loop]"]
 
 ALONE = 30.0
 """Seconds in which the ranks that were not killed have to end by themselves, on a busy machine."""
@@ -135,7 +143,7 @@ def main() -> int:
 
 
 def _unkilled(run: Run, folder: Path) -> dict[str, Any]:
-    """What the run ends with where nothing kills it."""
+    """Return what the run ends with where nothing kills it."""
     began = time.monotonic()
     if any(codes := run.start(folder).ended()):
         print(folder.with_suffix(".log").read_text())
@@ -148,7 +156,7 @@ STAYED = "and the other stayed"
 
 
 class Kills:
-    """How often the run was killed at each place.
+    """Counts of kills at each place.
 
     Args:
         places: Of `PLACES`; they are taken in turns, in an order that is shuffled for each turn.
@@ -160,18 +168,18 @@ class Kills:
         self._turn: list[str] = []
 
     def next_place(self) -> str:
-        """Where the next process is killed."""
+        """Return where the next process is killed."""
         if not self._turn:
             self._turn = random.sample(self.places, len(self.places))
         return self._turn.pop()
 
     def count(self, place: str, there: bool) -> None:
-        """A process was killed for the sign of a place; `there` says whether it died there."""
+        """Count a process that was killed for the sign of a place; `there` says whether it died there."""
         self.tried[place] += 1
         self.died[place] += there
 
     def table(self) -> str:
-        """For a page."""
+        """Return the table for a page."""
         rows = [f"| {place} | {self.tried[place]} | {self.died[place]} |" for place in self.places]
         return "\n".join(["| place | kills | died there |", "|---|---|---|", *rows])
 
@@ -206,7 +214,7 @@ class Run:
     """That the whole run took: a random moment is one of them."""
 
     def start(self, folder: Path) -> Going:
-        """Rank 0, in a group of its own with what it starts."""
+        """Start rank 0, in a group of its own with what it starts."""
         sys.stdout.flush()
         if child := os.fork():
             while os.getpgid(child) == os.getpgrp():  # until it has left our group
@@ -240,13 +248,13 @@ class Going:
         self._codes: dict[int, int] = {}
 
     def ended(self) -> list[int]:
-        """The exit codes, once all have ended: of rank 0, and of those that have stayed longer."""
+        """Return the exit codes, once all have ended: of rank 0, and of those that have stayed longer."""
         while not self.has_ended():
             time.sleep(0.02)
         return list(self._codes.values())
 
     def has_ended(self) -> bool:
-        """Whether all have. One whose rank 0 is gone is a child of this process."""
+        """Return whether all have. One whose rank 0 is gone is a child of this process."""
         with contextlib.suppress(ChildProcessError):
             while not self._over:
                 found, status = os.waitpid(-self._group, os.WNOHANG)
@@ -257,7 +265,7 @@ class Going:
         return True
 
     def rank(self, number: int) -> int | None:
-        """The process of a rank; None where it is not there yet."""
+        """Return the process of a rank; None where it is not there yet."""
         if number == 0:
             return self._group
         with contextlib.suppress(OSError):  # it has ended
@@ -288,7 +296,7 @@ def _difference(wanted: dict[str, Any], found: dict[str, Any]) -> str:
 
 
 def _half_written(folder: Path) -> list[str]:
-    """The lock of a process that was killed once all was done is let lie, and holds nobody."""
+    """Return the lock of a process that was killed once all was done is let lie, and holds nobody."""
     names = sorted(path.name for path in folder.rglob("*"))
     return [name for name in names if (name.startswith(".") or "partial" in name) and name != ".lock"]
 
@@ -298,7 +306,7 @@ def _names(folder: Path, pattern: str) -> set[str]:
 
 
 def _note(folder: Path, name: str) -> Path:
-    """What a process says of itself: beside the folder of the run."""
+    """Return what a process says of itself: beside the folder of the run."""
     return folder.with_suffix(f".{name}")
 
 
@@ -319,7 +327,7 @@ def _noted(owner: type, name: str, path: Path) -> None:
 
 
 def _load_what_it_loaded(folder: Path) -> None:
-    """So that what is forked from now on finds every library loaded, and the schemas of the config registered."""
+    """Let what is forked from now on find every library loaded, and the schemas of the config registered."""
     schemas.register_stored()
     for name in _note(folder, "modules").read_text().split():
         with contextlib.suppress(Exception):
@@ -333,5 +341,90 @@ def _text(path: Path) -> set[str]:
         return set()
 
 
+# ------------------------------------------- an engine in a process of its own: what a server is to a run, on one core
+
+
+class EngineApart(Generator):
+    """Draws in another process, which has nothing but the weights that are sent to it, one after the other.
+
+    Its samples are those of `NativeGenerator`, whose settings it takes. The process ends with the one that started it.
+    """
+
+    reports_kept_mass = True
+
+    def __init__(
+        self,
+        batch_size: int | None = None,
+        grouped_cache: bool = True,
+        lean_steps: bool = True,
+        continuous_batching: bool = True,
+        cuda_graphs: bool = False,
+    ) -> None:
+        self._drawing = NativeGenerator(batch_size, grouped_cache, lean_steps, continuous_batching, cuda_graphs)
+        self._pipe: Connection | None = None
+        self._process = 0
+
+    def sync(self, policy: nn.Module, version: int) -> None:
+        if self._pipe is None:
+            self._pipe, self._process = _started(policy, self._drawing)
+        for name, weight in policy.state_dict().items():
+            _send(self._pipe, ("weight", name, weight))
+        _send(self._pipe, ("synced", version))
+        _receive(self._pipe)
+
+    def generate(self, prompts: Prompts, sampling: Sampling) -> Completions:
+        if self._pipe is None:
+            raise GenerationError("EngineApart.generate was called before sync: it holds no policy yet.")
+        told = dataclasses.replace(prompts, decode=None, encode=None, on_finished=None)
+        _send(self._pipe, ("generate", told, sampling))
+        return _receive(self._pipe)
+
+    def close(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+            os.waitpid(self._process, 0)
+        self._pipe = None
+
+
+def _started(policy: nn.Module, generator: NativeGenerator) -> tuple[Connection, int]:
+    ours, its = multiprocessing.Pipe()
+    process = os.fork()
+    if process == 0:
+        ours.close()
+        try:
+            _engine(its, policy, generator)
+        finally:
+            os._exit(0)
+    its.close()
+    return ours, process
+
+
+def _engine(pipe: Connection, policy: nn.Module, generator: NativeGenerator) -> None:
+    """Serve until nobody is at the other end. The policy is this process's own, since it was forked."""
+    weights = dict(policy.state_dict())
+    try:
+        while True:
+            what, *given = _receive(pipe)
+            if what == "weight":
+                weights[given[0]].copy_(given[1])
+            elif what == "synced":
+                generator.sync(policy, given[0])
+                _send(pipe, None)
+            else:
+                _send(pipe, generator.generate(*given))
+    except (EOFError, OSError):
+        return
+
+
+def _send(pipe: Connection, what: Any) -> None:
+    pipe.send_bytes(pickle.dumps(what))
+
+
+def _receive(pipe: Connection) -> Any:
+    return pickle.loads(pipe.recv_bytes())
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    import kill_loop  # as the config of the run names it: the class that it builds is the one whose calls are noted
+
+    raise SystemExit(kill_loop.main())

@@ -17,26 +17,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shlex
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import lightning as L
 import numpy as np
-from bench import machine
-from bench.contenders import BRIEF, KEEP
-from bench.revision import revision
-from curve_runs import BLUE, GREY, ORANGE, look, plt
+from bench.bounds import describe_machine, revision
+from bench.suites import BRIEF, KEEP
+from chain import answered, interval
 from rich.console import Console
 from rich.table import Table
+from run_curves import BLUE, GREY, ORANGE, look, plt
 
 from lit_rl.algorithms import GRPO
 from lit_rl.algorithms.evaluation.validation import Evaluation
@@ -46,7 +43,6 @@ from lit_rl.core.rollout import Sampling
 from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Largest
 from lit_rl.models import LanguageModel
-from lit_rl.rewards import exact_match
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, NUMBERS = ROOT / "docs" / "real-model.md", ROOT / "docs" / "real-model.json"
@@ -81,14 +77,14 @@ def ours(out: Path, dtype: str) -> None:
 
 
 def theirs(out: Path, python: str, seconds: float, dtype: str) -> None:
-    """The same with TRL, its process set as `train.py` sets ours."""
+    """Train the same with TRL, its process set as `train.py` sets ours."""
     if not (out / "trl" / "adapter" / "adapter_config.json").is_file():
         rows = out / "rows.jsonl"
         rows.write_text("".join(json.dumps(row) + "\n" for row in Largest().train()))
-        command = [python, "scripts/real_model_peer.py", str(copy_without_hub(NAME)), str(rows), str(out / "trl")]
+        command = [python, "-m", "bench.peer", str(copy_without_hub(NAME)), str(rows), str(out / "trl")]
         told = json.dumps(SETTINGS | THEIR_PRECISIONS[dtype])
         settings = [f"--seconds={seconds:.0f}", f"--settings={told}", f"--lora={json.dumps(LORA)}"]
-        run("trl", [*command, *settings], out, BRIEF | KEEP)
+        run("trl", [*command, *settings], out, {"PYTHONPATH": str(ROOT / "scripts"), **BRIEF, **KEEP})
 
 
 def run(name: str, command: list[str], out: Path, variables: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -106,7 +102,7 @@ def run(name: str, command: list[str], out: Path, variables: Mapping[str, str] =
 
 
 def our_steps(out: Path) -> list[dict[str, float]]:
-    """Reward, seconds since the first step began, and seconds of each phase (`time/...`), by optimizer step."""
+    """Return reward, seconds since the first step began, and seconds of each phase (`time/...`), by optimizer step."""
     lines = [json.loads(line) for line in (out / "lit_rl" / "metrics.jsonl").read_text().splitlines()]
     steps, passed = [], 0.0
     for line in lines:
@@ -122,40 +118,26 @@ def their_steps(out: Path) -> list[dict[str, float]]:
 
 
 def shares(adapter: Path | None, temperature: float) -> np.ndarray:
-    """Of each held-out question, in one order: the share of right replies among `DRAWS`; of one, where greedy."""
-    found: dict[str, list[float]] = defaultdict(list)
-
-    def right(prompts: Any, completions: Any, answer: Any, **_: Any) -> list[float | None]:
-        scores = exact_match(prompts, completions, answer=answer)
-        for prompt, score in zip(prompts, scores, strict=True):
-            found[str(prompt)].append(float(score or 0))
-        return scores
-
+    """Return, of each held-out question, the share of right replies among `DRAWS`; of one, where greedy."""
     draws = Evaluation(group_size=DRAWS if temperature else 1, temperature=temperature, limit=HELD_OUT)
     model = LanguageModel(NAME, adapter=str(adapter) if adapter else None)
-    module = GRPO(model, right, sampling=Sampling(max_new_tokens=NEW_TOKENS), evaluation=draws)
     data = RolloutDataModule(task=Largest(), val_batch_size=50)
-    quiet: dict[str, Any] = {f"enable_{part}": False for part in ("checkpointing", "progress_bar", "model_summary")}
-    trainer = L.Trainer(accelerator="cpu", inference_mode=False, logger=False, use_distributed_sampler=False, **quiet)
-    trainer.validate(module, data, verbose=False)
-    return np.array([np.mean(scores) for _, scores in sorted(found.items())])
-
-
-def interval(values: np.ndarray) -> list[float]:
-    """Mean, and its 95 % interval over prompts."""
-    mean, half = values.mean(), 1.96 * values.std(ddof=1) / math.sqrt(len(values))
-    return [round(float(value), 4) for value in (mean, mean - half, mean + half)]
+    return answered(
+        lambda right: GRPO(model, right, sampling=Sampling(max_new_tokens=NEW_TOKENS), evaluation=draws),
+        data,
+        use_distributed_sampler=False,
+    )
 
 
 def measured(out: Path, dtype: str) -> dict[str, Any]:
-    """Steps, seconds and held-out accuracy of each; `gain` is that of ours over TRL's, prompt by prompt."""
+    """Return steps, seconds and held-out accuracy of each; `gain` is that of ours over TRL's, prompt by prompt."""
     mine, others = our_steps(out), their_steps(out)
     adapters = {"as it came": None, "lit_rl": out / "lit_rl" / "hf" / "adapter", "TRL": out / "trl" / "adapter"}
     sampled = {name: shares(adapter, 1.0) for name, adapter in adapters.items()}
     greedy = {name: shares(adapter, 0.0) for name, adapter in adapters.items()}
     accuracy = {name: {"sampled": interval(sampled[name]), "greedy": interval(greedy[name])} for name in adapters}
     return {
-        "machine": machine.describe()["processor"],
+        "machine": describe_machine()["processor"],
         "code": revision(),
         "dtype": dtype,
         "accuracy": accuracy,
@@ -169,7 +151,7 @@ def measured(out: Path, dtype: str) -> dict[str, Any]:
 
 
 def _peak(file: Path) -> float:
-    """GiB that a run had resident at most."""
+    """Return the GiB that a run had resident at most."""
     return round(json.loads(file.read_text())["peak_gib"], 2)
 
 
@@ -193,7 +175,7 @@ def _cell(values: list[float]) -> str:
 
 
 def rows(found: Mapping[str, Any]) -> str:
-    """The page's table of what was learned."""
+    """Return the page's table of what was learned."""
     lines = ["| | optimizer steps | seconds of training | peak memory, GiB | right, sampled | right, greedy |"]
     lines.append("|---|---|---|---|---|---|")
     for name, of in found["accuracy"].items():
@@ -205,13 +187,13 @@ def rows(found: Mapping[str, Any]) -> str:
 
 
 def phase_rows(found: Mapping[str, Any]) -> str:
-    """The page's table of the seconds of our step."""
+    """Return the page's table of the seconds of our step."""
     lines = [f"| {phase} | {seconds:.3g} |" for phase, seconds in found["phases"].items()]
     return "\n".join(["| phase | mean seconds per step |", "|---|---|", *lines]) + "\n"
 
 
 def with_tables(text: str, found: Mapping[str, Any]) -> str:
-    """The page, its tables made anew."""
+    """Return the page, its tables made anew."""
     for begin, table in ((TABLE, rows(found)), (PHASE_TABLE, phase_rows(found))):
         before, _, rest = text.partition(begin)
         text = before + begin + table + END + rest.partition(END)[2]
@@ -219,7 +201,7 @@ def with_tables(text: str, found: Mapping[str, Any]) -> str:
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Reward of the training rollouts over seconds, smoothed over ten steps."""
+    """Draw the reward of the training rollouts over seconds, smoothed over ten steps."""
     look()
     figure, axes = plt.subplots(figsize=(6.4, 3.0))
     for name, color in (("lit_rl", BLUE), ("TRL", ORANGE)):
@@ -255,7 +237,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     if not (copy_without_hub(NAME) / "config.json").is_file():
         raise SystemExit("The model is not there: make smollm2")
-    dtype = given.dtype or ("bfloat16" if any(machine.describe()["flags"][name] for name in UNITS) else "float32")
+    dtype = given.dtype or ("bfloat16" if any(describe_machine()["flags"][name] for name in UNITS) else "float32")
     ours(out, dtype)
     theirs(out, given.peer_python, our_steps(out)[-1]["seconds"], dtype)
     print("measuring ...", flush=True)

@@ -30,7 +30,7 @@ NAMED_BLOCK = re.compile(r"^<!-- file: (\S+) -->\n```(\w+)$", re.M)
 
 
 def home(path: str) -> str:
-    """Where a file of the repository is on the site."""
+    """Return where a file of the repository is on the site."""
     if path in PAGES:
         return PAGES[path]
     if path.startswith("docs/"):
@@ -39,7 +39,7 @@ def home(path: str) -> str:
 
 
 def source(uri: str) -> str:
-    """The file of the repository that a page of the site was made from."""
+    """Return the file of the repository that a page of the site was made from."""
     elsewhere = {home(path): path for path in PAGES} | {
         home(path): path for path in (f"notebooks/{file.name}" for file in (ROOT / "notebooks").glob("*.ipynb"))
     }
@@ -47,20 +47,21 @@ def source(uri: str) -> str:
 
 
 def target(page: str, link: str) -> str | None:
-    """The file of the repository that a page of the repository links to; None if there is none."""
+    """Return the file of the repository that a page of the repository links to; None if there is none."""
     path = os.path.normpath(os.path.join(os.path.dirname(page), link))
     return path if (ROOT / path).is_file() else None
 
 
 def linked(page: str, text: str) -> Iterator[str]:
-    """The files of the repository that a page links to."""
+    """Yield the files of the repository that a page links to."""
     for link in LINK.findall(text):
         if path := target(page, link):
             yield path
 
 
 def notebook(path: Path) -> str:
-    """A notebook as Markdown: its words and its code, without outputs; formulas as MathML, which needs no script."""
+    """Return a notebook as Markdown: its words and its code, without outputs; formulas as MathML, which needs no
+    script."""
     cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(path.read_text())["cells"]]
     return "\n\n".join(
         FORMULA.sub(lambda found: convert(found[2]), text) if kind == "markdown" else f"```python\n{text}\n```"
@@ -69,7 +70,7 @@ def notebook(path: Path) -> str:
 
 
 def texts() -> dict[str, str]:
-    """Every page by its path in the repository."""
+    """Return every page by its path in the repository."""
     paths = [*(ROOT / name for name in PAGES), *(ROOT / "docs").rglob("*.md"), *(ROOT / "notebooks").glob("*.ipynb")]
     return {
         path.relative_to(ROOT).as_posix(): notebook(path) if path.suffix == ".ipynb" else path.read_text()
@@ -90,7 +91,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links lead to where their targets went; a block that is a file has its name as a title."""
+    """Let links lead to where their targets went, and a block that is a file have its name as a title."""
     uri = page.file.src_uri
     here = source(uri)
 
@@ -115,6 +116,6 @@ class PlainRoles(Extension):
     """Docstrings name other objects with Sphinx's roles: the site shows the name alone."""
 
     def on_object(self, *, obj: Any, **_: Any) -> None:
-        """Called for each module, class and function that griffe has read."""
+        """Change each module, class and function that griffe has read."""
         if obj.docstring:
             obj.docstring.value = ROLE.sub(r"`\1`", obj.docstring.value)

@@ -62,7 +62,15 @@ WRITES = ["data.prompts_per_rollout=4", "sampling.max_new_tokens=8"]
 GROUPS = ["algo.group_size=4"]
 PAIRS = ["data.batch_size=8", "trainer.accumulate_grad_batches=1"]
 GAMES = ["experiment=guess", "data.prompts_per_rollout=4", *GROUPS, "data.val_batch_size=2"]
-LEAKING = Path(__file__).with_name("leaking_reward.py")
+LEAKING = """
+kept = []
+
+def leaking(completions):
+    kept.append(bytearray(b"x" * 2**22))
+    return [float(len(completion)) for completion in completions]
+"""
+"""A reward that keeps 4 MiB of each call: its worker process is renewed before that is much. The file of it stands in
+the folder of the runs."""
 PRESETS = sorted(path.stem for path in (Path(cli.__file__).parents[2] / "conf" / "algo").glob("*.yaml"))
 
 # fmt: off
@@ -72,7 +80,8 @@ OTHERS: dict[str, list[str]] = {
     "environment-in-workers": [*GAMES, "env.workers=1"],
     "images": ["experiment=vl_digits", "data.prompts_per_rollout=4", *GROUPS],
     "leaking-reward": [
-        "algo=grpo", *WRITES, *GROUPS, "reward=function", f"reward.fn={LEAKING}:leaking", "reward.recycle_after=9",
+        "algo=grpo", *WRITES, *GROUPS,
+        "reward=function", "reward.fn={folder}/leaking.py:leaking", "reward.recycle_after=9",
     ],
 }
 # fmt: on
@@ -87,7 +96,7 @@ NEEDS = {
 
 
 def settings_of(name: str) -> list[str]:
-    """The settings of a run, beside those of `SMALL`: a few small rollouts, or a few rows."""
+    """Return the settings of a run, beside those of `SMALL`: a few small rollouts, or a few rows."""
     if name in OTHERS:
         return OTHERS[name]
     if name in NEEDS:
@@ -133,7 +142,7 @@ class Looks(L.Callback):
 
 
 def _of_children() -> float:
-    """KiB that the worker processes hold, together."""
+    """Return KiB that the worker processes hold, together."""
     total = 0.0
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError):  # a thread that has ended in between
@@ -170,7 +179,7 @@ class Verdict:
 
 
 def judged(looks: Sequence[dict[str, float]]) -> Verdict:
-    """A verdict on looks in the order of their steps.
+    """Return a verdict on looks in the order of their steps.
 
     Raises:
         ValueError: there are fewer than nine.
@@ -188,12 +197,12 @@ def judged(looks: Sequence[dict[str, float]]) -> Verdict:
 
 
 def most(looks: Sequence[dict[str, float]], name: str) -> float:
-    """The highest count of these looks."""
+    """Return the highest count of these looks."""
     return max(look[name] for look in looks)
 
 
 def slope(looks: Sequence[dict[str, float]], name: str) -> float:
-    """The median slope of the lines through any two looks, an optimizer step (Theil 1950, Sen 1968)."""
+    """Return the median slope of the lines through any two looks, an optimizer step (Theil 1950, Sen 1968)."""
     return statistics.median((b[name] - a[name]) / (b["step"] - a["step"]) for a, b in combinations(looks, 2))
 
 
@@ -209,7 +218,9 @@ def looked_at(name: str, steps: int, folder: Path, *more: str) -> list[dict[str,
     path, log = folder / f"{name}.jsonl", folder / f"{name}.log"
     looks = ["_target_=soak.Looks", f"path={path}", f"every={max(EVERY, steps // LOOKS)}"]
     own = [f"trainer.max_steps={steps}", f"run_dir={folder / name}", *(f"+callbacks.looks.{each}" for each in looks)]
-    command = [*SMALL, *settings_of(name), *own, *more, "allow_targets=[soak]"]
+    (folder / "leaking.py").write_text(LEAKING)
+    settings = [setting.replace("{folder}", str(folder)) for setting in settings_of(name)]
+    command = [*SMALL, *settings, *own, *more, "allow_targets=[soak]"]
     sys.stdout.flush()
     child = os.fork() or _train(command, log)
     if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
@@ -235,14 +246,14 @@ COLUMNS = ("run", "steps", "KiB a step", "objects a step", "workers, MiB", *FLAT
 
 
 def row(name: str, verdict: Verdict) -> list[str]:
-    """One of the table; counts are the most before the last third and in it, where they differ."""
+    """Return one of the table; counts are the most before the last third and in it, where they differ."""
     counts = [f"{a:g}" if a == b else f"{a:g} then {b:g}" for a, b in verdict.counts.values()]
     numbers = (f"{verdict.memory:+.1f}", f"{verdict.objects:+.1f}", f"{verdict.children / 1024:.0f}")
     return [name, str(verdict.steps), *numbers, *counts, ", ".join(verdict.grown) or "-"]
 
 
 def shown(verdicts: dict[str, Verdict]) -> Table:
-    """The table for a terminal."""
+    """Return the table for a terminal."""
     table = Table(title=f"What grows (bound: {BOUND:g} KiB an optimizer step)", title_justify="left")
     for name in COLUMNS:
         table.add_column(name, no_wrap=name == "run", justify="left" if name == "run" else "right")
@@ -252,7 +263,7 @@ def shown(verdicts: dict[str, Verdict]) -> Table:
 
 
 def markdown(verdicts: dict[str, Verdict]) -> str:
-    """The table for a page."""
+    """Return the table for a page."""
     rows = [COLUMNS, ["---"] * len(COLUMNS), *(row(name, verdict) for name, verdict in verdicts.items())]
     return "".join(f"| {' | '.join(each)} |\n" for each in rows)
 

@@ -1,8 +1,14 @@
-"""Uses of other packages beyond their public names, each with a test that would notice a change.
+"""The packages that lit_rl stands on: uses beyond their public names, each with a test that would notice a change, and
+their versions (the oldest that it allows, those that are here, those that moved).
 
-    python scripts/upstream.py        every use: where, what, and the test
+    python scripts/upstream.py               every use: where, what, and the test
+    python scripts/upstream.py oldest        requirement lines: the lower bound of each range in pyproject.toml
+    python scripts/upstream.py versions      what is installed of constraints.txt, on one line
+    python scripts/upstream.py all           every package that is installed, as lines `name==version`
+    python scripts/upstream.py moved FILE    those whose version is another than in FILE, that came or that went
 
-Found in the syntax trees of lit_rl, so the list keeps itself; `tests/test_upstream.py` fails where a use has no test:
+Uses are found in the syntax trees of lit_rl, so the list keeps itself; `tests/test_upstream.py` fails where one has no
+test:
 
 - *private*: a name with an underscore, imported or reached through imports; an attribute with one that no class of the
   file, or of a file that it imports from, defines; a private method that nobody here calls, in a class over one of
@@ -12,14 +18,21 @@ Found in the syntax trees of lit_rl, so the list keeps itself; `tests/test_upstr
 
 Names in texts, and those that a class of ours shares with the class of theirs above it, are listed by hand (`BY_HAND`).
 Public methods that are overridden (Lightning's hooks, a dataset's ``__iter__``) are none of these.
+
+`all` in an environment whose tests passed is kept in tests/stack: newest.txt of `make test-newest`, and oldest.txt. The
+standard library alone is imported here: `oldest` is asked for in an environment that has nothing else yet.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
+import re
+import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -221,7 +234,7 @@ class Module:
 
     @cached_property
     def imports(self) -> dict[str, str]:
-        """Dotted paths by local name."""
+        """Return dotted paths by local name."""
         found = {}
         for node in self.nodes:
             if isinstance(node, ast.Import):
@@ -238,7 +251,7 @@ class Module:
 
     @cached_property
     def above(self) -> list[str]:
-        """Files with a class above one of this."""
+        """Return files with a class above one of this."""
         classes = (node for node in self.nodes if isinstance(node, ast.ClassDef))
         return [self.path(_plain(base)).rpartition(".")[0] for node in classes for base in node.bases]
 
@@ -340,7 +353,7 @@ def _called(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def _classes_over_theirs(found: list[Module]) -> set[str]:
-    """Names of our classes with a class of another package above them."""
+    """Return names of our classes with a class of another package above them."""
     bases: dict[str, set[str]] = {}
     theirs = set()
     for module in found:
@@ -405,9 +418,58 @@ def _of_call(module: Module, node: ast.Call, ours: tuple[set[str], set[str]]) ->
         yield "patch", module.path(node.func)
 
 
+# ------------------------------------------------------------------------------------------------------------ versions
+
+
+_LOWEST = re.compile(r">=([\d.]+)[^#;]*")
+
+
+def oldest() -> list[str]:
+    """Return a line ``name==lower bound`` for each dependency of lit_rl."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return [_LOWEST.sub(r"==\1", line).strip() for line in project["dependencies"]]
+
+
+def installed() -> dict[str, str]:
+    """Return the version of every package that is here but lit_rl, by name."""
+    found = {each.metadata["Name"].lower().replace("_", "-"): each.version for each in metadata.distributions()}
+    return {name: found[name].partition("+")[0] for name in sorted(found) if name != "lit-rl"}
+
+
+def listed(file: Path) -> dict[str, str]:
+    """Return the versions of a file of lines ``name==version``, by name."""
+    lines = [line.partition("#")[0].strip() for line in file.read_text().splitlines()]
+    pairs = (line.partition("==")[::2] for line in lines if line)
+    return {name.lower().replace("_", "-"): version for name, version in pairs}
+
+
+def moved(here: dict[str, str], then: dict[str, str]) -> list[str]:
+    """Return a line for each package that is in another version, that came or that went."""
+    names = sorted(here.keys() | then.keys())
+    pairs = [(name, then.get(name, "absent"), here.get(name, "absent")) for name in names]
+    return [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]
+
+
 def main() -> None:
-    for use in uses(modules()):
-        print(f"{use.file}:{use.line}: {use.kind} {use.name}: {TESTS.get(use.name, 'NO TEST')}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("asked", choices=["uses", "oldest", "versions", "all", "moved"], nargs="?", default="uses")
+    parser.add_argument("file", type=Path, nargs="?", help="of `moved`")
+    given = parser.parse_args()
+    here = installed()
+    if given.asked == "uses":
+        for use in uses(modules()):
+            print(f"{use.file}:{use.line}: {use.kind} {use.name}: {TESTS.get(use.name, 'NO TEST')}")
+    elif given.asked == "oldest":
+        print(*oldest(), sep="\n")
+    elif given.asked == "versions":
+        print(", ".join(f"{name} {here[name]}" for name in listed(ROOT / "constraints.txt") if name in here))
+    elif given.asked == "all":
+        print(*(f"{name}=={version}" for name, version in here.items()), sep="\n")
+    elif given.file is None:
+        parser.error("moved since when? Name a file, such as tests/stack/newest.txt")
+    else:
+        lines = moved(here, listed(given.file)) or ["none"]
+        print(f"Packages that moved since these tests last passed ({given.file}):", *lines, sep="\n  ")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Uses of other packages' private names are listed, each with a test (`scripts/upstream.py`), and versions that moved
-are named (`scripts/stack_versions.py`)."""
+"""Uses of other packages' private names are listed, each with a test, and versions that moved are named
+(`scripts/upstream.py`)."""
 
 from __future__ import annotations
 
@@ -76,25 +76,20 @@ def test_what_is_lit_rls_own_is_none(upstream: ModuleType, code: str) -> None:
     assert upstream.uses([upstream.Module("here.py", ast.parse(code))]) == []
 
 
-def test_what_moved_is_named(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(root / "scripts"))
-    import stack_versions
-
+def test_what_moved_is_named(upstream: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "then.txt").write_text("torch==2.13.0\nHydra_core==1.3.4  # pinned\ngone==1\nnew-line==2\n")
-    then = stack_versions.listed(tmp_path / "then.txt")
+    then = upstream.listed(tmp_path / "then.txt")
     here = {"torch": "2.15.0", "hydra-core": "1.3.4", "new-line": "2", "came": "3"}
-    assert stack_versions.moved(here, then) == ["came absent -> 3", "gone 1 -> absent", "torch 2.13.0 -> 2.15.0"]
-    assert stack_versions.moved(then, then) == []
-    assert stack_versions.installed()["pytest"] == pytest.__version__
+    assert upstream.moved(here, then) == ["came absent -> 3", "gone 1 -> absent", "torch 2.13.0 -> 2.15.0"]
+    assert upstream.moved(then, then) == []
+    assert upstream.installed()["pytest"] == pytest.__version__
 
 
-def test_the_oldest_are_the_lower_bounds(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(root / "scripts"))
-    import stack_versions
+def test_the_oldest_are_the_lower_bounds(upstream: ModuleType, root: Path) -> None:
     from packaging.requirements import Requirement
 
     lines = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
-    ranges, lowest = [Requirement(line) for line in lines], [Requirement(line) for line in stack_versions.oldest()]
+    ranges, lowest = [Requirement(line) for line in lines], [Requirement(line) for line in upstream.oldest()]
     assert [each.name for each in lowest] == [each.name for each in ranges]
     for allowed, exact in zip(ranges, lowest, strict=True):
         (pin,) = exact.specifier

@@ -1,7 +1,7 @@
 """Command-line aliases: names of TRL and verl, `lr`, a path in place of a preset.
 
 Only where a word can mean one thing; else the message names the keys. `other_names.yaml` says what a name of TRL or
-verl is here; `scripts/other_names.py` writes it from docs/from-trl.md and docs/from-verl.md. Nothing heavy is loaded,
+verl is here; `scripts/source_pages.py` writes it from docs/from-trl.md and docs/from-verl.md. Nothing heavy is loaded,
 so a refusal comes at once.
 """
 

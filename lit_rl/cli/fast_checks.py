@@ -1,7 +1,7 @@
 """Checks of a config before torch loads: numbers and words that a constructor would refuse, in its own words, and files
 that are missing.
 
-The allowed values stand in `schema_keys.yaml`, as `scripts/range_calls.py` reads them from the constructors.
+The allowed values stand in `schema_keys.yaml`, as `scripts/config_reference.py` reads them from the constructors.
 """
 
 from __future__ import annotations

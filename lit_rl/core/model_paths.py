@@ -67,7 +67,7 @@ def resolve_model_path(key: str, name: str) -> Path | None:
 
 
 def copy_without_hub(name: str) -> Path:
-    """Return the folder in which scripts such as `scripts/smollm2.py` put a substitute for a model of the hub.
+    """Return the folder in which scripts such as `scripts/make_models.py` put a substitute for a model of the hub.
 
     `$LIT_RL_CACHE` moves it; it is `~/.cache/lit_rl` otherwise.
     """

@@ -1,9 +1,10 @@
 """lit_rl as a contender: the door of `train.py`, with the overrides that it is given.
 
 Nothing of a step is rebuilt or left out. Three things are hung around it: completions are ended at their forced
-lengths, those of the first rollout are given (see `gate`), and the loop waits between steps. Forced lengths come by the
-noise: a token is drawn by inverse CDF from a number that is a function of row and position alone, so a number next to 1
-draws the first token of the vocabulary, which is EOS here, and smaller ones never do. A draw costs what it always does.
+lengths, those of the first rollout are given (see `bounds`), and the loop waits between steps. Forced lengths come by
+the noise: a token is drawn by inverse CDF from a number that is a function of row and position alone, so a number next
+to 1 draws the first token of the vocabulary, which is EOS here, and smaller ones never do. A draw costs what it always
+does.
 
     BENCH_SPEC=spec.json python -m bench.ours
 
@@ -25,9 +26,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from bench import reward
-from bench.protocol import Steps, Unasked
-from bench.record import FirstStep
+from bench import workload
+from bench.protocol import FirstStep, Steps, Unasked
 from bench.workload import Spec, Workload
 from lit_rl import cli
 from lit_rl.core.rollout import Completions, Prompts, Sampling
@@ -50,7 +50,7 @@ ALL = (
 
 
 def overrides(spec: Spec) -> list[str]:
-    """The command line of `train.py` for a workload, without the contender's own settings."""
+    """Return the command line of `train.py` for a workload, without the contender's own settings."""
     work = spec.workload
     algo = f"algo={spec.settings.get('algo', work.method)}"
     chosen = {
@@ -60,7 +60,7 @@ def overrides(spec: Spec) -> list[str]:
             f"data.prompts_per_rollout={work.prompts}",
             f"data.max_prompt_tokens={work.prompt_tokens}",
             "reward=function",
-            f"reward.fn={Path(reward.__file__).resolve()}:{'slow' if work.slow_rewards else 'score'}",
+            f"reward.fn={Path(workload.__file__).resolve()}:{'slow' if work.slow_rewards else 'score'}",
             f"algo.group_size={work.group}",
             f"sampling.max_new_tokens={work.completion_tokens}",
         ],
@@ -90,20 +90,20 @@ class Forced:
         noise.uniform = self
 
     def begin(self, prompts: Prompts, lengths: list[int]) -> None:
-        """Completions of these prompts are drawn next, with these lengths."""
+        """Note the prompts whose completions are drawn next, and their lengths."""
         last = torch.tensor([length - 1 if self._work.ends(length) else -1 for length in lengths])
         self._keys, order = noise.row_keys(prompts.keys, prompts.group_size).sort()
         self._last = last[order]
 
     def __call__(self, keys: Tensor, position: int | Tensor) -> Tensor:
-        """In place of `noise.uniform`."""
+        """Stand in place of `noise.uniform`."""
         known, ends = self._keys.to(keys.device), self._last.to(keys.device)
         last = ends[torch.searchsorted(known, keys).clamp_(max=len(known) - 1)]
         return torch.where(last == position, self.FIRST, self.BELOW * self._uniform(keys, position))
 
 
 class Rows:
-    """What the files say of the prompts that a generator is asked about: a rank is asked about its own only."""
+    """The files' rows of the prompts that a generator is asked about: a rank is asked about its own only."""
 
     def __init__(self, spec: Spec) -> None:
         texts = [json.loads(line)["prompt"] for line in spec.rows.read_text().splitlines()]
@@ -112,11 +112,11 @@ class Rows:
         self._given = spec.given()
 
     def lengths(self, prompts: Prompts) -> list[int]:
-        """The forced length of each completion."""
+        """Return the forced length of each completion."""
         return [self._lengths[row] for row in self._rows(prompts)]
 
     def given(self, prompts: Prompts) -> list[list[int]]:
-        """The completions that are given in the first rollout; in others the same again."""
+        """Return the completions that are given in the first rollout; in others the same again."""
         return [self._given[row % len(self._given)] for row in self._rows(prompts)]
 
     def _rows(self, prompts: Prompts) -> list[int]:
@@ -194,13 +194,13 @@ class Contender(L.Callback):
 
 
 def whole_gradients(named: Iterable[tuple[str, torch.nn.Parameter]]) -> list[tuple[str, Tensor]]:
-    """Gradients by parameter, those whose shards are spread over ranks put together."""
+    """Return gradients by parameter, those whose shards are spread over ranks put together."""
     found = [(name, parameter.grad) for name, parameter in named if parameter.grad is not None]
     return [(name, grad.full_tensor() if isinstance(grad, DTensor) else grad) for name, grad in found]
 
 
 def completions_of(ids: list[list[int]], prompts: Prompts, work: Workload, device: torch.device) -> Completions:
-    """Given token ids, as a generator would return them."""
+    """Return given token ids as a generator would."""
     width = max(map(len, ids))
     lengths = torch.tensor([len(row) for row in ids], device=device)
     mask = torch.arange(width, device=device) < lengths[:, None]

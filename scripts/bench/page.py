@@ -1,4 +1,4 @@
-"""docs/benchmarks.md, made of the results: nothing on it is typed by hand.
+"""docs/benchmarks.md and its pictures, made of the results: nothing on it is typed by hand.
 
 PYTHONPATH=scripts python -m bench.page
 """
@@ -10,14 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu import table
+from gpu.result import markdown, read_stages
+from matplotlib.axes import Axes
+from run_curves import BLUE, GREEN, GREY, INK, ORANGE, look, plt, styled
 
-from bench import plots, summary
-from bench.gate import LIMITS
-from bench.measure import FOREIGN
-from bench.reward import SECONDS
-from bench.summary import Result, Spread
-from bench.workload import Workload
+from bench import summary
+from bench.bounds import LIMITS
+from bench.suites import BF16_TRUE, OURS
+from bench.summary import FOREIGN, Result, Spread
+from bench.workload import SLOW_SECONDS, Workload
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = DOCS / "benchmarks.md"
@@ -124,13 +125,13 @@ transformers 5.19.0, lightning 2.6.6, trl 1.16.0). This shows only that the stag
 
 
 def page(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """The page.
+    """Return the page.
 
     Args:
-        results: "cpu" is what `run` writes, "gpu" the files of the proof by stage (`gpu.table.read`).
+        results: "cpu" is what `run` writes, "gpu" the files of the proof by stage (`gpu.read_stages`).
     """
     cpu = "\n".join(_kind(results["cpu"], "cpu")) if "cpu" in results else NOT_YET + "\n"
-    gpu = table.markdown(results["gpu"]) if results.get("gpu") else NO_CARD
+    gpu = markdown(results["gpu"]) if results.get("gpu") else NO_CARD
     return "\n".join([HEAD, f"## On a CPU\n\n{cpu}", f"## On one GPU\n\n{ON_ONE_GPU}\n{gpu}", METHOD])
 
 
@@ -169,7 +170,7 @@ def _machine(run: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _overview(results: Sequence[Result]) -> Iterator[str]:
-    """A row for each of our contenders that has every technique on."""
+    """Yield a row for each of our contenders that has every technique on."""
     columns = ("", "", "s per step", "TRL default / lit_rl", "TRL tuned / lit_rl", "by CPU time")
     yield f"| {' | '.join((*columns, 'peak memory / TRL default', 'rounds', 'commit'))} |"
     yield "|---|---|---|---|---|---|---|---|---|"
@@ -189,7 +190,7 @@ def _overview(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _commit(result: Result) -> str:
-    """Of the code that was measured, with a plus where files differed from it."""
+    """Return the commit that was measured, with a plus where files differed from it."""
     code = result.get("code") or {}
     return f"{code['commit'][:9]}{'+' if code['changed'] else ''}" if code.get("commit") else "unknown"
 
@@ -215,7 +216,7 @@ def _described(workload: Workload, result: Result) -> str:
     if workload.places is not None:
         what += f", {workload.places} decoded at a time"
     if workload.slow_rewards:
-        what += f", rewards that take {1000 * SECONDS:.0f} ms per completion"
+        what += f", rewards that take {1000 * SLOW_SECONDS:.0f} ms per completion"
     if workload.micro_batches is not None:
         what += f", {workload.micro_batches} micro-batches per step"
     loud, turns = summary.noisy(result, FOREIGN)
@@ -239,7 +240,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _counted(result: Result) -> str:
-    """Which settings of TRL the ratios are over."""
+    """Return which settings of TRL the ratios are over."""
     default, tuned = summary.default(result), summary.tuned(result)
     return f' "TRL default" is `{default}`, "TRL tuned" `{tuned}`.' if default and tuned else ""
 
@@ -345,12 +346,85 @@ def _memory(result: Result, name: str) -> str:
 
 
 def write(results: Path = RESULTS, path: Path = PAGE, pictures: Path = PICTURES) -> None:
-    """The page and its pictures, from the results that are there."""
+    """Write the page and its pictures, from the results that are there."""
     file = results / "cpu.json"
     runs = {"cpu": json.loads(file.read_text())} if file.is_file() else {}
-    path.write_text(page(runs | {"gpu": table.read(results / "gpu")}))
+    path.write_text(page(runs | {"gpu": read_stages(results / "gpu")}))
     if runs:
-        plots.draw(runs["cpu"]["benchmarks"], pictures, "cpu")
+        draw(runs["cpu"]["benchmarks"], pictures, "cpu")
+
+
+# --------------------------------------------------------------- pictures: times as fast as TRL, and cost against work
+
+
+def draw(results: Sequence[Result], folder: Path, kind: str) -> None:
+    """Draw all pictures that these results are enough for, as `KIND_NAME.png`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    look()
+    compared = [result for result in results if result["series"] is None and summary.is_compared(result)]
+    if compared:
+        _ratios(compared, folder / f"{kind}_ratios.png")
+    for axis in ("completions", "tokens"):
+        if points := summary.series(results, axis):
+            _cost(points, axis, folder / f"{kind}_{axis}.png")
+
+
+def _ratios(results: Sequence[Result], path: Path) -> None:
+    """Draw TRL's seconds over ours in float32, and with bf16-true: a pair of bars for each workload."""
+    there = [name for name in (OURS, BF16_TRUE) if any(name in result["contenders"] for result in results)]
+    if not there:
+        return
+    size = (2.5 + 4.5 * len(there), 1.2 + 0.7 * len(results))
+    figure, panels = plt.subplots(
+        1, len(there), figsize=size, layout="constrained", sharex=True, sharey=True, squeeze=False
+    )
+    for axes, ours in zip(panels[0], there):
+        _bars(axes, results, ours)
+    panels[0][0].set_yticks(range(len(results)), [result["workload"]["name"] for result in results])
+    panels[0][0].invert_yaxis()
+    panels[0][0].legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _bars(axes: Axes, results: Sequence[Result], ours: str) -> None:
+    """Draw TRL's seconds, as it comes and tuned, over those of one contender of ours, with the rounds' range."""
+    for offset, color, label, which in (
+        (-0.19, BLUE, "TRL default", summary.default),
+        (0.19, ORANGE, "TRL tuned", summary.tuned),
+    ):
+        for place, result in enumerate(results):
+            theirs = which(result)
+            if theirs is None or ours not in result["contenders"]:
+                continue
+            found = summary.ratio(result, theirs, ours)
+            error = [[max(0.0, found.middle - found.low)], [max(0.0, found.high - found.middle)]]
+            axes.barh(place + offset, found.middle, 0.36, xerr=error, color=color, ecolor=INK, capsize=3, label=label)
+            label = None
+    axes.axvline(1, color=INK, linewidth=0.8)
+    axes.set_xlabel(f"seconds a step over those of\n{ours} (range over rounds)")
+    styled(axes, "x", behind=False)
+
+
+def _cost(points: Sequence[Result], axis: str, path: Path) -> None:
+    """Draw seconds a step and peak memory against the amount of work."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
+    factors = [point["factor"] for point in points]
+    for name, color in zip(points[0]["contenders"], (GREY, ORANGE, BLUE, GREEN)):
+        seconds = [summary.spread(point, name).middle for point in points]
+        memory = [summary.peak(point, name) / 1e9 for point in points]
+        left.plot(factors, seconds, "o-", color=color, label=name)
+        right.plot(factors, memory, "o-", color=color)
+    left.set_ylabel("seconds a step")
+    right.set_ylabel("peak memory, GB")
+    for axes in (left, right):
+        axes.set_xlabel(f"times the {axis}")
+        axes.set_xticks(factors)
+        axes.set_ylim(bottom=0)
+        styled(axes, "y", behind=False)
+    left.legend(frameon=False, fontsize=9)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

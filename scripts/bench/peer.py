@@ -1,33 +1,38 @@
-"""TRL 1.16 as a contender: its own trainers, with the config that they are given.
+"""TRL 1.16 in an environment without lit_rl: its own trainers, with the config that they are given.
 
-Nothing of TRL is rebuilt. As with ours, three things are hung around a trainer: completions are ended at their forced
-lengths by a logits processor (one column a token, cheaper than transformers' own `min_new_tokens`), those of the first
-rollout are given, and the loop waits between steps. Runs in an environment without lit_rl.
+    BENCH_SPEC=spec.json python -m bench.peer                    # a contender of the benchmark
+    python -m bench.peer MODEL ROWS.jsonl OUT --seconds 900 --settings JSON --lora JSON    # for scripts/real_model.py
 
-    BENCH_SPEC=spec.json python -m bench.peer
+Nothing of TRL is rebuilt. Around a contender's trainer three things are hung, as with ours: completions are ended at
+their forced lengths by a logits processor (one column a token, cheaper than transformers' own `min_new_tokens`), those
+of the first rollout are given, and the loop waits between steps.
+
+On a real model GRPO trains for as many seconds as ours took. OUT gets the adapter, and `steps.jsonl`: a line an
+optimizer step, with its reward and the seconds since the first step began.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import os
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from bench import reward
-from bench.frozen_head import lay_rows_together
-from bench.protocol import Steps
-from bench.record import FirstStep
-from bench.workload import Spec
+from bench.protocol import FirstStep, Steps
+from bench.workload import Spec, score
 
 
 def config(spec: Spec) -> dict[str, Any]:
-    """Arguments of TRL's config for a workload: what fixes the work, and nothing of how it is done.
+    """Return arguments of TRL's config for a workload: what fixes the work, and nothing of how it is done.
 
     Learning rate, optimizer, clipping and loss are TRL's defaults, which are ours too, but for the constant schedule.
     """
@@ -49,13 +54,13 @@ def config(spec: Spec) -> dict[str, Any]:
 
 
 def micro_batches(rows: int, at_once: int = 8) -> dict[str, int]:
-    """TRL's default rows a forward pass, and as many of them as an optimizer step has."""
+    """Return TRL's default rows a forward pass, and as many of them as an optimizer step has."""
     size = min(rows, at_once)
     return {"per_device_train_batch_size": size, "gradient_accumulation_steps": rows // size}
 
 
 def trainer_of(spec: Spec) -> Any:
-    """The trainer, built from files."""
+    """Return the trainer, built from files."""
     from datasets import Dataset
 
     rows = [json.loads(line) for line in spec.rows.read_text().splitlines()]
@@ -68,7 +73,7 @@ def trainer_of(spec: Spec) -> Any:
     if spec.workload.method == "grpo":
         from trl import GRPOConfig, GRPOTrainer
 
-        return GRPOTrainer(args=GRPOConfig(**arguments), reward_funcs=[reward.score], **shared)
+        return GRPOTrainer(args=GRPOConfig(**arguments), reward_funcs=[score], **shared)
     if spec.workload.method == "dpo":
         from trl import DPOConfig, DPOTrainer
 
@@ -79,7 +84,7 @@ def trainer_of(spec: Spec) -> Any:
 
 
 def in_order(kind: Any) -> Any:
-    """The trainer, taking its rows in their order, as GRPO's `shuffle_dataset=False` does."""
+    """Return the trainer, taking its rows in their order, as GRPO's `shuffle_dataset=False` does."""
     from torch.utils.data import SequentialSampler
 
     class InOrder(kind):
@@ -97,7 +102,7 @@ class EndsAt:
         self._due: dict[int, list[int]] = {}
 
     def rollout(self, lengths: list[int], ends: Callable[[int], bool], prompt_width: int) -> None:
-        """Rows of these lengths are drawn next."""
+        """Note the lengths of the rows that are drawn next."""
         self._width, self._due = prompt_width, {}
         for row, length in enumerate(lengths):
             if ends(length):
@@ -176,7 +181,7 @@ class Contender(TrainerCallback):
         self._steps.between()
 
 
-def main() -> None:
+def contend() -> None:
     spec = Spec.read(os.environ["BENCH_SPEC"])
     steps = Steps()
     trainer = trainer_of(spec)
@@ -186,5 +191,78 @@ def main() -> None:
     trainer.train()
 
 
+def lay_rows_together(model: Any) -> None:
+    """Let the head of a model, or of PEFT's wrapper of one, copy what it reads together.
+
+    With LoRA on a CPU it keeps a frozen head as fast as one that is trained. The head reads the last places of each
+    row, a slice whose rows lie apart. torch folds such a product into one if the weight is trained; of a frozen weight
+    it makes one product a row, over as many views of the head, and in bfloat16 on a CPU that takes up to hundreds of
+    times as long. A slice that is copied together first is folded again, with the same numbers.
+    """
+    model.get_output_embeddings().register_forward_pre_hook(lambda _, given: (given[0].contiguous(), *given[1:]))
+
+
+# ----------------------------------------------------------------------------------------------------- on a real model
+
+
+def exact_match(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+    """1 for a reply that is the answer and nothing else, as `lit_rl.rewards.exact_match` has it."""
+    replies = [completion[0]["content"].strip() for completion in completions]
+    return [float(reply == right) for reply, right in zip(replies, answer, strict=True)]
+
+
+class StopsAfter(TrainerCallback):
+    """Writes down every step, and ends the training after so many seconds.
+
+    Args:
+        seconds: Since the first step began.
+        file: Where the steps go.
+    """
+
+    def __init__(self, seconds: float, file: Path) -> None:
+        self._seconds, self._file, self._began = seconds, file, 0.0
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._began = time.perf_counter()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if logs and "reward" in logs:
+            line = {"step": state.global_step, "reward": logs["reward"], "seconds": time.perf_counter() - self._began}
+            with self._file.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = time.perf_counter() - self._began > self._seconds
+
+
+def train_real_model() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="folder of the model")
+    parser.add_argument("rows", type=Path, help="JSONL of prompts, as chats, and answers")
+    parser.add_argument("out", type=Path, help="a new folder")
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--settings", type=json.loads, required=True, help="of GRPOConfig, as JSON")
+    parser.add_argument("--lora", type=json.loads, required=True, help="of LoraConfig, as JSON")
+    given = parser.parse_args()
+    from datasets import Dataset
+    from peft import LoraConfig
+    from trl import GRPOConfig, GRPOTrainer
+
+    given.out.mkdir(parents=True)
+    rows = [json.loads(line) for line in given.rows.read_text().splitlines()]
+    shared = {"output_dir": str(given.out / "trl"), "report_to": "none", "save_strategy": "no", "logging_steps": 1}
+    trainer = GRPOTrainer(
+        model=given.model,
+        args=GRPOConfig(use_cpu=True, disable_tqdm=True, max_steps=1_000_000, **shared, **given.settings),
+        reward_funcs=[exact_match],
+        train_dataset=Dataset.from_list(rows),
+        peft_config=LoraConfig(task_type="CAUSAL_LM", **given.lora),
+        callbacks=[StopsAfter(given.seconds, given.out / "steps.jsonl")],
+    )
+    lay_rows_together(trainer.model)
+    trainer.train()
+    trainer.save_model(str(given.out / "adapter"))
+
+
 if __name__ == "__main__":
-    main()
+    train_real_model() if sys.argv[1:] else contend()

@@ -1,4 +1,4 @@
-"""How the benchmark talks to a contender: a process that trains one step when it is asked to, and waits in between.
+"""The talk of the benchmark with a contender: a process that trains one step when it is asked to, and waits in between.
 
 One JSON object a line on the process's standard input and output; all that libraries print goes to a log. A request is
 
@@ -6,8 +6,9 @@ One JSON object a line on the process's standard input and output; all that libr
     {"do": "stop"}                   leave, without the end of the run (validation, export)
 
 and the answer to a step its seconds, from the moment it was asked for to the end of that optimizer step: between two
-steps the trainer stands inside its own loop, so all that happens in a step is in it, data and logging too. The first
-step is the gate's (see `gate`). Phases are by name; "flops" are those that torch saw.
+steps the trainer stands inside its own loop, so all that happens in a step is in it, data and logging too. Phases are
+by name; "flops" are those that torch saw. The first step is the gate's (see `bounds`): of it the contender writes down
+its loss, the log-probs of its tokens and its gradient.
 """
 
 from __future__ import annotations
@@ -18,13 +19,62 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.phases import Phases
+import torch
+from torch import Tensor
+
+
+class Phases:
+    """Seconds by phase, of the step that runs.
+
+    Phases of a GPU overlap unless it is waited for at their borders, which makes a step slower: `exact` waits.
+    """
+
+    def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
+        self._synchronize = synchronize
+        self.exact = False
+        self.seconds: dict[str, float] = {}
+        self._open: tuple[str, float] | None = None
+
+    def clear(self) -> None:
+        self.seconds, self._open = {}, None
+
+    def now(self) -> float:
+        if self.exact:
+            self._synchronize()
+        return time.perf_counter()
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function, its seconds added to a phase."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = self.now()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.add(name, self.now() - before)
+
+        return call
+
+    def add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    def until_the_end(self, name: str) -> None:
+        """Count what follows, to the end of the step, as this phase."""
+        self._open = name, self.now()
+
+    def close(self) -> None:
+        """End the step."""
+        if self._open is not None:
+            name, began = self._open
+            self.add(name, self.now() - began)
+            self._open = None
+
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -80,7 +130,7 @@ class Steps:
 
 
 class Unasked(Steps):
-    """Of a further process of the same training: it goes along with the first."""
+    """The further process of a training, which goes along with the first."""
 
     def __init__(self) -> None:
         self.phases = Phases()
@@ -94,7 +144,7 @@ class Unasked(Steps):
 
 @dataclass(frozen=True)
 class Usage:
-    """Of a process and its children."""
+    """CPU time and memory of a process and its children."""
 
     cpu: float
     """Seconds."""
@@ -103,7 +153,7 @@ class Usage:
 
 
 def tree(pid: int) -> list[int]:
-    """A process and its descendants."""
+    """Return a process and its descendants."""
     found, new = [], [pid]
     while new:
         found += new
@@ -117,7 +167,7 @@ def tree(pid: int) -> list[int]:
 
 
 def usage(pid: int) -> Usage:
-    """CPU seconds and peak memory of a process and its descendants that live."""
+    """Return CPU seconds and peak memory of a process and its descendants that live."""
     cpu, peak = 0, 0
     for each in tree(pid):
         fields = _text(Path(f"/proc/{each}/stat")).rpartition(")")[2].split()
@@ -186,7 +236,7 @@ class Process:
                     os.kill(pid, signal.SIGKILL)
 
     def step(self, **how: bool) -> dict[str, Any]:
-        """One optimizer step; its seconds and CPU seconds.
+        """Return one optimizer step; its seconds and CPU seconds.
 
         Raises:
             ContenderFailed: the process ended.
@@ -217,3 +267,75 @@ class Process:
             last = "\n".join(self.log.read_text().splitlines()[-25:])
             raise ContenderFailed(f"{' '.join(self.command)} ended with {code}. The end of {self.log}:\n{last}")
         return json.loads(line)
+
+
+# ---------------------------------------------------------------------------------------- the first step, written down
+
+
+class FirstStep:
+    """Collects while the first step runs, then writes to a folder and collects no more."""
+
+    def __init__(self) -> None:
+        self.open = True
+        self.loss = 0.0
+        self.logprobs: dict[str, list[float]] = {}
+
+    def add_loss(self, share: Tensor) -> None:
+        """Add a micro-batch's share of the step's loss."""
+        if self.open:
+            self.loss += float(share)
+
+    def add_logprobs(self, ids: Tensor, logprobs: Tensor, mask: Tensor) -> None:
+        """Add `logprobs` of rows of `ids` where `mask` is true, all `(b, t)`. A row is known by its tokens."""
+        if self.open:
+            for row, values, there in zip(ids, logprobs.detach().float(), mask.bool()):
+                self.logprobs[key_of(row[there].tolist())] = values[there].tolist()
+
+    def add_gradient(self, named: Iterable[tuple[str, Tensor]], folder: Path, *, whole: bool = True) -> None:
+        """Add the gradient as it is before clipping; what was collected is written, and the step is over.
+
+        Args:
+            named: Gradients by parameter.
+            folder: Where to.
+            whole: Whether this process took the loss of all rows. Of a part there is no loss to compare.
+        """
+        if not self.open:
+            return
+        from safetensors.torch import save_file
+
+        self.open = False
+        gradient = {name: grad.detach().float().cpu().contiguous() for name, grad in named}
+        save_file(gradient, folder / "gradient.safetensors")
+        (folder / "first_step.json").write_text(
+            json.dumps({"loss": self.loss if whole else None, "logprobs": self.logprobs})
+        )
+
+
+def key_of(ids: Sequence[int]) -> str:
+    """Return the name of a completion."""
+    return " ".join(map(str, ids))
+
+
+def read_first_step(folder: Path) -> dict[str, Any]:
+    """Return loss and log-probs of `FirstStep`, and under "gradient" the file, to be read tensor by tensor."""
+    from safetensors import safe_open
+
+    return json.loads((folder / "first_step.json").read_text()) | {
+        "gradient": safe_open(folder / "gradient.safetensors", framework="pt")
+    }
+
+
+def cosine_and_ratio(one: Any, other: Any) -> tuple[float, float]:
+    """Return the cosine of two gradients, and the norm of the second over that of the first.
+
+    Raises:
+        KeyError: a tensor of one has no counterpart, which says which.
+    """
+    names = set(one.keys()) ^ set(other.keys())
+    if names:
+        raise KeyError(f"only one side has a gradient of {', '.join(sorted(names)[:5])}")
+    dot = torch.zeros(3, dtype=torch.float64)
+    for name in one.keys():  # noqa: SIM118 (a file, no dict)
+        a, b = one.get_tensor(name).double().flatten(), other.get_tensor(name).double().flatten()
+        dot += torch.stack([a @ b, a @ a, b @ b])
+    return float(dot[0] / (dot[1] * dot[2]).sqrt()), float((dot[2] / dot[1]).sqrt())

@@ -1,4 +1,4 @@
-"""Medians, ratios and shares of the limit, from the results of `measure`: arithmetic only.
+"""Medians, ratios and shares of the limit, from the results of `run`: arithmetic only.
 
 A contender's seconds are the median over rounds of the median step of each; a ratio is one of such medians, and its
 interval the lowest and highest ratio of a round.
@@ -14,6 +14,9 @@ from typing import Any
 from bench.bounds import Bound, Work
 from bench.workload import Workload
 
+FOREIGN = 0.05
+"""Share of the processor that others may take in a turn."""
+
 Result = Mapping[str, Any]
 """One benchmark, as `Turns.run` gives it."""
 
@@ -28,18 +31,18 @@ class Spread:
 
 
 def of_rounds(result: Result, name: str, what: str = "seconds") -> dict[int, float]:
-    """The median step of each round."""
+    """Return the median step of each round."""
     return {turn["round"]: statistics.median(turn[what]) for turn in result["contenders"][name]["turns"]}
 
 
 def spread(result: Result, name: str, what: str = "seconds") -> Spread:
-    """Seconds of a step, or CPU seconds."""
+    """Return seconds of a step, or CPU seconds."""
     rounds = list(of_rounds(result, name, what).values())
     return Spread(statistics.median(rounds), min(rounds), max(rounds))
 
 
 def ratio(result: Result, slower: str, faster: str, what: str = "seconds") -> Spread:
-    """How many times as long one takes."""
+    """Return how many times as long one takes."""
     a, b = of_rounds(result, slower, what), of_rounds(result, faster, what)
     rounds = [a[number] / b[number] for number in a if number in b]
     middle = statistics.median(a.values()) / statistics.median(b.values())
@@ -47,7 +50,7 @@ def ratio(result: Result, slower: str, faster: str, what: str = "seconds") -> Sp
 
 
 def quartiles(result: Result, name: str) -> tuple[float, float]:
-    """Of all timed steps: a quarter of them took less than the first, a quarter more than the second."""
+    """Return two seconds: a quarter of all timed steps took less than the first, a quarter more than the second."""
     steps = [seconds for turn in result["contenders"][name]["turns"] for seconds in turn["seconds"]]
     if len(steps) < 2:
         return steps[0], steps[0]
@@ -56,33 +59,33 @@ def quartiles(result: Result, name: str) -> tuple[float, float]:
 
 
 def fastest(result: Result, *roles: str) -> str | None:
-    """The name of the peer's fastest setting of some roles, "default" or "tuned"; None where none takes part."""
+    """Return the name of the peer's fastest setting of some roles, "default" or "tuned"; None where none takes part."""
     names = [name for name, one in result["contenders"].items() if one["role"] in roles]
     return min(names, key=lambda name: spread(result, name).middle) if names else None
 
 
 def default(result: Result) -> str | None:
-    """The peer as it comes: the fastest of its ways to wait."""
+    """Return the peer as it comes: the fastest of its ways to wait."""
     return fastest(result, "default")
 
 
 def tuned(result: Result) -> str | None:
-    """The fastest of all settings of the peer, the default too."""
+    """Return the fastest of all settings of the peer, the default too."""
     return fastest(result, "default", "tuned")
 
 
 def ours(result: Result) -> list[str]:
-    """Our contenders with every technique on."""
+    """Return our contenders with every technique on."""
     return [name for name, one in result["contenders"].items() if one["side"] == "ours" and one["technique"] is None]
 
 
 def is_compared(result: Result) -> bool:
-    """Whether ours and the peer as it comes both take part."""
+    """Return whether ours and the peer as it comes both take part."""
     return bool(ours(result)) and default(result) is not None
 
 
 def phases(result: Result, name: str) -> dict[str, float]:
-    """Median seconds of each phase; "train" is what is left of the step."""
+    """Return median seconds of each phase; "train" is what is left of the step."""
     one = result["contenders"][name]
     steps = [(s, p) for turn in one["turns"] for s, p in zip(turn["seconds"], turn["phases"])]
     names = ("generate", "reward", "optimize")
@@ -91,12 +94,12 @@ def phases(result: Result, name: str) -> dict[str, float]:
 
 
 def peak(result: Result, name: str) -> float:
-    """Highest memory of any turn, bytes."""
+    """Return highest memory of any turn, bytes."""
     return max(turn["peak"] for turn in result["contenders"][name]["turns"])
 
 
 def work_of(result: Result) -> list[Work]:
-    """What each of the timed rollouts asked for."""
+    """Return what each of the timed rollouts asked for."""
     workload = Workload(**result["workload"])
     first = result["warmups"]
     count = result["steps"] if workload.lengths == "variable" else 1
@@ -105,7 +108,7 @@ def work_of(result: Result) -> list[Work]:
 
 @dataclass(frozen=True)
 class Shares:
-    """How near to the limit a contender is, each in [0, 1] (MFU may be over what is executed)."""
+    """The nearness of a contender to the limit, each in [0, 1] (MFU may be over what is executed)."""
 
     step: float
     """Bound of the step over its seconds: the step efficiency."""
@@ -118,18 +121,18 @@ class Shares:
 
 
 def limit(result: Result, machine: Mapping[str, Any]) -> Bound:
-    """The bound of the median rollout."""
+    """Return the bound of the median rollout."""
     bounds = [work.bound(*rates(machine)) for work in work_of(result)]
     return sorted(bounds, key=lambda bound: bound.step)[len(bounds) // 2]
 
 
 def rates(machine: Mapping[str, Any]) -> tuple[float, float]:
-    """FLOP/s and bytes/s, the best that were measured."""
+    """Return FLOP/s and bytes/s, the best that were measured."""
     return max(machine["flops"].values()), max(machine["copy"], machine["read"])
 
 
 def shares(result: Result, name: str, machine: Mapping[str, Any]) -> Shares:
-    """Of one contender."""
+    """Return those of one contender."""
     flops, bytes_ = rates(machine)
     seconds, parts = spread(result, name).middle, phases(result, name)
     works, executed = work_of(result), result["contenders"][name].get("flops")
@@ -144,23 +147,24 @@ def shares(result: Result, name: str, machine: Mapping[str, Any]) -> Shares:
 
 
 def generated_tokens(result: Result) -> float:
-    """Of a rollout, the median; 0 where nothing is generated."""
+    """Return the median of a rollout; 0 where nothing is generated."""
     works = work_of(result)
     return statistics.median(sum(work.lengths) for work in works) if works[0].generates else 0
 
 
 def trained_tokens(result: Result) -> float:
-    """Tokens of prompts and completions of a step, each row with its own prompt and without padding; the median."""
+    """Return tokens of prompts and completions of a step, each row with its own prompt and without padding; the
+    median."""
     works = work_of(result)
     return statistics.median(len(work.lengths) * work.prompt_tokens + sum(work.lengths) for work in works)
 
 
 def noisy(result: Result, allowed: float) -> tuple[int, int]:
-    """Turns in which others took more of the processor, and all turns."""
+    """Count turns in which others took more of the processor, and all turns."""
     turns = [turn for one in result["contenders"].values() for turn in one["turns"]]
     return sum(turn["foreign"] > allowed for turn in turns), len(turns)
 
 
 def series(results: Sequence[Result], axis: str) -> list[Result]:
-    """The points of cost against work, the least work first."""
+    """Return the points of cost against work, the least work first."""
     return sorted((r for r in results if r["series"] == axis), key=lambda r: r["factor"])

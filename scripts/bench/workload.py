@@ -1,7 +1,8 @@
-"""What a step computes, and the files that every contender reads, so that all of them compute the same.
+"""The work of a step, and the files that every contender reads, so that all of them compute the same.
 
-A model with random weights from a fixed seed, prompts, the length that each completion is forced to, rewards by
-`reward.py`, and completions for the first step, which all contenders are given: `gate` compares what they make of them.
+A model with random weights from a fixed seed, prompts, the length that each completion is forced to, rewards of the
+sampled token ids, and completions for the first step, which all contenders are given: `bounds` compares what they make
+of them. What is imported here is the standard library alone: rewards run in a worker, which loads this file.
 
     folder/model/         the checkpoint, with its tokenizer
     folder/rows.jsonl     prompts, or pairs, or texts, in the order in which they are taken
@@ -14,13 +15,16 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
+
 
 EOS = "!"
 """What ends a response: the first token of the vocabulary. A random policy draws it as rarely as any other."""
@@ -111,7 +115,7 @@ class Workload:
     micro_batches: int | None = None
     """Of a step of ours; None: as few as fit."""
     slow_rewards: bool = False
-    """Ours asks `reward.slow`, which takes its time for each completion."""
+    """Ours asks `slow`, which takes its time for each completion."""
 
     @property
     def rows(self) -> int:
@@ -122,7 +126,7 @@ class Workload:
         return self.method == "grpo"
 
     def lengths_of(self, rollout: int) -> list[int]:
-        """Forced tokens of every completion of a rollout, rows of a prompt being neighbours."""
+        """Return forced tokens of every completion of a rollout, rows of a prompt being neighbours."""
         if self.lengths == "fixed":
             return [self.completion_tokens] * self.rows
         draw, sigma = random.Random(rollout % ROLLOUTS), 0.6
@@ -131,17 +135,17 @@ class Workload:
         return [min(max(length, SHORTEST), self.completion_tokens) for length in drawn]
 
     def is_dead(self, row: int) -> bool:
-        """Whether the group of this row of a rollout has equal rewards."""
+        """Return whether the group of this row of a rollout has equal rewards."""
         return self.dead and row // self.group % 2 == 1
 
     def ends(self, length: int) -> bool:
-        """Whether a completion of this length ends by EOS: the longest are cut."""
+        """Return whether a completion of this length ends by EOS: the longest are cut."""
         return length < self.completion_tokens
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What the process of one contender is told, as a JSON file."""
+    """The order to the process of one contender, as a JSON file."""
 
     workload: Workload
     folder: Path
@@ -155,7 +159,7 @@ class Spec:
     `rows_together`, if the frozen head is to be fast). `unrecorded` of both: no first step is written down."""
 
     def write(self) -> Path:
-        """The file, in its own folder."""
+        """Return the file, in its own folder."""
         self.work.mkdir(parents=True, exist_ok=True)
         path = self.work / "spec.json"
         text = asdict(self) | {"folder": str(self.folder), "work": str(self.work)}
@@ -164,7 +168,7 @@ class Spec:
 
     @classmethod
     def read(cls, path: str | Path) -> Spec:
-        """The counterpart of `write`."""
+        """Return the counterpart of `write`."""
         told = json.loads(Path(path).read_text())
         workload = Workload(**told.pop("workload"))
         return cls(workload, Path(told.pop("folder")), Path(told.pop("work")), **told)
@@ -178,11 +182,11 @@ class Spec:
         return self.folder / "rows.jsonl"
 
     def lengths(self) -> list[list[int]]:
-        """Forced lengths `[rollout][row]`."""
+        """Return forced lengths `[rollout][row]`."""
         return json.loads((self.folder / "lengths.json").read_text())
 
     def given(self) -> list[list[int]]:
-        """Completions of the first rollout."""
+        """Return completions of the first rollout."""
         return json.loads((self.folder / "given.json").read_text())
 
 
@@ -209,7 +213,7 @@ def write(
 
 
 def _letters(draw: random.Random, count: int) -> str:
-    """A text of so many tokens: the tokenizer has one for each letter."""
+    """Return a text of so many tokens: the tokenizer has one for each letter."""
     return "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=count))
 
 
@@ -228,7 +232,7 @@ def _row(workload: Workload, draw: random.Random, index: int) -> dict[str, Any]:
 
 
 def _given(workload: Workload, draw: random.Random) -> list[list[int]]:
-    """Random tokens of the forced lengths: EOS last where the length is not the longest, and nowhere else."""
+    """Return random tokens of the forced lengths: EOS last where the length is not the longest, and nowhere else."""
     vocabulary = SHAPES[workload.shape]["vocab_size"]
     rows = []
     for length in workload.lengths_of(0) if workload.generates else ():
@@ -240,7 +244,7 @@ def _given(workload: Workload, draw: random.Random) -> list[list[int]]:
 def write_model(
     shape: str, folder: Path, seed: int = 0, *, device: str = "cpu", dtype: torch.dtype | None = None
 ) -> None:
-    """A model of this shape with random weights, and a tokenizer with one token a byte."""
+    """Write a model of this shape with random weights, and a tokenizer with one token a byte."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -264,3 +268,35 @@ def write_model(
         model = AutoModelForCausalLM.from_config(config, dtype=dtype or torch.float32)
     model.save_pretrained(folder)
     fast.save_pretrained(folder)
+
+
+# ------------------------------------------------------------------------------------------------------------- rewards
+
+
+SLOW_SECONDS = 0.01
+"""That `slow` takes for a completion: a short program that runs, or a quick answer of a server."""
+
+
+def score(completion_ids: Sequence[Sequence[int]], dead: Sequence[int], **columns: Any) -> list[float]:
+    """Return the share of odd tokens; 0 for every completion of a prompt that is `dead`.
+
+    Args:
+        completion_ids: Token ids of each completion.
+        dead: The prompt's column of that name, one value a completion.
+        columns: What else both sides hand over.
+    """
+    return [float(exact(ids, bool(off))) for ids, off in zip(completion_ids, dead)]
+
+
+def slow(completion_ids: Sequence[Sequence[int]], dead: Sequence[int], **columns: Any) -> list[float]:
+    """Return `score`, `SLOW_SECONDS` later for each completion."""
+    time.sleep(SLOW_SECONDS * len(completion_ids))
+    return score(completion_ids, dead)
+
+
+slow.independent_rows = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def exact(ids: Sequence[int], dead: bool) -> Fraction:
+    """Return the reward of one completion."""
+    return Fraction(0 if dead else sum(i & 1 for i in ids), len(ids))

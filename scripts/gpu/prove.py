@@ -21,8 +21,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from gpu import table
-from gpu.result import SMALL, write
+from gpu.result import ENDED, SMALL, STAGES, failures, markdown, passed, read_stages, write
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs" / "benchmarks" / "gpu"
@@ -38,9 +37,7 @@ ON_A_CPU = ("trl",)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder of the results")
-    parser.add_argument(
-        "--only", nargs="+", choices=table.STAGES, default=table.STAGES, metavar="STAGE", help=", ".join(table.STAGES)
-    )
+    parser.add_argument("--only", nargs="+", choices=STAGES, default=STAGES, metavar="STAGE", help=", ".join(STAGES))
     parser.add_argument(
         "--docs", action="store_true", help="put the results into docs/benchmarks/gpu, and write docs/benchmarks.md"
     )
@@ -48,14 +45,15 @@ def main() -> None:
     out: Path = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="lit_rl_proof_") as work:
-        for name in table.STAGES:
+        for name in STAGES:
             if name in given.only:
                 box = BOXES[name] * (SLOW if SMALL else 1)
-                command = [sys.executable, "-m", f"gpu.{name}", str(out / f"{name}.json"), work]
+                module = "gpu.checks" if name in ("sound", "kernels") else "gpu.speed"
+                command = [sys.executable, "-m", module, name, str(out / f"{name}.json"), work]
                 more = {"PRETEND": ""} if SMALL and name in ON_A_CPU else {}
                 run_stage(name, command, out, box, more)
-    found = table.read(out)
-    text = table.markdown(found)
+    found = read_stages(out)
+    text = markdown(found)
     (out / "table.md").write_text(text)
     print(text)
     if given.docs:
@@ -65,7 +63,7 @@ def main() -> None:
         for stage in found:
             shutil.copy(out / f"{stage}.json", DOCS)
         page.write(page.RESULTS, page.PAGE, page.PICTURES)
-    sys.exit(0 if table.passed(found) else 1)
+    sys.exit(0 if passed(found) else 1)
 
 
 def run_stage(name: str, command: list[str], out: Path, box: float, environment: Mapping[str, str] = {}) -> None:
@@ -87,7 +85,7 @@ def run_stage(name: str, command: list[str], out: Path, box: float, environment:
         )
         try:
             code = process.wait(timeout=box)
-            status = table.ENDED if code == 0 else f"broke with {code}"
+            status = ENDED if code == 0 else f"broke with {code}"
         except subprocess.TimeoutExpired:
             status = "ran out of time"
         finally:
@@ -96,7 +94,7 @@ def run_stage(name: str, command: list[str], out: Path, box: float, environment:
         lines = [line.rstrip()[:300] for line in log]
     rows = json.loads(file.read_text())["rows"] if file.is_file() else []
     told = {"status": status, "seconds": time.perf_counter() - began, "box": box, "small": SMALL, "rows": rows}
-    good = status == table.ENDED and not table.failures(told)
+    good = status == ENDED and not failures(told)
     write(file, told | ({} if good else {"last_lines": excerpt(lines)}))
     print(f"{name}: {status} after {told['seconds']:.0f} s", flush=True)
 

@@ -22,8 +22,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from bench import gate, record
-from bench.phases import Phases
+from bench.bounds import Agreement, compare, missing
+from bench.protocol import Phases, read_first_step
 from bench.workload import Spec, Workload, write
 
 from lit_rl.models.model_costs import ModelFlops, Span
@@ -47,7 +47,7 @@ class Clock:
         self._began: float | None = None
 
     def between(self) -> None:
-        """A step ended, and the next one begins. Peaks count from the first one on."""
+        """End a step, and begin the next one. Peaks count from the first one on."""
         wait()
         if self._began is None:
             if GPU:
@@ -101,7 +101,7 @@ class Trained:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step, the median after the warm-up."""
+        """Return seconds of a step, the median after the warm-up."""
         return statistics.median(self.clock.seconds[self.warmups :])
 
     def settle(self) -> Trained:
@@ -115,12 +115,12 @@ class Trained:
 
     @property
     def tokens(self) -> int:
-        """Prompts and completions of a step, each row with its own prompt."""
+        """Return prompts and completions of a step, each row with its own prompt."""
         return self.work.rows * (self.work.prompt_tokens + self.work.completion_tokens)
 
     @property
     def flops(self) -> float:
-        """Useful ones of learning: each row with its own prompt, attention counted causally, the head on completions.
+        """Return useful ones of learning: rows with their own prompts, causal attention, the head on completions.
 
         By `lit_rl.models.model_costs`, which counts a window's keys alone, and no norm or bias. NaN without a model.
         """
@@ -131,7 +131,7 @@ class Trained:
         return float(self.costs.of(spans, completion * self.work.rows).training)
 
     def flops_as_trl(self) -> float:
-        """The same as TRL counts: attention not causally, the head on every token."""
+        """Return the same as TRL counts: attention not causally, the head on every token."""
         from trl.trainer.utils import compute_flops_per_token
 
         length = self.work.prompt_tokens + self.work.completion_tokens
@@ -198,7 +198,7 @@ def ours(spec: Spec, *overrides: str, steps: int = 1, warmups: int = 0, clock: C
 
 @contextmanager
 def watched(trained: Trained) -> Iterator[None]:
-    """Meanwhile, what passes share and what trials of quicker ways say is written down; then all is as it was."""
+    """Write down meanwhile what passes share and what trials of quicker ways say; then all is as it was."""
     from lightning.pytorch import utilities
 
     from lit_rl.generation import noise
@@ -233,17 +233,17 @@ def watched(trained: Trained) -> Iterator[None]:
         yield
 
 
-def agreement(spec: Spec, reference: Path, *, gradients: bool = True) -> gate.Agreement:
+def agreement(spec: Spec, reference: Path, *, gradients: bool = True) -> Agreement:
     """Return how far the first step of a training is from that of another one of the same work, by its folder.
 
     Raises:
         RuntimeError: completions that teach something were not scored.
     """
-    sides = record.read(reference), record.read(spec.work)
+    sides = read_first_step(reference), read_first_step(spec.work)
     for who, side in zip((reference, spec.work), sides):
-        if lost := gate.missing(spec.workload, spec.given(), side):
+        if lost := missing(spec.workload, spec.given(), side):
             raise RuntimeError(f"{who.name} did not score {lost} completions that teach something")
-    return gate.compare(*sides, gradients=gradients)
+    return compare(*sides, gradients=gradients)
 
 
 def trl(spec: Spec, steps: int, warmups: int) -> Trained:

@@ -665,14 +665,14 @@ def test_float32_adapters_read_wide_numbers_beside_narrow_weights_only():
 
 @pytest.mark.all
 def test_the_page_of_hardware_has_the_plans_of_now(root):
-    done = warm.run([sys.executable, str(root / "scripts" / "hardware_plans.py"), "--check"])
-    assert done.returncode == 0, "python scripts/hardware_plans.py"
+    done = warm.run([sys.executable, str(root / "scripts" / "plans.py"), "gpus", "--check"])
+    assert done.returncode == 0, "python scripts/plans.py gpus"
 
 
 @pytest.mark.all
 def test_the_plan_is_near_what_a_process_takes(root):
     case = '{"shape": "7m", "method": "grpo", "rows": 16}'
-    command = [sys.executable, root / "scripts" / "memory_peaks.py", "--case", case]
+    command = [sys.executable, root / "scripts" / "plans.py", "memory", "--case", case]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["planned"] == pytest.approx(found["measured"], rel=0.1)

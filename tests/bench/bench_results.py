@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from bench.contenders import Contender
-from bench.suites import Benchmark
+from bench.suites import Benchmark, Contender
 from bench.workload import Workload
 
 MACHINE: dict[str, Any] = {

@@ -8,23 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench import bounds, reward, summary
+from bench import bounds, summary, workload
 from bench.bounds import Dims, Work
-from bench.contenders import (
+from bench.ours import overrides
+from bench.suites import (
     BF16_TRUE,
     BFLOAT16,
+    C1,
     DEFAULT,
     LIKE_OURS,
     OURS,
     REFERENCE,
     SPINNING,
+    SUITES,
     SWITCHES,
     ablations,
+    bench,
+    full,
+    only,
     ours,
     peers,
 )
-from bench.ours import overrides
-from bench.suites import C1, SUITES, bench, full, only
 from bench.workload import SHORTEST, Spec, Workload, write
 from bench_results import MACHINE, contender, result
 from composed_configs import config_of
@@ -201,7 +205,7 @@ def test_places_micro_batches_and_slow_rewards_are_settings_of_ours(tmp_path: Pa
     assert set(said(places=8)) - set(said()) == {"generator.batch_size=8"}
     assert set(said(micro_batches=4)) - set(said()) == {"trainer.accumulate_grad_batches=4"}
     (function,) = set(said(slow_rewards=True)) - set(said())
-    assert function.endswith("reward.py:slow")
+    assert function.endswith("workload.py:slow")
 
 
 def test_texts_of_variable_lengths_have_the_lengths_that_the_bounds_count(tmp_path: Path) -> None:
@@ -214,6 +218,6 @@ def test_texts_of_variable_lengths_have_the_lengths_that_the_bounds_count(tmp_pa
 
 
 def test_a_slow_reward_has_the_values_of_the_quick_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward, "SECONDS", 0.001)
+    monkeypatch.setattr(workload, "SLOW_SECONDS", 0.001)
     ids, dead = [[1, 2, 3], [2, 4]], [0, 1]
-    assert reward.slow(ids, dead) == reward.score(ids, dead)
+    assert workload.slow(ids, dead) == workload.score(ids, dead)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from bench.frozen_head import lay_rows_together
+from bench.peer import lay_rows_together
 from products import Products
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM

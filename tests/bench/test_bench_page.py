@@ -7,15 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench import page, summary
-from bench.contenders import DEFAULT, OURS
 from bench.run import merged
-from bench.suites import C1, DPO
+from bench.suites import C1, DEFAULT, DPO, OURS
 from bench_results import contender, result, run
-from gpu import table
+from gpu.result import read_stages
 
 
 def test_the_page_is_what_its_results_make() -> None:
-    runs = {"cpu": json.loads((page.RESULTS / "cpu.json").read_text()), "gpu": table.read(page.RESULTS / "gpu")}
+    runs = {"cpu": json.loads((page.RESULTS / "cpu.json").read_text()), "gpu": read_stages(page.RESULTS / "gpu")}
     assert page.PAGE.read_text() == page.page(runs), "run: PYTHONPATH=scripts python -m bench.page"
 
 

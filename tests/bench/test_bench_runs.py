@@ -7,19 +7,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench import measure
-from bench.contenders import OURS, REFERENCE, ours, peers
-from bench.gate import GateError
+from bench.bounds import GateError
 from bench.protocol import ContenderFailed
-from bench.run import header, of_machine, save
+from bench.run import Place, header, of_machine, results_of, save
+from bench.suites import OURS, REFERENCE, ours, peers
 from bench.workload import Workload
 from bench_results import small
 
 WORK = Workload("small", shape="tiny", prompts=2, group=4, prompt_tokens=6, completion_tokens=8, lengths="variable")
 
 
-def place(folder: Path) -> measure.Place:
-    return measure.Place(folder, sys.executable, "cpu", threads=1)
+def place(folder: Path) -> Place:
+    return Place(folder, sys.executable, "cpu", threads=1)
 
 
 @pytest.mark.all
@@ -27,7 +26,7 @@ def test_a_step_of_ours_is_timed_beside_one_of_trl(tmp_path: Path) -> None:
     benchmark = small(WORK, [*peers(WORK, []), ours(OURS)])
     where = place(tmp_path)
     run = header("smoke", where, size=64, floats=2**16, times=2)
-    run["benchmarks"] = [of_machine(run, result) for result in measure.run([benchmark], where)]
+    run["benchmarks"] = [of_machine(run, result) for result in results_of([benchmark], where)]
     save(run, tmp_path / "docs" / "benchmarks" / "cpu.json", tmp_path / "docs")
     (found,) = json.loads((tmp_path / "docs" / "benchmarks" / "cpu.json").read_text())["benchmarks"]
     assert list(found["contenders"]) == [REFERENCE, OURS]
@@ -44,10 +43,10 @@ def test_a_step_of_ours_is_timed_beside_one_of_trl(tmp_path: Path) -> None:
 def test_a_contender_with_another_temperature_gets_no_figure(tmp_path: Path) -> None:
     benchmark = small(WORK, [ours(OURS), ours("hot", "sampling.temperature=2")])
     with pytest.raises(GateError, match=r"small: hot computes something else .* log-probs differ"):
-        list(measure.run([benchmark], place(tmp_path)))
+        list(results_of([benchmark], place(tmp_path)))
 
 
 @pytest.mark.exhaustive
 def test_a_contender_that_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(ContenderFailed, match=r"algo\.group_sise"):
-        list(measure.run([small(WORK, [ours("typo", "algo.group_sise=3")])], place(tmp_path)))
+        list(results_of([small(WORK, [ours("typo", "algo.group_sise=3")])], place(tmp_path)))

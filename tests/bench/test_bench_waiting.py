@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from bench.bounds import revision
 from bench.protocol import Process
-from bench.revision import revision
-from bench.waiting import Waiting
+from bench.run import Waiting
 
 STEPS = """
 import json, sys

@@ -19,9 +19,10 @@ import pytest
 import torch
 from bench import page
 from bench.bounds import Work
-from bench.record import FirstStep
+from bench.protocol import FirstStep
 from bench.workload import SHAPES, Spec, Workload
-from gpu import kernels, prove, step_trace, table, training
+from gpu import checks, prove, speed, training
+from gpu import result as proof
 from gpu.result import Result
 from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import Interval
@@ -38,7 +39,7 @@ def stage(out: Path, then: str, box: float = 60) -> dict[str, Any]:
     """Run a stage named "sound" that finds one row and goes on so; returns its file."""
     code = FIRST.format(file=str(out / "sound.json")) + then
     prove.run_stage("sound", [sys.executable, "-c", code], out, box, {"PYTHONPATH": str(SCRIPTS)})
-    return table.read(out)["sound"]
+    return proof.read_stages(out)["sound"]
 
 
 def alive(pid: int) -> bool:
@@ -52,8 +53,8 @@ def test_a_stage_that_breaks_keeps_its_rows_and_its_last_lines(tmp_path: Path) -
     found = stage(tmp_path, "raise ValueError('no such card')")
     assert found["status"] == "broke with 1" and found["rows"][0]["passed"] is True
     assert found["last_lines"][-1] == "ValueError: no such card"
-    assert not table.passed({"sound": found})
-    assert "ValueError: no such card" in table.markdown({"sound": found})
+    assert not proof.passed({"sound": found})
+    assert "ValueError: no such card" in proof.markdown({"sound": found})
 
 
 def test_a_part_that_breaks_leaves_what_it_said_though_the_stage_goes_on(tmp_path: Path) -> None:
@@ -67,7 +68,7 @@ for number in range(1000):
     print("later", number)
 """
     found = stage(tmp_path, f"exec({then.format(file=str(tmp_path / 'sound.json'))!r})")
-    assert found["status"] == table.ENDED and not table.passed({"sound": found})
+    assert found["status"] == proof.ENDED and not proof.passed({"sound": found})
     assert found["rows"][-1]["trace"][-1] == "ValueError: it ended with 1"
     assert "the door said why" in found["last_lines"] and found["last_lines"][-1] == "later 999"
     assert len(found["last_lines"]) <= prove.LAST + prove.BEFORE
@@ -92,7 +93,7 @@ def test_a_stage_out_of_time_is_killed_with_its_children_though_it_ignores_signa
 
 def test_a_stage_that_ended_passes_unless_a_check_failed(tmp_path: Path) -> None:
     found = stage(tmp_path, "assert 0 < Result(Path('unwritten')).left <= 60")
-    assert table.passed({"sound": found}) and "last_lines" not in found
+    assert proof.passed({"sound": found}) and "last_lines" not in found
     result = Result(tmp_path / "sound.json")
     result.check("within", 0.5, least=0.5, most=0.5)
     assert result.rows[-1].passed
@@ -103,7 +104,7 @@ def test_a_stage_that_ended_passes_unless_a_check_failed(tmp_path: Path) -> None
         raise RuntimeError("broken\nin two lines")
     assert result.rows[-1].passed is False and result.rows[-1].note == "broke: RuntimeError: broken"
     told = json.loads((tmp_path / "sound.json").read_text())
-    assert len(told["rows"]) == 6 and not table.passed({"sound": told | {"status": table.ENDED}})
+    assert len(told["rows"]) == 6 and not proof.passed({"sound": told | {"status": proof.ENDED}})
 
 
 def test_the_page_shows_every_row_with_its_bound_and_without_files_that_no_card_was_there(tmp_path: Path) -> None:
@@ -113,13 +114,13 @@ def test_the_page_shows_every_row_with_its_bound_and_without_files_that_no_card_
     result = Result(tmp_path / "gpu" / "machine.json")
     result.figure("card", "A card of 2031")
     told = json.loads((tmp_path / "gpu" / "machine.json").read_text())
-    machine = told | {"status": table.ENDED, "seconds": 3.0, "box": 20}
+    machine = told | {"status": proof.ENDED, "seconds": 3.0, "box": 20}
     rows = Result(tmp_path / "gpu" / "kernels.json")
     rows.check("a | kernel", 3e-5, most=1e-4, unit="nats")
     rows.check("another", 2.0, most=1e-4)
     rows.not_run("a third", "there is no NCCL")
     found = json.loads((tmp_path / "gpu" / "kernels.json").read_text())
-    found |= {"status": table.ENDED, "seconds": 61.0, "box": 80}
+    found |= {"status": proof.ENDED, "seconds": 61.0, "box": 80}
     for name, one in (("machine", machine), ("kernels", found)):
         (tmp_path / "gpu" / f"{name}.json").write_text(json.dumps(one))
     page.write(tmp_path, tmp_path / "page.md", tmp_path)
@@ -133,16 +134,16 @@ def test_the_page_shows_every_row_with_its_bound_and_without_files_that_no_card_
 @pytest.mark.all
 def test_kernels_are_compared_with_the_formula(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = Result(tmp_path / "kernels.json")
-    kernels.kernels(result)
-    checks = [row for row in result.rows if row.passed is not None]
-    assert len(checks) > 20 and all(row.passed for row in checks)
+    checks.each_function(result)
+    passed = [row.passed for row in result.rows if row.passed is not None]
+    assert len(passed) > 20 and all(passed)
     calls = []
 
     def wrong(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         calls.append(hidden)
         return (hidden @ weight.T)[:, 0] * (1 + 1e-3 * (len(calls) % 2))
 
-    kernels.compared(result, "wrong", wrong, torch.float32, (4, 8), (16, 8))
+    checks.compared(result, "wrong", wrong, torch.float32, (4, 8), (16, 8))
     assert not any(row.passed for row in result.rows[-3:])
 
 
@@ -182,7 +183,7 @@ def event(name: str, start: float, end: float, *, card: bool = False, annotation
 def test_a_profile_is_told_in_kernels_alone(tmp_path: Path) -> None:
     """Microseconds: kernels from 0 to 400 and from 600 to 1000, under spans that are no kernels."""
     result = Result(tmp_path / "step_trace.json")
-    step_trace.told(
+    speed.profile_told(
         result,
         [
             event("phase: generate", 0, 500),
@@ -200,7 +201,7 @@ def test_a_profile_is_told_in_kernels_alone(tmp_path: Path) -> None:
     assert {row.what: row.value for row in result.rows} == {
         "the card idles in a profiled step": pytest.approx(0.2),
         "launches in a step": 3,
-        "launches a token": 2 / step_trace.WORK.completion_tokens,
+        "launches a token": 2 / speed.TRACED.completion_tokens,
         "kernel gemm": pytest.approx(7e-4),
         "kernel copy": pytest.approx(2e-4),
     }
@@ -211,12 +212,12 @@ def test_a_wait_is_of_the_innermost_line_of_lit_rl_or_of_the_harness(tmp_path: P
     def frame(*place: str) -> traceback.FrameSummary:
         return traceback.FrameSummary(str(Path(*place)), 7, "f")
 
-    ours, harness = frame(step_trace.PACKAGE, "loop.py"), frame(step_trace.HARNESS, "bench", "ours.py")
-    torchs, watch = frame("torch", "_tensor.py"), frame(step_trace.HARNESS, "gpu", "step_trace.py")
-    assert step_trace.waiting([harness, ours, torchs, watch]) == "loop.py:7 f"
-    assert step_trace.waiting([ours, harness, torchs, watch]) == "the harness, ours.py:7 f"
+    ours, harness = frame(speed.PACKAGE, "loop.py"), frame(speed.HARNESS, "bench", "ours.py")
+    torchs, watch = frame("torch", "_tensor.py"), frame(speed.HARNESS, "gpu", "speed.py")
+    assert speed.waiting([harness, ours, torchs, watch]) == "loop.py:7 f"
+    assert speed.waiting([ours, harness, torchs, watch]) == "the harness, ours.py:7 f"
     result = Result(tmp_path / "step_trace.json")
-    step_trace.waits_told(result, Counter({"loop.py:7 f": 2, "the harness, ours.py:7 f": 5}))
+    speed.waits_told(result, Counter({"loop.py:7 f": 2, "the harness, ours.py:7 f": 5}))
     assert result.rows[0].value == 2 and len(result.rows) == 3
 
 
@@ -229,7 +230,7 @@ def test_flops_are_those_of_the_benchmark_but_for_norms_and_biases() -> None:
 
 
 def test_spans_that_overlap_count_once() -> None:
-    assert step_trace.covered([(0, 2), (1, 3), (5, 6), (5.5, 5.75)]) == 4
+    assert speed.covered([(0, 2), (1, 3), (5, 6), (5.5, 5.75)]) == 4
 
 
 @pytest.mark.all
@@ -239,7 +240,7 @@ def test_a_whole_stage_in_small_shapes(tmp_path: Path) -> None:
     environment = os.environ | {"PROOF_SMALL": "1", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
-    what = {row["what"]: row["value"] for row in table.read(tmp_path)["main_command"]["rows"]}
+    what = {row["what"]: row["value"] for row in proof.read_stages(tmp_path)["main_command"]["rows"]}
     assert what["lit_rl: a step"] > what["lit_rl: generate"] > 0
     assert 0 < what["lit_rl: MFU of learning"] < 1 and 0 < what["lit_rl: share of the limit, step"] < 1
     assert what["lit_rl: decode steps"] == "lean_steps"
@@ -251,11 +252,11 @@ def test_a_whole_stage_in_small_shapes(tmp_path: Path) -> None:
 STAGES = """
 import itertools, sys
 from pathlib import Path
-from gpu import figures, step_trace, trl
+from gpu import speed
 from gpu.result import Result
-figures.ROWS = dict(itertools.islice(figures.ROWS.items(), 2))
-for one in (figures, trl, step_trace):
-    one.run(Result(Path(sys.argv[1], one.__name__.removeprefix("gpu.") + ".json")), Path(sys.argv[1], "work"))
+speed.FIGURES = dict(itertools.islice(speed.FIGURES.items(), 2))
+for one in (speed.figures, speed.trl, speed.step_trace):
+    one(Result(Path(sys.argv[1], one.__name__ + ".json")), Path(sys.argv[1], "work"))
 """
 
 
@@ -267,7 +268,7 @@ def test_figures_trl_and_the_trace_in_small_shapes(tmp_path: Path) -> None:
     command = [sys.executable, "-c", STAGES, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = table.read(tmp_path)
+    found = proof.read_stages(tmp_path)
     assert not [row for one in found.values() for row in one["rows"] if row["passed"] is False]
     for name, some in {"figures": "RL learning, 0.6B, 16,384: learned", "trl": "TRL, as it comes: a step"}.items():
         assert next(row["value"] for row in found[name]["rows"] if row["what"] == some) > 0

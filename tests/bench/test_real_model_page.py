@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import real_model
-from bench.contenders import KEEP
+from bench.suites import KEEP
 
 
 def test_the_tables_are_what_the_numbers_make() -> None:

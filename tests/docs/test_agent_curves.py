@@ -18,9 +18,9 @@ PRETRAINED = {"smollm2_tool"}
 @pytest.fixture
 def curves(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
-    import agent_curves  # pyright: ignore
+    import run_curves  # pyright: ignore
 
-    return agent_curves
+    return run_curves
 
 
 def test_every_task_is_learned_from_three_seeds_and_the_table_is_of_them(curves: Any) -> None:
@@ -47,7 +47,7 @@ def test_picture_and_table_are_made_from_the_file_again(curves: Any, tmp_path: P
     (tmp_path / "images").mkdir()
     for name in ("agents.md", "images/agents.csv"):
         shutil.copy(curves.DOCS / name, tmp_path / name)
-    curves.main(["--draw-only", "--docs", str(tmp_path)])
+    curves.main(["agents", "--draw-only", "--docs", str(tmp_path)])
     assert (tmp_path / "images" / "agents.png").stat().st_size > 10_000
     assert (tmp_path / "agents.md").read_text() == (curves.DOCS / "agents.md").read_text()
     known = curves.load(tmp_path / "images" / "agents.csv")
@@ -57,7 +57,7 @@ def test_picture_and_table_are_made_from_the_file_again(curves: Any, tmp_path: P
 
 def test_a_task_that_is_none_is_named(curves: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        curves.main(["calculater", "--draw-only"])
+        curves.main(["agents", "calculater", "--draw-only"])
     assert "calculater: none of the tasks calculator, guess" in capsys.readouterr().err
 
 

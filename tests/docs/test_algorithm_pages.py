@@ -55,14 +55,6 @@ def curves(scripts: None) -> ModuleType:
     return learning_curves
 
 
-@pytest.fixture(scope="module")
-def offline(scripts: None) -> ModuleType:
-    pytest.importorskip("matplotlib")
-    import offline_curves  # pyright: ignore
-
-    return offline_curves
-
-
 def test_there_is_a_page_for_each_preset_and_no_other() -> None:
     assert sorted(path.stem for path in PAGES.glob("*.md") if path.stem != "README") == PRESETS
 
@@ -98,25 +90,24 @@ def test_the_index_is_up_to_date(pages: ModuleType) -> None:
     assert pages.block(text, "index")[1] == pages.index(), "run: python scripts/algorithm_pages.py"
 
 
-@pytest.mark.parametrize("script", ["curves", "offline"])
-def test_what_a_page_says_of_its_curve_is_what_was_measured(
-    pages: ModuleType, script: str, request: pytest.FixtureRequest
-) -> None:
-    module = request.getfixturevalue(script)
-    file, presets, name = {
-        "curves": ("curves.csv", sorted([*pages.ON_POLICY, *pages.ONLINE_PAIRS]), "judged"),
-        "offline": ("offline_curves.csv", pages.OFFLINE, "data set"),
-    }[script]
-    measured = module.read(IMAGES / file)
+@pytest.mark.parametrize("kind", ["online", "offline"])
+def test_what_a_page_says_of_its_curve_is_what_was_measured(pages: ModuleType, curves: ModuleType, kind: str) -> None:
+    presets, name, measured, section, table = {
+        "online": (curves.ONLINE, "judged", curves.read(IMAGES / "curves.csv"), curves.section, curves.table),
+        "offline": (
+            *(pages.OFFLINE, "data set", curves.read_points(IMAGES / "offline_curves.csv")),
+            *(curves.offline_section, curves.offline_table),
+        ),
+    }[kind]
     assert sorted(measured) == presets
     for preset in presets:
         text = (PAGES / f"{preset}.md").read_text()
-        assert pages.block(text, "curve")[1] == module.section(measured, preset), (
-            f"run: python scripts/{module.__name__}.py --draw-only"
+        assert pages.block(text, "curve")[1] == section(measured, preset), (
+            f"run: python scripts/learning_curves.py {kind} --draw-only"
         )
         fewest = 3 if preset in pages.ON_POLICY else 2
         assert len(measured[preset]) >= fewest, f"{preset}: the spread of fewer seeds says little"
-    assert pages.block((PAGES / "README.md").read_text(), name)[1] == module.table(measured)
+    assert pages.block((PAGES / "README.md").read_text(), name)[1] == table(measured)
 
 
 def test_every_link_and_image_of_a_page_is_there() -> None:
@@ -157,7 +148,7 @@ def test_the_curve_of_a_seed_is_smoothed_and_ends_are_means(curves: ModuleType) 
 
 def test_of_duels_the_reward_is_the_policys_own(curves: ModuleType) -> None:
     """The opponent's completions are scored in the same call, and are no part of the curve."""
-    watch, asked = curves.Watch(), []
+    watch, asked = curves.RolloutWatch(), []
 
     class Module:
         opponent_writes = True
@@ -174,14 +165,16 @@ def test_of_duels_the_reward_is_the_policys_own(curves: ModuleType) -> None:
 
 
 @pytest.fixture(scope="module")
-def short(offline: ModuleType) -> dict[str, dict[int, list]]:
+def short(curves: ModuleType) -> dict[str, dict[int, list]]:
     """Four optimizer steps of four presets, validated after two and four."""
     with left_as_found():
         seeds = {"dpo": (0, 1), "kto": (0,), "reward_model": (0,), "gkd": (0,)}
-        return {name: {seed: offline.run(name, seed, steps=4, every=2) for seed in of} for name, of in seeds.items()}
+        return {
+            name: {seed: curves.run_offline(name, seed, steps=4, every=2) for seed in of} for name, of in seeds.items()
+        }
 
 
-def test_a_short_offline_run_is_measured_before_and_between_its_steps(offline: ModuleType, short: dict) -> None:
+def test_a_short_offline_run_is_measured_before_and_between_its_steps(curves: ModuleType, short: dict) -> None:
     assert all([point.step for point in curve] == [0, 2, 4] for seeds in short.values() for curve in seeds.values())
     start = {name: seeds[0][0] for name, seeds in short.items()}
     assert start["dpo"].answered == start["kto"].answered != start["gkd"].answered
@@ -192,42 +185,40 @@ def test_a_short_offline_run_is_measured_before_and_between_its_steps(offline: M
     assert short["dpo"][0][0].logp == pytest.approx(short["kto"][0][0].logp, abs=1e-3)  # of the same right answers
 
 
-def test_offline_curves_are_saved_and_drawn(offline: ModuleType, short: dict, tmp_path: Path) -> None:
-    offline.save(tmp_path / "curves.csv", short)
-    again = offline.read(tmp_path / "curves.csv")
+def test_offline_curves_are_saved_and_drawn(curves: ModuleType, short: dict, tmp_path: Path) -> None:
+    curves.save_points(tmp_path / "curves.csv", short)
+    again = curves.read_points(tmp_path / "curves.csv")
     for name, seeds in short.items():
         for seed, curve in seeds.items():
             for point, kept in zip(curve, again[name][seed], strict=True):
                 assert kept == pytest.approx(point, abs=1e-2, nan_ok=True)
-    offline.pictures(short, list(short), tmp_path)
+    curves.offline_pictures(short, list(short), tmp_path)
     for name in short:
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_offline_section_tells_the_last_point_of_every_seed(offline: ModuleType) -> None:
-    point = offline.Point
-    curves = {
+def test_an_offline_section_tells_the_last_point_of_every_seed(curves: ModuleType) -> None:
+    point = curves.Point
+    found = {
         "dpo": {
             0: [point(0, 0.4, None, -2.0), point(10, 0.2, 0.7, -3.0)],
             1: [point(0, 0.4, None, -2.0), point(10, 0.3, 0.9, -5.0)],
         },
         "rpo": {0: [point(0, 0.4, None, -2.0), point(10, 0.9, 0.8, -1.0)]},
     }
-    text = offline.section(curves, "dpo")
+    text = curves.offline_section(found, "dpo")
     assert "0.40 before, 0.25 (seeds: 0.20 to 0.30) after" in text
     assert "0.80 (seeds: 0.70 to 0.90)" in text and "`val/logps/chosen`: -2.00 before, -4.00 after" in text
-    rows = offline.table(curves).splitlines()
+    rows = curves.offline_table(found).splitlines()
     assert [row.split("]")[0] for row in rows[2:]] == ["| [rpo", "| [dpo"]  # the best first
 
 
 def test_what_is_missing_is_trained_a_seed_of_all_before_the_next(curves: ModuleType, tmp_path: Path) -> None:
-    import curve_runs  # pyright: ignore
-
     known = {"a": {0: [1]}}
-    every = curve_runs.Asked(["a", "b"], [0, 1], tmp_path, missing=False, draw_only=False)
+    every = curves.Asked(["a", "b"], [0, 1], tmp_path, missing=False, draw_only=False)
     assert every.jobs(known) == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
     assert replace(every, missing=True).jobs(known) == [("b", 0), ("a", 1), ("b", 1)]
     assert replace(every, draw_only=True).jobs(known) == []
     saved = []
-    curve_runs.train(every.jobs(known), known, lambda *job: [job], lambda all: saved.append(len(all)), str)
+    curves.train(every.jobs(known), known, lambda *job: [job], lambda all: saved.append(len(all)), str)
     assert saved == [1, 2, 2, 2] and known["b"][1] == [("b", 1)]  # after every run

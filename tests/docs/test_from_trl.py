@@ -334,8 +334,8 @@ def test_the_batches_of_the_example_are_the_same(page: Path, composed: Any) -> N
 
 
 def test_the_messages_say_what_the_tables_say(root: Path) -> None:
-    made = script(root, "other_names")
-    assert made.OTHER_NAMES.read_text() == made.content(), "run: python scripts/other_names.py"
+    made = script(root, "source_pages")
+    assert made.OTHER_NAMES.read_text() == made.other_names(), "run: python scripts/source_pages.py names"
     names = made.names_of_trl()
     for config in ("ModelConfig", "ScriptArguments"):
         assert defaults_of(getattr(trl, config)).keys() <= names.keys(), config

@@ -27,10 +27,10 @@ def page(root: Path) -> Path:
 def speed(root: Path) -> ModuleType:
     sys.path.insert(0, str(root / "scripts"))
     try:
-        spec = importlib.util.spec_from_file_location("generator_speed", root / "scripts" / "generator_speed.py")
+        spec = importlib.util.spec_from_file_location("generation_speed", root / "scripts" / "generation_speed.py")
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules["generator_speed"] = module
+        sys.modules["generation_speed"] = module
         spec.loader.exec_module(module)
     finally:
         sys.path.remove(str(root / "scripts"))

@@ -1,4 +1,4 @@
-"""`scripts/plot_run.py` draws what each family of methods logs, not empty axes."""
+"""`scripts/run_curves.py plot` draws what each family of methods logs, not empty axes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ import pytest
 )
 def test_a_run_without_rewards_is_drawn_by_what_it_logs(logged: list[str], label: str, root, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(root / "scripts"))
-    plot_run: Any = importlib.import_module("plot_run")
+    run_curves: Any = importlib.import_module("run_curves")
     names = [*logged, "loss"]
     rows = [{"step": step, **{f"train/{name}": 0.5 + step for name in names}} for step in range(1, 5)]
     rows += [{"step": step, **{f"val/easy/{name}": 0.25 for name in names}} for step in (0, 4)]
-    _, (top, bottom) = plot_run.plt.subplots(2)
-    assert plot_run.draw_learned(top, rows)
-    plot_run.draw_loss(bottom, rows)
-    plot_run.plt.close()
+    _, (top, bottom) = run_curves.plt.subplots(2)
+    assert run_curves.draw_learned(top, rows)
+    run_curves.draw_loss(bottom, rows)
+    run_curves.plt.close()
     assert (top.get_ylabel(), bottom.get_ylabel()) == (label, "loss")
     for axes in (top, bottom):
         assert [line.get_label() for line in axes.lines][1:] == ["training", "held-out"]

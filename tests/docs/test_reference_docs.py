@@ -18,7 +18,6 @@ from lit_rl.reports import config_changes
 
 
 def test_the_configuration_reference_is_up_to_date(root: Path) -> None:
-    script(root, "range_calls")  # which that one imports
     reference = script(root, "config_reference")
     assert reference.DOCUMENT.read_text() == reference.document(), "run: python scripts/config_reference.py"
     for group in reference.GROUPS:
@@ -30,17 +29,17 @@ def test_the_configuration_reference_is_up_to_date(root: Path) -> None:
 
 
 def test_the_page_of_errors_is_up_to_date(root: Path) -> None:
-    reference = script(root, "errors_reference")
-    assert reference.DOCUMENT.read_text() == reference.page(), "run: python scripts/errors_reference.py"
+    reference = script(root, "source_pages")
+    assert reference.ERRORS.read_text() == reference.errors_page(), "run: python scripts/source_pages.py errors"
     assert {"ConfigError", "StorageError"} <= {kind.__name__ for kind in reference.classes()}
-    assert len(reference.page().splitlines()) < 480, "state a rule that leaves more out"
+    assert len(reference.errors_page().splitlines()) < 480, "state a rule that leaves more out"
     assert {message.kind for message in reference.messages() if message.usual} == {
         kind.__name__ for kind in reference.classes()
     }
 
 
 def test_the_messages_of_errors_are_read_from_the_source(root: Path) -> None:
-    reference = script(root, "errors_reference")
+    reference = script(root, "source_pages")
     source = """
 def f(path, one):
     raise DataError(f"The file {path.name} is empty: take another one." + one + did_you_mean("a", b))
@@ -79,13 +78,13 @@ def g(FORM):
 
 
 def test_the_names_on_the_pages_of_the_api_are_up_to_date(root: Path) -> None:
-    pages = script(root, "api_pages")
+    pages = script(root, "source_pages")
     stale = [
         path.name
         for path in pages.PAGES.glob("*.md")
         if pages.MODULE.search(text := path.read_text()) and pages.written(text) != text
     ]
-    assert not stale and pages.MODULES.read_text() == pages.modules_page(), "run: python scripts/api_pages.py"
+    assert not stale and pages.MODULES.read_text() == pages.modules_page(), "run: python scripts/source_pages.py api"
     assert dict(pages.public("lit_rl.rewards.text_rewards"))["exact_match"].startswith(
         "Return 1 where the completion is the answer"
     )
@@ -188,7 +187,7 @@ def test_the_batch_arithmetic_is_right(root: Path) -> None:
 def test_the_learning_curve_is_drawn(root: Path, tmp_path: Path, sampled: bool) -> None:
     """With and without a second decoding; a step that was validated twice is drawn once."""
     pytest.importorskip("matplotlib")
-    plot_run = script(root, "plot_run")
+    run_curves = script(root, "run_curves")
     interval = {"reward_low": 0.4, "reward_high": 0.6}
     rows: list[dict] = [
         {"step": 0, "val/reward": mean, "val/reward_low": 0.4, "val/reward_high": 0.6} for mean in (0.5, 0.1)
@@ -203,6 +202,6 @@ def test_the_learning_curve_is_drawn(root: Path, tmp_path: Path, sampled: bool) 
         (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
         both = {"": {"greedy": {"reward": 0.5, **interval}, "sampled at 1": {"reward": 0.45, **interval}}}
         (tmp_path / "summary.json").write_text(json.dumps({"before": both, "after": both}))
-    assert [row["val/reward"] for row in plot_run.validations(rows, "val/reward")] == [0.5]
-    plot_run.plot(tmp_path, tmp_path / "curve.png")
+    assert [row["val/reward"] for row in run_curves.validations(rows, "val/reward")] == [0.5]
+    run_curves.plot(tmp_path, tmp_path / "curve.png")
     assert re.match(rb"\x89PNG", (tmp_path / "curve.png").read_bytes())

@@ -352,7 +352,7 @@ def test_a_request_takes_its_responder_to_generators_that_hear_it() -> None:
     completions = asked(NativeGenerator())()
     assert completions.turn is not None and completions.episodes == ("as it went",)
     assert completions.prompt_ids[0].tolist() == [3, 4, 5], "as it was opened"
-    with pytest.raises(ConfigError, match="OneTurn draws completions of one turn.*generator=native"):
+    with pytest.raises(ConfigError, match="OneTurn draws completions of a single turn.*generator=native"):
         asked(OneTurn())
 
 

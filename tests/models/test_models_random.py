@@ -1,4 +1,4 @@
-"""scripts/make_random_model.py: known shapes, and a tokenizer that every text passes through."""
+"""`scripts/make_models.py random`: known shapes, and a tokenizer that every text passes through."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from lit_rl.models import LanguageModel
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "make_random_model.py"
-spec = importlib.util.spec_from_file_location("make_random_model", SCRIPT)
+SCRIPT = Path(__file__).parents[2] / "scripts" / "make_models.py"
+spec = importlib.util.spec_from_file_location("make_models", SCRIPT)
 assert spec is not None and spec.loader is not None
-make_random_model = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(make_random_model)
+make_models = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(make_models)
 
 
 @pytest.mark.parametrize(
@@ -29,18 +29,18 @@ spec.loader.exec_module(make_random_model)
 )
 def test_the_shapes_have_the_published_number_of_parameters(name, parameters):
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(make_random_model.shapes()[name])
+        model = AutoModelForCausalLM.from_config(make_models.shapes()[name])
     assert sum(p.numel() for p in model.parameters()) == parameters
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen3-0.6b", "llama3.2-1b"])
 def test_what_it_writes_loads_as_a_policy(name, tmp_path, monkeypatch):
-    config = make_random_model.shapes()[name]
+    config = make_models.shapes()[name]
     small = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, head_dim=16)
     config.update({**small, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512})
     config.layer_types = ["full_attention"]
-    monkeypatch.setattr(make_random_model, "shapes", lambda: {name: config})
-    make_random_model.make(name, tmp_path / "model", dtype="bfloat16")
+    monkeypatch.setattr(make_models, "shapes", lambda: {name: config})
+    make_models.make_random(name, tmp_path / "model", dtype="bfloat16")
     model = LanguageModel(str(tmp_path / "model"), dtype="auto")
     assert model.load().dtype == torch.bfloat16
     assert (model.eos_ids, model.pad_id) == ((258,), 256)

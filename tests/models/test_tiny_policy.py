@@ -15,7 +15,7 @@ from lit_rl.data.tasks import Addition
 
 @pytest.fixture(scope="module")
 def script(root):
-    spec = importlib.util.spec_from_file_location("make_tiny_policy", root / "scripts" / "make_tiny_policy.py")
+    spec = importlib.util.spec_from_file_location("make_models", root / "scripts" / "make_models.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -61,7 +61,7 @@ def test_the_script_is_deterministic(script, tmp_path, monkeypatch):
     monkeypatch.setattr(script, "TARGET", 0.0)  # stop at the first look
     digests = []
     for name in ("a", "b"):
-        monkeypatch.setattr(sys, "argv", ["make_tiny_policy.py", str(tmp_path / name)])
+        monkeypatch.setattr(sys, "argv", ["make_models.py", "tiny", str(tmp_path / name)])
         script.main()
         digests.append({p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in (tmp_path / name).iterdir()})
     assert digests[0] == digests[1]
@@ -70,7 +70,7 @@ def test_the_script_is_deterministic(script, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_script_makes_a_policy_as_good_as_the_shipped_one(script, root, tmp_path):
     """Another one: the shipped weights are older than `algo=sft`, and margins of many tests are measured on them."""
-    subprocess.run([sys.executable, root / "scripts" / "make_tiny_policy.py", tmp_path / "out"], check=True)
+    subprocess.run([sys.executable, root / "scripts" / "make_models.py", "tiny", tmp_path / "out"], check=True)
     ours, held_out = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), Addition().val()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert 1 / 3 <= script.accuracy(ours, held_out, tokenizer, temperature=1.0) <= 1 / 2
@@ -78,8 +78,8 @@ def test_the_script_makes_a_policy_as_good_as_the_shipped_one(script, root, tmp_
 
 
 def test_the_shipped_policy_is_what_the_script_describes(script, tiny_dir):
-    tokenizer = script.make_tokenizer()
-    made, shipped = script.make_model(tokenizer), AutoModelForCausalLM.from_pretrained(tiny_dir)
+    tokenizer = script.make_tiny_tokenizer()
+    made, shipped = script.make_tiny_model(tokenizer), AutoModelForCausalLM.from_pretrained(tiny_dir)
     assert {name: p.shape for name, p in made.named_parameters()} == {
         name: p.shape for name, p in shipped.named_parameters()
     }

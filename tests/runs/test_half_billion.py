@@ -32,7 +32,7 @@ RUN = [
 @pytest.fixture(scope="module")
 def folder(root: Path, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("half_billion") / "qwen2.5-0.5b"
-    subprocess.run([sys.executable, root / "scripts" / "make_random_model.py", "qwen2.5-0.5b", out], check=True)
+    subprocess.run([sys.executable, root / "scripts" / "make_models.py", "random", "qwen2.5-0.5b", out], check=True)
     return out
 
 

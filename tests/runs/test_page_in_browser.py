@@ -26,7 +26,7 @@ ANSWERS = ["a red fox", "a blue fox", "a red hen"]
 def used(root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Awaitable[None]]], None]:
     """`used(how)` does this with the one tab of a browser."""
     monkeypatch.setattr(sys, "path", [str(root / "scripts"), *sys.path])
-    from browser import browser  # pyright: ignore[reportMissingImports]
+    from pictures import browser  # pyright: ignore[reportMissingImports]
 
     async def with_a_tab(how: Callable[[Any], Awaitable[None]]) -> None:
         async with browser() as tab:

@@ -27,7 +27,7 @@ from lit_rl.models.model_costs import ModelShape
 from lit_rl.rewards import exact_match
 
 GREEDY, SAMPLED = 0.457, 0.369
-"""Held-out rates of the shipped policy, as `scripts/make_digits_policy.py` printed them."""
+"""Held-out rates of the shipped policy, as `scripts/make_models.py digits` printed them."""
 
 
 def pixels(row: dict[str, Any]) -> Image.Image:
