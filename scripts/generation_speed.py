@@ -279,8 +279,8 @@ def overlap_table(runs: dict[int, list[Seconds]], alone: tuple[float, float], lo
         f"The shipped policy, float32, GRPO: {ROLLOUT_PROMPTS} prompts, {COMPLETIONS} completions of {TOKENS} tokens "
         f"each; {len(runs[LAGS[0]])} alternating rounds, {len(whole[LAGS[0]])} rollouts of each. {os.cpu_count()} CPU "
         f"cores for trainer and engine together, {torch.get_num_threads()} thread(s) per process; load average "
-        f"{load[0]:.1f} before and {load[1]:.1f} after. Drawing one rollout alone takes {wall:.2f} s, and requesting it "
-        f"takes {1000 * cpu:.0f} ms of CPU time in the trainer's process.",
+        f"{load[0]:.1f} before and {load[1]:.1f} after. Drawing one rollout alone takes {wall:.2f} s, and requesting "
+        f"it takes {1000 * cpu:.0f} ms of CPU time in the trainer's process.",
     ]
     return "\n".join(lines)
 

@@ -233,8 +233,8 @@ MUTATIONS = [
         "turn-twice",
         "the end of a turn stands twice before an answer",
         "lit_rl/environments/frames.py",
-        "or 0] + closed :]",
-        "or 0] :]",
+        "len(messages), ids) + closed :]",
+        "len(messages), ids) :]",
         "tests/environments",
     ),
     Mutation(
