@@ -66,4 +66,4 @@ def drawn(
         version=0,
         seed=0,
         interaction=interaction,
-    ).prepare(Says(tokenizer, said))()
+    ).send_to(Says(tokenizer, said))()

@@ -242,7 +242,7 @@ def _check_removed(key: str, found: Mapping[str, Mapping[str, str]]) -> None:
     """Refuse to remove a group that the algorithm is made of, where no `+group=` replaces it."""
     if key in found and "/" not in key and key not in _MAY_BE_REMOVED:
         raise ConfigError(
-            f"~{key} takes the whole group away, and others refer to it. Choose another: {key}=NAME. There are: "
+            f"~{key} cannot be removed, because other settings use the group. Choose another: {key}=NAME. There are: "
             f"{', '.join(found[key])}."
         )
 

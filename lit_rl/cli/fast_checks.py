@@ -263,7 +263,7 @@ def check_sweep(words: Sequence[str]) -> None:
 def no_sweep_error(task: str, run_dir: str) -> ConfigError:
     """Return the error about such a sweep."""
     return ConfigError(
-        f"lit-rl {task.replace('_', '-')} over the run of {run_dir} cannot be a sweep (-m): start it once for each "
+        f"lit-rl {task.replace('_', '-')} of the run {run_dir} cannot be a sweep (-m): start it once for each "
         "setting. Each start writes its own folder there."
     )
 

@@ -414,8 +414,8 @@ class Encoder:
         rest = [token for token in text.ids[text.prompt_tokens :] if not self._blank(token)]
         if rest and (mark := rest[-1]) in end_marks(self.tokenizer, self.turn_end):
             raise ConfigError(
-                f"{where}: the chat template ends the reply with {self.tokenizer.convert_ids_to_tokens(mark)!r}, at "
-                "which generation does not end, so the policy would learn to go on: "
+                f"{where}: the chat template ends the reply with {self.tokenizer.convert_ids_to_tokens(mark)!r}, "
+                "which is no EOS token, so the policy would not learn to stop: "
                 f"{unknown_end_fix(self.tokenizer, mark)}"
             )
         eos: Any = self.tokenizer.eos_token_id

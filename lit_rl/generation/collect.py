@@ -1,6 +1,6 @@
 """Completions and their texts from a batch of prompts.
 
-`RolloutRequest.prepare` is the one place that syncs a generator and asks it. The functions turn completions into texts:
+`RolloutRequest.send_to` is the one place that syncs a generator and asks it. The functions turn completions into texts:
 for rewards, judges and tables (`texts_of`, `as_reward_input`), and token by token for people (`pieces_of`).
 """
 
@@ -71,7 +71,7 @@ class RolloutRequest:
     on_finished: Callable[[int, list[int]], None] | None = None
     """Callback for finished completions of one turn, while others are still written: see `Prompts.on_finished`."""
 
-    def prepare(self, generator: Generator) -> Callable[[], Completions]:
+    def send_to(self, generator: Generator) -> Callable[[], Completions]:
         """Give the generator the weights of the policy, and return a function that draws completions of every prompt.
 
         Every request begins with this sync, so a stale engine cannot answer; no other may come in between.

@@ -242,8 +242,8 @@ def _plan(policy: nn.Module) -> tuple[Any, list[LayerWeights]]:
     for conversion in getattr(base, "_weight_conversions", None) or ():
         if len(conversion.target_patterns) > 1:
             raise ConfigError(
-                f"{type(base).__name__} stores in one tensor what it holds in several "
-                f"({', '.join(conversion.target_patterns)}), so its weights cannot be shipped one at a time."
+                f"{type(base).__name__} saves several parameters as one tensor "
+                f"({', '.join(conversion.target_patterns)}), which sending weights one by one does not support."
             )
     return base, layer_weights(policy)
 

@@ -307,8 +307,8 @@ def _move(job: Doctor, policy: nn.Module, completions: Completions) -> float:
     while moved < _MOVED:
         if size > most:
             raise GenerationError(
-                f"Random steps of the trained weights moved the policy's log-probs by {moved:.2g} nats only, so that "
-                "nobody can see whether the generator follows. Does the model train anything (model.lora)?"
+                f"Random changes of the trained weights moved the policy's log-probs by {moved:.2g} nats only: too "
+                "little to test whether the generator gets new weights. Does the model train anything (model.lora)?"
             )
         with torch.no_grad():
             for weight in policy.parameters():

@@ -69,7 +69,7 @@ def test_what_the_client_sends_again_is_answered_as_before() -> None:
         version=0,
         seed=3,
         interaction=source,
-    ).prepare(NativeGenerator())()
+    ).send_to(NativeGenerator())()
     assert [len(line.lost) for line in lines] == [2, 2, 2] and drawn.turn is not None
     assert drawn.turn.max() == 1, "two turns, and no third one was drawn"
     for row, texts in enumerate(played[0].results):

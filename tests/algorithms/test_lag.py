@@ -419,7 +419,7 @@ def test_what_is_there_is_kept_where_another_rank_gives_up_its_wait():
     module, name, asked = module_of(), (0, (1,)), None
     module.source._ahead.put(name, DrawnAhead(completions([1], 1)))
     with pytest.raises(Interrupted):
-        module.source.take_ahead(asked, OtherIsTold(), oldest=1)
+        module.source.take_ahead(asked, OtherIsTold(), max_age=1)
     assert module.source._ahead.names == [name]
 
 

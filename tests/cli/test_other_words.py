@@ -218,7 +218,7 @@ def test_options_with_dashes_say_how_settings_are_written(typed, meant):
         (["run_dir="], "run_dir= has no value after the =; an unset variable of the shell looks like this."),
         (["data="], "data= has no value after the =; an unset variable of the shell looks like this. Type data=VALUE"),
         (["-m", "seed=1,"], "seed=1, ends with a comma, behind which a value is missing: type seed=1."),
-        (["~reward"], "~reward takes the whole group away, and others refer to it. Choose another: reward=NAME."),
+        (["~reward"], "~reward cannot be removed, because other settings use the group. Choose another: reward=NAME."),
     ],
 )
 def test_what_is_no_setting_says_how_one_is_written(words, told):

@@ -195,7 +195,7 @@ def test_a_rollout_function_asks_the_engine(tied: Case) -> None:
     source = RolloutCalls(RolloutFunction(draft_and_answer), tokenizer, {}, 8)
     settings = {"sampling": short, "group_size": 6, "vocabulary": vocabulary, "version": tied._version, "seed": 0}
     batch = PromptBatch(texts, ids, {}, [0, 1], [0, 0])
-    out = RolloutRequest(batch, policy, **settings, interaction=source).prepare(tied.generator)()
+    out = RolloutRequest(batch, policy, **settings, interaction=source).send_to(tied.generator)()
     assert out.turn is not None and out.attended is not None
     heard = out.attended & ~out.response_mask
     assert heard.any() and out.turn.max() == 1 and (out.response_ids[heard] == 7).all()
@@ -230,7 +230,7 @@ def test_a_server_that_dies_in_the_middle_comes_back_and_conversations_begin_ane
         interaction = Interaction(factory, tokenizer, eos_ids=eos_ids, chat=False, template_kwargs={})
         vocabulary = dataclasses.replace(Vocabulary.of(model), eos_ids=eos_ids)
         settings = {"sampling": Sampling(max_new_tokens=6), "group_size": 3, "vocabulary": vocabulary, "seed": 0}
-        return RolloutRequest(batch, policy, **settings, version=served._version, interaction=interaction).prepare(
+        return RolloutRequest(batch, policy, **settings, version=served._version, interaction=interaction).send_to(
             generator
         )()
 

@@ -153,7 +153,7 @@ def test_episodes_whose_prompts_show_images(sees: Case) -> None:
         version=sees.sync(policy),
         seed=5,
         interaction=interaction,
-    ).prepare(sees.generator)()
+    ).send_to(sees.generator)()
     assert drawn.episodes is not None and drawn.attended is not None and drawn.vision is not None
     assert not any(each.failed for each in drawn.episodes) and len({each.turns for each in drawn.episodes}) > 1
     assert bool((drawn.attended & ~drawn.response_mask).any())

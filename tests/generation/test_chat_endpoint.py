@@ -51,7 +51,7 @@ def draw(policy: nn.Module, function: Callable[..., Any], group: int = GROUP, **
         version=7,
         seed=3,
         interaction=source,
-    ).prepare(NativeGenerator())()
+    ).send_to(NativeGenerator())()
 
 
 def by(agent: Agent[Any], **settings: Any) -> Callable[..., Any]:

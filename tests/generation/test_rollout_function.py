@@ -69,7 +69,7 @@ def draw(
         version=7,
         seed=seed,
         interaction=source,
-    ).prepare(generator)()
+    ).send_to(generator)()
 
 
 def single(prompts: Sequence[str], trainer: Any) -> dict[str, Any]:

@@ -347,7 +347,7 @@ def test_a_request_takes_its_responder_to_generators_that_hear_it() -> None:
     def asked(generator: Any) -> Callable[[], Completions]:
         settings = {"sampling": SAMPLED, "group_size": 2, "vocabulary": vocabulary, "version": 0, "seed": 0}
         scripted: Any = ScriptedInteraction()
-        return RolloutRequest(batch, policy, **settings, interaction=scripted).prepare(generator)
+        return RolloutRequest(batch, policy, **settings, interaction=scripted).send_to(generator)
 
     completions = asked(NativeGenerator())()
     assert completions.turn is not None and completions.episodes == ("as it went",)

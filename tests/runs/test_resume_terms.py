@@ -80,7 +80,7 @@ OTHERS = {
         ["algo=ppo", "algo/critic=shared_trunk"],
         ["not of this model", "unexpected", "critic."],
     ),
-    "no-reference": (["algo.beta=0.1"], ["algo.beta=0.1", "reference=ema"], ["holds no reference", "reference=EMA"]),
+    "no-reference": (["algo.beta=0.1"], ["algo.beta=0.1", "reference=ema"], ["lacks its weights", "reference=EMA"]),
     "no-norm": ([], ["algo/reward_norm=running"], ["algo.reward_norm", "RunningNorm"]),
     "other-groups": (["algo/groups=top", "algo.groups.keep=2"], ["algo/groups=dynamic"], ["algo.groups"]),
     "other-control": (["algo.beta=0.1"], ["algo.beta=0.1", "algo/kl_control=adaptive"], ["AdaptiveKL"]),

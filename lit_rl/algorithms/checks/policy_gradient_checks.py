@@ -102,9 +102,9 @@ def check_estimator_inputs(
         unread.append(f"algo.reward_beta={reward_beta}")
     if unread:
         raise ConfigError(
-            f"{', '.join(unread)}: {name_of(estimator)} does not read the rewards that this changes, or not at every "
-            "token. Leave it out, or set another algo/advantage (group_normalized reads them all). For a KL in the "
-            "loss, set algo.beta."
+            f"{', '.join(unread)}: algo/advantage={name_of(estimator)} ignores it, so it would have no effect, or "
+            "not at every token. Leave it out, or set another algo/advantage (group_normalized reads them all). For a "
+            "KL in the loss, set algo.beta."
         )
     whitening.check_fits(of_tokens=before.ndim == 2)
 

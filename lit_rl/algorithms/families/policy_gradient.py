@@ -10,7 +10,8 @@ under the reference, sampler_it as the engine reported them, and the loss mask m
     objective    reduction(l, m) - entropy coefficient * mean entropy + router_aux_loss_coef * router loss
 
 In the last three lines `loss` and `reduction` are on by default, and `correction` for a separate engine (vLLM).
-`PolicyGradient.advantages` computes the first three lines, and `PolicyGradient.loss` the others.
+`PolicyGradient.advantages` computes the first three lines, and `PolicyGradient.loss` the others. Weights that need the
+log-probs of the training's own forward pass, and `weight_norm`, are computed in `loss` (`EngineCorrection`).
 """
 
 from __future__ import annotations
@@ -230,7 +231,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         assert rollout.advantages is not None
         mask, logprobs, entropy = rollout.loss_mask, scores.logprobs, scores.entropy
         old = logprobs.detach() if rollout.old_logprobs is None else rollout.old_logprobs
-        sampler = rollout.completions.sampler_logprobs if self.engine_correction.correction is not None else old
+        behaviour = rollout.completions.sampler_logprobs if self.engine_correction.correction is not None else old
 
         weights, weighing = self.engine_correction.in_loss(rollout, logprobs, totals)
         copied = weights if weights is None else copies_for(self.policy_loss, weights)[0]
@@ -240,7 +241,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         tokens, metrics = policy_gradient_checks.check_loss_output(
             self.policy_loss(*columns, **read), logprobs, self.policy_loss
         )
-        tokens, off_policy = self.off_policy(tokens, logprobs, sampler, rollout.advantages, mask)
+        tokens, off_policy = self.off_policy(tokens, logprobs, behaviour, rollout.advantages, mask)
         selected = self.selection(entropy, mask, step)
         tokens = tokens * selected
         if weights is not None and not self._loss_multiplies_weights:

@@ -1176,9 +1176,8 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             self.reference.load_state(self.reference_policy, checkpoint["reference"])
         elif self._fitting:
             raise StorageError(
-                f"The checkpoint holds no reference, and reference={type(self.reference).__name__} follows the policy: "
-                "where it has got to is not known. Resume with the reference and the KL settings of the run's "
-                "config.yaml."
+                f"reference={type(self.reference).__name__} changes during training, and the checkpoint lacks its "
+                "weights. Resume with the reference and the KL settings of the run's config.yaml."
             )
 
     def _check_reference_began(self) -> None:

@@ -167,14 +167,14 @@ class OnPolicyModule(GeneratingModule, ABC):
         ahead are taken in place of new ones.
         """
         draws_more = self.groups is not None or self.needs_greedy_rewards
-        oldest = self.generator.lag * self.steps_per_rollout
+        max_age = self.generator.lag * self.steps_per_rollout
         with fail_on_all_ranks(self.ranks):
-            ahead = self.source.take_ahead(self.request(batch), self.ranks, oldest=oldest)
+            ahead = self.source.take_ahead(self.request(batch), self.ranks, max_age=max_age)
             completions = self.draw_rollout(batch) if ahead is None else ahead
         if not draws_more:
             self._finish_drawing(batch.upcoming)
         scored = Scored(batch, completions, self.reward_together(batch, completions))
-        scored, chosen = self.choose(scored)
+        scored, selection_metrics = self.choose(scored)
         scored = self.judged(scored)
         if self.needs_greedy_rewards:
             scored = replace(scored, greedy_rewards=self.greedy_rewards(scored.batch))
@@ -185,7 +185,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             old = self.old_logprobs(scored.completions) if self.needs_old_logprobs else None
             ref = self.reference_of(scored) if self.needs_reference else None
             rollout, metrics = self.advantages(scored, old, ref)
-        return scored, rollout, chosen | metrics
+        return scored, rollout, selection_metrics | metrics
 
     def _finish_drawing(self, upcoming: Sequence[PromptBatch]) -> None:
         """Refuse a rollout with too many failed episodes, as soon as all of it is drawn, and request the next ones.

@@ -518,7 +518,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         if list(map(sorted, own_numbers)) != list(map(sorted, saved_numbers)):
             raise StorageError(
                 f"{path} was written without FSDP2 by a run that trained a part of its parameters, or other ones than "
-                "this run, so the numbers of its optimizer's parameters are ambiguous. Resume with the strategy and "
+                "this run, so the optimizer's state cannot be matched to the parameters. Resume with the strategy and "
                 "the model settings of the run's config.yaml, or start a new run from the exported model: "
                 "model.name=<run_dir>/hf."
             )
@@ -649,8 +649,8 @@ def check_mesh(strategy: Any) -> None:
     size = strategy.num_processes if isinstance(asked, str) else asked  # "auto"
     if size > 1:
         raise ConfigError(
-            f"{type(strategy).__name__}(tensor_parallel_size={size}) has ranks that share rows, but no plan that "
-            f"splits the layers. Set strategy=fsdp_tp with trainer.strategy.tp_size={size}; or strategy=fsdp, which "
+            f"{type(strategy).__name__}(tensor_parallel_size={size}) asks for tensor parallelism, but this strategy "
+            f"splits no layers. Set strategy=fsdp_tp with trainer.strategy.tp_size={size}; or strategy=fsdp, which "
             "has every device in the data-parallel part. In Python these are FSDPTPStrategy and FSDP2Strategy."
         )
 

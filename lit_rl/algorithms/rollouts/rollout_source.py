@@ -95,7 +95,7 @@ class RolloutSource:
         waited = 0.0 if interaction is None else interaction.waited
         with self._stopwatch.measure("generate"), self._interruptible(asked):
             self._ahead.wait()  # the weights of a request in flight must not change
-            completions = asked.prepare(self.generator)()
+            completions = asked.send_to(self.generator)()
         if interaction is not None:
             self._stopwatch.add_part("environment", interaction.waited - waited)
         self._gap = self.generator.gap
@@ -109,7 +109,7 @@ class RolloutSource:
         """
         asked = replace(asked, seed=mix(asked.seed, 1))
         with self._stopwatch.measure("generate"), self._interruptible(asked):
-            completions = asked.prepare(copy.copy(for_another_policy(self.generator)))()
+            completions = asked.send_to(copy.copy(for_another_policy(self.generator)))()
         self.sampled_tokens += int(completions.lengths.sum())
         return completions
 
@@ -158,7 +158,7 @@ class RolloutSource:
         """Update the engine here, as that is a collective over ranks; then draw in a thread."""
         try:
             self._ahead.wait()
-            draw = asked.prepare(self.generator)
+            draw = asked.send_to(self.generator)
         except GenerationError as error:
             error.on_every_rank = True  # ranks fail to update an engine together
             raise
@@ -177,13 +177,13 @@ class RolloutSource:
                 _request_name(each.batch), _draw_in_thread(self.generator, replace(_with_pixels(each), policy=policy))
             )
 
-    def take_ahead(self, asked: RolloutRequest, ranks: Ranks, *, oldest: int) -> Completions | None:
+    def take_ahead(self, asked: RolloutRequest, ranks: Ranks, *, max_age: int) -> Completions | None:
         """Return the completions drawn ahead for this rollout; None where there are none.
 
         Args:
             asked: The prompts of this rollout, and the current policy.
             ranks: The ranks. All draw anew, or none, and all fail, or none: restarting an engine is a collective.
-            oldest: Most optimizer steps that the completions may be behind the policy.
+            max_age: Most optimizer steps that the completions may be behind the policy.
 
         Raises:
             GenerationError: the generator of any rank failed, or the completions are too old.
@@ -217,10 +217,10 @@ class RolloutSource:
                 "other prompts: they are dropped, and drawn again with the current weights."
             )
             return None
-        if (age := asked.version - drawn.completions.version) > oldest:
+        if (age := asked.version - drawn.completions.version) > max_age:
             raise GenerationError(
                 f"The completions of rollout {asked.batch.rollout} are {age} optimizer steps old; with "
-                f"generator.lag={self.generator.lag} they may be {oldest}. They are not learned from."
+                f"generator.lag={self.generator.lag} they may be {max_age}. They are not learned from."
             )
         self._gap, self._taken = drawn.gap, found
         return self._received(drawn.completions, asked.batch, ranks)
@@ -335,7 +335,7 @@ def _draw_in_thread(generator: Generator, asked: RolloutRequest) -> Callable[[],
         # A thread begins with gradients, on the first GPU, and without autocast: the engine is compared with the plain
         # weights.
         with torch.no_grad(), torch.cuda.device_of(next(asked.policy.parameters())):
-            return DrawnAhead(asked.prepare(generator)(), generator.gap)
+            return DrawnAhead(asked.send_to(generator)(), generator.gap)
 
     return draw
 
