@@ -1,4 +1,4 @@
-"""Secrets by the tables of `commands/secret_forms`, none of them real, and words that only look like some."""
+"""Secrets by the tables of `the reports of secrets`, none of them real, and words that only look like some."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "x"}
         pytest.param([{}], 0, id="python"),
         pytest.param([{"LOCAL_RANK": "0"}, {"LOCAL_RANK": "1", "NODE_RANK": "0"}], 0, id="children of rank 0"),
         pytest.param([{}, {"NODE_RANK": "1"}, {"NODE_RANK": "1", "LOCAL_RANK": "1"}], 0, id="started by hand"),
+        pytest.param([{}, {"GROUP_RANK": "1"}], 0, id="started by hand, Lightning's other name"),
         pytest.param([{"SLURM_PROCID": str(rank), "SLURM_LOCALID": "0"} for rank in range(3)], 0, id="srun python"),
         pytest.param(
             [{"SLURM_PROCID": "0"}, {"SLURM_PROCID": "0", "LOCAL_RANK": "1", "NODE_RANK": "0"}],

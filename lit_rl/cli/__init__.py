@@ -58,12 +58,12 @@ def run(arguments: list[str]) -> int:
     if text := _help_or_version(command, rest):
         sys.stdout.write(text)
         return 0
-    from lit_rl.cli.messages import command_stands_first, report_errors, usage
+    from lit_rl.cli.messages import refuse_late_command, report_errors, usage
 
     values = {i + 1 for i, word in enumerate(rest) if word.startswith("-") and "=" not in word}  # of options
     late = next((word for i, word in enumerate(rest) if word in LIGHTNING and i not in values), None)
     if late and not command:
-        return report_errors(lambda: command_stands_first(late, rest))
+        return report_errors(lambda: refuse_late_command(late, rest))
     if command in LIGHT:
         return report_errors(lambda: _light(command, rest, commands))
     if rest and not rest[0].startswith(("-", "~")) and "=" not in rest[0]:

@@ -68,7 +68,7 @@ def with_data_group(config: DictConfig) -> tuple[DictConfig, str]:
     return _recomposed(*groups), f"{' '.join(groups)} ({why})"
 
 
-def with_given_prompts(config: DictConfig) -> tuple[DictConfig, str]:
+def with_typed_prompts(config: DictConfig) -> tuple[DictConfig, str]:
     """Return the config for `lit-rl best-of-n`: all rows of `data.path` are the validation set, unless one was typed;
     and its group.
 

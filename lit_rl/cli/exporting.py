@@ -38,7 +38,7 @@ def run_export(config: DictConfig) -> int:
     checkpoint = checkpoint_of(config, run_dir)
     if "model.name" in key_checks.overridden_keys():
         tree["algo"]["model"]["name"] = str(config.model.name)
-    with _told_where_the_base_was(str(tree["algo"]["model"].get("name"))):
+    with _naming_base_model(str(tree["algo"]["model"].get("name"))):
         module = _module(tree["algo"], config)
     module.model = _held(module.model, checkpoint, tree["trainer"])
     algorithm = str(tree["algo"]["_target_"]).rpartition(".")[2].lower()
@@ -50,7 +50,7 @@ def run_export(config: DictConfig) -> int:
     default = run_dir.hf if ended else run_dir.path / HF_STEPS / f"step_{step_of(checkpoint):08d}"
     folder = Path(own.pop("folder") or default).expanduser()
     facts = card_facts(module.model.name, algorithm, data_choice.name_of(tree["data"]), summary)
-    with exit_on_sigterm(), _told_where_the_base_was(module.model.name):  # what is half written goes
+    with exit_on_sigterm(), _naming_base_model(module.model.name):  # what is half written goes
         return export(CheckpointExport(module, checkpoint, folder, facts, **own))
 
 
@@ -61,7 +61,7 @@ def _held(model: LanguageModel, checkpoint: Path, trainer: Mapping[str, Any]) ->
 
 
 @contextlib.contextmanager
-def _told_where_the_base_was(name: str) -> Iterator[None]:
+def _naming_base_model(name: str) -> Iterator[None]:
     """Add the base model's path to errors: a checkpoint of an adapter does not hold it, and it may have moved since."""
     try:
         yield

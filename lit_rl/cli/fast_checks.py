@@ -126,7 +126,7 @@ def _check_hub(config: DictConfig) -> None:
     ours = _value_at(config, "model._target_") == "lit_rl.models.LanguageModel"
     ours &= not _value_at(config, "model.init_kwargs") and not _value_at(
         config, "model.trust_remote_code"
-    )  # said of it first
+    )  # checked before
     if config.task in (*_OF_A_MODEL, "data_check") and ours and not is_over_a_run(config.task, config.run_dir):
         for name in _texts(_value_at(config, "model.name")):
             check_model_is_readable("model.name", name)

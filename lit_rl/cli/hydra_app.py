@@ -134,7 +134,7 @@ def _with_stored_settings(config: DictConfig) -> DictConfig:
             raise fast_checks.no_sweep_error(config.task, config.run_dir)
         config, note = run_settings.with_settings_of_the_run(config)
     else:
-        with_groups = data_choice.with_given_prompts if config.task == "best_of_n" else data_choice.with_data_group
+        with_groups = data_choice.with_typed_prompts if config.task == "best_of_n" else data_choice.with_data_group
         config, note = with_groups(config)
     if note and is_rank_zero():
         sys.stdout.write(f"{note}\n")
@@ -151,7 +151,7 @@ def _run_as_other_rank(
 
 
 def _run_as_rank_0(config: DictConfig, meeting: Rendezvous | None) -> int:
-    """Run in rank 0, which decides how the run starts."""
+    """Run in rank 0, which decides how the run starts, or in a process that no other waits for."""
     fast_checks.check_evaluated(config)  # which processes that a launcher has started left to this one
     run_dir = RunDir(folder_of(config))
     writes = is_rank_zero() and not writes_nothing(config)

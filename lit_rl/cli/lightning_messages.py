@@ -75,7 +75,7 @@ def _explained(text: str, factories: Factories) -> ConfigError:
             f"{key}={path[1]}: a function in a file is --{key}=lit_rl.rewards.from_paths --{key}.fn={path[1]}; in a "
             f"module that can be imported --{key}=MODULE.NAME."
         )
-    what = _without_classes("; ".join(reasons)) + _what_came(text, reasons)
+    what = _without_classes("; ".join(reasons)) + _given_value(text, reasons)
     if key and (kinds := _kinds(what)):
         return ConfigError(f"{key}={what.partition('Got value: ')[2]}: allowed is {', or '.join(kinds)}.")
     return ConfigError(f"{key}: {what}"[:1000] if key else what[:1000])
@@ -104,7 +104,7 @@ def _keys(text: str) -> list[str]:
     return [name for _, name in found]
 
 
-def _what_came(text: str, reasons: Iterable[str]) -> str:
+def _given_value(text: str, reasons: Iterable[str]) -> str:
     """Return the value, which is named once for all of several types, and once for one beside it."""
     came = re.search(r"Given value: (?!NestedArg|Namespace)(.*)", text)
     return f". Got value: {came[1]}" if came and not any("Got value: " in reason for reason in reasons) else ""

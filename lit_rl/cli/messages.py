@@ -45,7 +45,7 @@ def usage(words: Sequence[str], commands: Sequence[str]) -> int:
     raise ConfigError(f"{word!r} is neither a command nor key=value.{near} Commands: {', '.join(commands)}.")
 
 
-def command_stands_first(command: str, words: Sequence[str]) -> int:
+def refuse_late_command(command: str, words: Sequence[str]) -> int:
     """Refuse a command behind its options."""
     rest = shlex.join(word for word in words if word != command)
     raise ConfigError(f"{command} is a command and comes before its options: lit-rl {command} {rest}")
@@ -160,7 +160,7 @@ def _hydra(error: BaseException) -> LitRLError | None:
     return None
 
 
-_SAID = {
+_REWORDED = {
     r"In '([^']+)': Could not override '([^'@]+)@[^']+'": (
         "{0}.yaml: its first line must be `# @package _global_`, so that its keys and `override /{1}` apply to the "
         "whole config."
@@ -274,9 +274,9 @@ def _of_command_line(text: str) -> ConfigError:
             f"~{key} would remove {key}, a setting that is always there. Leave it out for its default, or type "
             f"{key}=VALUE ({key}=null where it may be null)."
         )
-    for pattern, said in _SAID.items():
+    for pattern, reworded in _REWORDED.items():
         if found := re.search(pattern, text, re.DOTALL):
-            return ConfigError(said.format(*found.groups()))
+            return ConfigError(reworded.format(*found.groups()))
     if wrong := re.match(r"Could not override '(?:.*@)?([^'@]+)/([^'/@]+)'.*No match in the defaults", text, re.DOTALL):
         group, part = wrong.groups()
         return ConfigError(
@@ -470,7 +470,7 @@ def check_accelerator(accelerator: object) -> None:
         accelerator: `trainer.accelerator`.
 
     Raises:
-        BackendError: as it is said when Lightning looks for one.
+        BackendError: the same error as when Lightning looks for one.
     """
     if sys.platform != "linux":
         return

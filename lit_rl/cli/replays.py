@@ -160,7 +160,7 @@ def _rollout(config: DictConfig, run_dir: RunDir) -> Path:
     if not found:
         raise ConfigError(
             f"There is no rollout in {run_dir.path / 'rollouts'}. A run writes its newest one with callbacks=default "
-            "(callbacks.rollouts); runs with callbacks=none, and those of earlier versions, have none."
+            "(callbacks.rollouts); runs with callbacks=none have none."
         )
     return found[-1]
 
@@ -192,8 +192,8 @@ def _seeing(
     """Return the rollout with the pixels of its completions, made again from the run's data: the file keeps none."""
     if rollout.data is None:
         raise ConfigError(
-            f"{path} is a rollout over images, and does not say of which data: it was written by an earlier version, "
-            "or its prompts came from no RolloutDataModule. Replay a later rollout of a run of train.py."
+            f"{path} is a rollout over images without the name of its data, because its prompts came from no "
+            "RolloutDataModule. Replay a rollout of a run of train.py."
         )
     run_trust.check({"data": run["data"]}, config)
     data: RolloutDataModule = build(run["data"])

@@ -25,7 +25,7 @@ from lit_rl.reports.run_files import RunPaths, is_run_config
 
 
 def is_launched() -> bool:
-    """Tell whether a launcher, or rank 0 of the run, has started this process, so that there are others."""
+    """Tell whether a launcher, or rank 0 of the run, has started this process: there may be others."""
     return TOLD_FOLDER in os.environ or any(name in os.environ for name in RANK_VARIABLES)
 
 
@@ -55,7 +55,7 @@ def is_over_a_run(task: str, run_dir: str | None) -> bool:
         folder = Path(str(run_dir)).expanduser()
         found = RunPaths(folder).read_config()
         return (folder / "config.yaml").is_file() and (not found or is_run_config(found))
-    except (OSError, RuntimeError):  # no name of a folder, which is said where it is opened
+    except (OSError, RuntimeError):  # no valid folder name; opening it reports that
         return False
 
 

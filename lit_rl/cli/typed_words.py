@@ -15,15 +15,15 @@ from lit_rl.core.errors import ConfigError
 _PLAIN = re.compile(r"[\w./:~@%+?|*-]*", re.ASCII)
 """Text that the grammar reads as it stands."""
 
-_TOLD_BY_HYDRA = ("choice", "range", "interval", "glob", "shuffle", "sort", "tag", "int", "float", "str", "bool")
+_GRAMMAR_FUNCTIONS = ("choice", "range", "interval", "glob", "shuffle", "sort", "tag", "int", "float", "str", "bool")
 """Functions of the grammar."""
 
 
 def readable(word: str, *, sweeps: bool = False) -> str:
     """Return `key=value` as Hydra's grammar reads it: a text such as `lr=1.jsonl` or `<|im_end|>` is quoted.
 
-    A text has one meaning where the grammar has none for it, also as a member of a list. A mapping, a nested list and
-    quotes that do not end are structures of the grammar, so what is wrong in one is said.
+    A text that the grammar cannot read is taken literally, also in a list. A mapping, a nested list and an open quote
+    are structures of the grammar: faults in them are errors.
 
     Args:
         word: As it was typed.
@@ -43,7 +43,7 @@ def readable(word: str, *, sweeps: bool = False) -> str:
         raise ConfigError(f"{word} ends with a comma, behind which a value is missing: type {key}={value.rstrip(',')}.")
     if sweeps and "," in value and not set(value) & set("[]{}'\""):
         return f"{key}={','.join(map(_member, value.split(',')))}"
-    if value[0] in "[{'\"" or value.partition("(")[0] in _TOLD_BY_HYDRA:
+    if value[0] in "[{'\"" or value.partition("(")[0] in _GRAMMAR_FUNCTIONS:
         raise _refused(key, value, reason)
     return f"{key}={quoted(value)}"
 
@@ -104,7 +104,7 @@ def typed(key: str, value: str) -> str:
         key: Key of the setting.
         value: Any text.
     """
-    if "," in value or value[:1] in ("[", "{", "'", '"') or value.partition("(")[0] in _TOLD_BY_HYDRA:
+    if "," in value or value[:1] in ("[", "{", "'", '"') or value.partition("(")[0] in _GRAMMAR_FUNCTIONS:
         value = quoted(value) if '"' in value or "\\" in value else f'"{value}"'
     return shlex.quote(f"{key}={value}")
 

@@ -83,7 +83,7 @@ TERMINATED = SIGNALLED + 15
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether an error means that memory ran out, on any device."""
-    torch = sys.modules.get("torch")  # an error of a process that never loaded it is none of its own
+    torch = sys.modules.get("torch")  # a process that never loaded it has none of its errors
     if isinstance(error, (MemoryError, getattr(torch, "OutOfMemoryError", MemoryError))):
         return True
     if isinstance(error, OSError):

@@ -125,10 +125,10 @@ def _end_loop(loop: asyncio.AbstractEventLoop, pid: int) -> None:
 
 
 FUNCTION_LOOP = BackgroundLoop("lit_rl-async-rewards")
-"""Runs coroutines of users."""
+"""The loop of users' coroutines."""
 
 WORKER_LOOP = BackgroundLoop("lit_rl-reward-workers")
-"""Talks to worker processes. Apart from the other: a user's coroutine that blocks must not keep a limit from firing."""
+"""The loop of worker processes. A separate one: a user's coroutine that blocks must not keep a limit from firing."""
 
 BESIDE_LOOP = BackgroundLoop("lit_rl-rewards-beside")
 """Runs functions of this process that allow a thread of their own, one after another."""

@@ -33,10 +33,10 @@ from lit_rl.core.errors import ConfigError
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised out of work that is given up because the run is asked to stop.
+    """The interruption of work because the run is asked to stop.
 
-    A `KeyboardInterrupt`, also for other signals than Ctrl-C: functions that go on after any `Exception` do not go on
-    after this one, and event loops of asyncio let it out.
+    A `KeyboardInterrupt`, also for other signals than Ctrl-C: code that catches every `Exception` does not catch it,
+    and event loops of asyncio let it through.
     """
 
 
@@ -186,7 +186,7 @@ def _in_main_thread() -> bool:
 
 
 class TimeLimitExceeded(BaseException):
-    """Its time is over. No `Exception`: a function that goes on after any of these does not go on after this one."""
+    """The end of a time limit. No `Exception`: code that catches every `Exception` does not catch it."""
 
 
 @contextmanager

@@ -157,8 +157,9 @@ def require_vllm(setting: str) -> None:
 
 
 RANK_VARIABLES = (
-    "RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "JSM_NAMESPACE_RANK"
-)  # fmt: skip
+    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID"),
+    *("OMPI_COMM_WORLD_RANK", "PMI_RANK", "JSM_NAMESPACE_RANK"),
+)
 """Environment variables by which launchers number processes."""
 
 

@@ -71,7 +71,7 @@ def load_file(path: Path, text: bytes) -> ModuleType:
 
 
 class _SourceAsRead(SourceFileLoader):
-    """Runs a text that was read before: a worker that is replaced must not pick up an edit in the middle of a run."""
+    """A loader of source text that was read before: a replaced worker must not pick up an edit during a run."""
 
     def __init__(self, name: str, path: str, text: bytes) -> None:
         super().__init__(name, path)

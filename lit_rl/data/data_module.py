@@ -308,7 +308,7 @@ class SourcedDataModule(L.LightningDataModule):
 
         Args:
             size: The constructor's setting; None where the user chose none.
-            now: The latest size.
+            current: The latest size.
             rows: Rows left for training.
             key: Key of the setting.
         """

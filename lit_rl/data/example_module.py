@@ -183,7 +183,7 @@ class ExampleDataModule(SourcedDataModule):
 
     @property
     def corpus(self) -> ExampleCorpus:
-        """Everything that was read; of a stream its first window, which is read again where another one came since.
+        """All examples that were read; of a stream its first window, read again if the stream has moved on.
 
         Raises:
             ConfigError: nothing was, yet.

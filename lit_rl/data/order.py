@@ -21,8 +21,8 @@ class RolloutOrder:
     """The order of rows in every epoch.
 
     An epoch draws as many rows as there are. A source gets its share by weight and draws from its own stream: one
-    permutation of its rows after another, over all epochs, so no row comes a second time before every row of the source
-    came once. Rows that do not fill a last rollout are left out of the epoch.
+    permutation of its rows after another, over all epochs, so no row is repeated before every row of the source
+    was drawn once. Rows that do not fill a last rollout are left out of the epoch.
 
     Args:
         sizes: Rows of each source; a row's index counts over the sources in this order.

@@ -23,7 +23,7 @@ class Processor(Protocol):
 
     @property
     def name_for_videos(self) -> str:
-        """Likewise, of frames."""
+        """The classes that make pixels of frames: part of a data set's fingerprint."""
         ...
 
     @property

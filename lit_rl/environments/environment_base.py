@@ -88,7 +88,7 @@ Result = TypeVar("Result")
 
 
 class RunTogether(Protocol):
-    """Does some work; where ranks go through a rollout together, all fail where one does."""
+    """A function that runs work; if ranks take a rollout together, all fail where one does."""
 
     def __call__(self, work: Callable[[], Result]) -> Result: ...
 

@@ -63,7 +63,7 @@ class WorkerCall:
 
 
 class Unsendable:
-    """Stands for a returned value that cannot leave its process: it is shown as that was."""
+    """A placeholder for a returned value that cannot be pickled, with the value's own text."""
 
     def __init__(self, kind: str, text: str) -> None:
         self._kind, self._text = kind, text

@@ -221,7 +221,7 @@ class CalculatorDemonstrations(Products):
     """The same products, solved with a calculator on which sometimes a wrong key is pressed:
 
     `{"prompt": "17*25=", "completion": "mul(17,25)"}`, `{"prompt": "17*25=mul(17,25)<|im_end|>425=", "completion":
-    "425"}`, a row for each turn. In some the second operand is another number: what came of it is answered all the
+    "425"}`, a row for each turn. In some the second operand is another number, and its result is answered all the
     same. A policy that imitates them knows how to call the tool and how to read it; to ask it the right thing is left
     to learn.
 

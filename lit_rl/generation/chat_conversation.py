@@ -283,13 +283,13 @@ class ChatConversation:
         roles = {message["role"] for message in new}
         if len(known) < len(self._history) or roles not in ({"tool"}, {"user"}):
             raise ChatRequestRefused(
-                f"behind a turn of the policy come messages of tools, or of the user; here {sorted(roles) or 'nothing'}"
-                " came"
+                f"after a turn of the policy, messages of tools or of the user are expected, got "
+                f"{sorted(roles) or 'none'}"
             )
         if self.reading.parser != "regex" and (new_tools := _names(request) - self._tools):
             raise ChatRequestRefused(
-                "the policy is told of tools by the first request of a conversation, and "
-                f"{', '.join(sorted(new_tools))} was not in it"
+                "the tools of a conversation are those of its first request, which did not contain "
+                f"{', '.join(sorted(new_tools))}"
             )
         names = {call["id"]: call["function"]["name"] for call in self._history[-1].get("tool_calls") or ()}
         return [_answer(message, names) for message in new]

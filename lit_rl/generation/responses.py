@@ -145,7 +145,7 @@ class Responses:
             self.read_states(rows)
 
     def _take_back(self, rows: Tensor, behind: Sequence[int | None]) -> Tensor:
-        """End the turns of rows with a number here: so many of the last tokens are removed."""
+        """End the turns of rows with a number in `behind`, and remove that many of their last tokens."""
         counts = torch.tensor([-1 if back is None else back for back in behind], device=rows.device)
         stopped, back = counts >= 0, counts.clamp(min=0)
         self.lengths[rows] -= back

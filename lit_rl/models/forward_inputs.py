@@ -222,9 +222,9 @@ def known_masks(mask: Tensor | None = None, positions: Tensor | None = None) -> 
 
 @contextmanager
 def masks_that_hide(device: torch.device) -> Iterator[None]:
-    """Have models of transformers, inside, make whatever mask they are given, without a look for what it hides.
+    """Let models of transformers build attention masks without checking whether a mask hides anything.
 
-    On a CPU nobody waits, and they look.
+    The check waits for a GPU. On a CPU it waits for nothing, and is made.
 
     Args:
         device: Device of the models.

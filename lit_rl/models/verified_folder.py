@@ -549,8 +549,8 @@ class LogitProbe:
             model: The model.
 
         Raises:
-            StorageError: it says something else than the policy; or, where that could not be asked, than what was asked
-                first.
+            StorageError: its outputs differ from the policy's, or from those of the first checked model if the policy's
+                are not known.
         """
         found = self._logits(model)
         if self._wanted is None:

@@ -250,7 +250,7 @@ def centered_turns(
     """``G_k`` minus the mean of ``G_k`` over the rows of the group that have a turn ``k``: a baseline for each turn.
 
     Late turns have less left to earn than early ones, and are compared with each other. A turn that no other row of the
-    group came to gets 0. With one turn a row this is :func:`lit_rl.ops.advantages.centered`.
+    group has gets 0. With one turn a row this is :func:`lit_rl.ops.advantages.centered`.
 
     Args:
         rewards: Only say which rows are scored.

@@ -338,7 +338,7 @@ class Classifier(OnRunDevice):
                 model.reshard()
 
     def require_chat_template(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises ConfigError where there is none."""
+        """Raise ConfigError if the tokenizer has none."""
         if tokenizer.chat_template is None:
             raise ConfigError(
                 f"The prompts are messages, and the tokenizer of the reward model {self.name!r} has no chat template. "
@@ -346,7 +346,7 @@ class Classifier(OnRunDevice):
             )
 
     def check_labels(self, config: PreTrainedConfig) -> None:
-        """Raises ConfigError where the model does not give as many numbers as it must."""
+        """Raise ConfigError if the model does not return the expected number of labels."""
         if config.num_labels != self.labels:
             what, kind = ("one number", "sequence") if self.labels == 1 else ("two: wrong and right", "token")
             raise ConfigError(

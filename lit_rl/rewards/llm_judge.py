@@ -166,7 +166,7 @@ class LLMJudge:
                 self._warned = True
                 warnings.warn(
                     f"the judge {self.model} at {self.url} gave no verdict for {lost} of {len(verdicts)} pairs: "
-                    f"{what}. Not told again: judge/unanswered and judge/unparsable count on.",
+                    f"{what}. This warning is not repeated; judge/unanswered and judge/unparsable count all.",
                     stacklevel=2,
                 )
             return

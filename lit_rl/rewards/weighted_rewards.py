@@ -422,7 +422,7 @@ class Rewards:
             columns: The other columns of the data, one value a completion.
             completion_ids: Token ids of each completion; None where there are none, for functions that do not ask.
             trainer_state: None is the state before the first step.
-            begun: The result of `begin`, which was told of completions of this batch.
+            begun: The result of `begin`, to which completions of this batch were passed.
             rows: The completions to score; the others are unscored. None: all.
 
         Raises:

@@ -87,7 +87,7 @@ class PlayedEpisode:
 
 
 class EpisodePlayer:
-    """Plays cases.
+    """The player of scripted cases.
 
     Args:
         factory: Makes the environments.

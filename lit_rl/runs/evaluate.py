@@ -176,7 +176,7 @@ class BestCompletion:
 
 
 class KeepBest(L.Callback):
-    """Keeps the best completion of every prompt that `Trainer.predict` sees, over all ranks."""
+    """A callback that keeps the best completion of every prompt that `Trainer.predict` sees, over all ranks."""
 
     def __init__(self) -> None:
         self.seen: dict[tuple[int, int], BestCompletion | None] = {}

@@ -62,7 +62,7 @@ def prepare_plan(run: Run) -> tuple[Any, MemoryPlan | None, int | None]:
     trainer.strategy.connect(module)
     data.setup("fit")
     module.setup("fit")
-    sizes, room = planned_memory(module), module.room()
+    sizes, room = planned_memory(module), module.device_budget()
     return (module.plan, None, None) if sizes is None or room is None else (module.plan, sizes, room)
 
 

@@ -218,8 +218,7 @@ def _children_of(launcher: Any) -> list[subprocess.Popen[Any]]:
 
 
 def _first_failed() -> subprocess.Popen[Any] | None:
-    """Return the first child that has ended with an error. One that a signal has ended in good order is none: this one
-    ends too."""
+    """Return the first child that has ended with an error; a child that a signal has ended does not count."""
     ended = (each for each in _children if each.poll())
     return next((each for each in ended if not SIGNALLED < each.returncode <= SIGNALLED + signal.NSIG), None)
 

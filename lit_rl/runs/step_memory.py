@@ -94,7 +94,7 @@ def _scoring_error(error: Exception, module: PolicyModule) -> BackendError | Non
 
 def _list_parts(parts: Mapping[str, int], module: PolicyModule) -> str:
     """Return the sum of the parts, the memory there was, and each part."""
-    room = module.room()
+    room = module.device_budget()
     had = "" if room is None else f" of {format_bytes(room)}"
     listed = ", ".join(f"{n} {format_bytes(size)}" for n, size in parts.items())
     return f"{format_bytes(sum(parts.values()))}{had} ({listed})"

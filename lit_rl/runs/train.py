@@ -380,7 +380,7 @@ def note_failure(run: Run, code: int) -> None:
     with contextlib.suppress(Exception):  # nothing may hide the error itself
         summary = run.run_dir.read_summary()
         if summary.get("status") in ("finished", "stopped"):
-            return  # it had ended, and what failed came behind
+            return  # the training itself had ended
         missing = [str(each) for each in not_written(run.trainer)]
         summary |= {"status": "failed", "steps": run.trainer.global_step, "exit_code": code}
         run.run_dir.write_summary(summary | ({"not_written": missing} if missing else {}))
@@ -415,7 +415,7 @@ def _signals(run: Run) -> Iterator[GracefulStop]:
 
 def _stopped(run: Run, summary: dict[str, Any], stop: GracefulStop) -> int:
     """Save the rest after a signal during training, and print the command that resumes."""
-    if not run.dry and run.trainer.global_step and not stop.gave_up:  # then it stands in the middle of something
+    if not run.dry and run.trainer.global_step and not stop.gave_up:  # otherwise it is within a step
         _save_last_step(run)
     if run.trainer.is_global_zero and not run.dry:
         _save(run, summary | {"status": "stopped"})

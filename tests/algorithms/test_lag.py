@@ -20,6 +20,7 @@ from small_rollouts import EachBatch, completions, trainer
 from lit_rl.algorithms import GRPO, PPO, AdamW, Constant, Evaluation, OnlineDPO
 from lit_rl.algorithms.checks.policy_gradient_checks import check_weight_copies
 from lit_rl.algorithms.data_parallel import Ranks
+from lit_rl.algorithms.rollouts.rollout_source import fail_on_all_ranks
 from lit_rl.algorithms.terms.groups import DynamicSampling
 from lit_rl.callbacks import GracefulStop
 from lit_rl.core.errors import ConfigError, GenerationError
@@ -421,6 +422,20 @@ def test_what_is_there_is_kept_where_another_rank_gives_up_its_wait():
     with pytest.raises(Interrupted):
         module.source.take_ahead(asked, OtherIsTold(), max_age=1)
     assert module.source._ahead.names == [name]
+
+
+@pytest.mark.parametrize("another_error", [False, True])
+def test_ranks_save_together_if_nothing_but_generators_failed(another_error):
+    """A rank with another error does not save, and the others would wait for it."""
+    answers = iter([1, int(another_error)])  # of the other rank: it failed; with an error that is no generator's
+
+    class OtherFailed(Ranks):
+        def counts(self, count: int) -> list[int]:
+            return [count, next(answers)]
+
+    with pytest.raises(GenerationError, match="another rank") as failed, fail_on_all_ranks(OtherFailed(world_size=2)):
+        pass
+    assert failed.value.on_every_rank is not another_error
 
 
 @pytest.mark.all

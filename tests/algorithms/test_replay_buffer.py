@@ -192,6 +192,26 @@ def test_the_ratio_of_a_replayed_group_is_to_the_policy_that_sampled_it(tmp_path
     assert replayed > 0
 
 
+@pytest.mark.parametrize("size", [8, None])
+def test_stored_groups_teach_in_a_rollout_without_any_reward(tmp_path, size):
+    """Without a buffer such a rollout moves no weight."""
+    called: list[int] = []
+
+    def once(completions: list[str], answer: list[str]) -> list[float | None]:
+        called.append(len(completions))
+        return [float(len(text) % 2 == 0) if len(called) == 1 else None for text in completions]
+
+    module = GRPO(
+        "tiny", once, replay=None if size is None else GroupReplay(size), group_size=4,
+        sampling=Sampling(max_new_tokens=4, temperature=1.5), optimizer=AdamW(lr=1e-3), scheduler=Constant(),
+    )  # fmt: skip
+    looks = EachBatch(lambda one: torch.cat([weight.detach().flatten() for weight in one.policy.parameters()]))
+    data = RolloutDataModule(task=Addition(max_operand=9, val_rows=4), prompts_per_rollout=8)
+    trainer(tmp_path, max_steps=2, max_epochs=-1, callbacks=[looks]).fit(module, datamodule=data)
+    first, second = looks.seen
+    assert called == [32, 32] and torch.equal(first, second) is (size is None)
+
+
 def odd_length(completions: list[str], answer: list[str]) -> list[float]:
     """Of the answer and the completion together, so that a reward belongs to its row of the data."""
     return [float((len(text) + len(right)) % 2) if int(right) % 3 else 0.0 for text, right in zip(completions, answer)]

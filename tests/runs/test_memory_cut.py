@@ -158,5 +158,5 @@ def test_on_a_cpu_they_warn_of_what_is_more_than_all_that_is_free(monkeypatch, f
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         short_trainer().fit(module, datamodule=prompts())
-    assert module.room() < needed
+    assert module.device_budget() < needed
     assert any("does not fit" in str(one.message) for one in seen) == warned

@@ -165,8 +165,8 @@ class GeneratingModule(PolicyModule):
             )
         if against not in (None, BASE):
             raise ConfigError(
-                f"eval.win_rate_against={against}: a model over images is compared with itself as it came alone, "
-                f"eval.win_rate_against={BASE}."
+                f"eval.win_rate_against={against}: a model over images can be compared only with itself before the "
+                f"training, eval.win_rate_against={BASE}."
             )
 
     def on_fit_start(self) -> None:

@@ -210,8 +210,8 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         self.precision_by_device = False
         self.micro_batch_plan: MicroBatchPlan | None = None
         self.step_rows: StepRows | None = None
-        self._room: int | None = None
-        self._host_room: int | None = None
+        self._device_budget: int | None = None
+        self._host_budget: int | None = None
         self.policy: Any = None
         self.reference_policy: Scorer | None = None
         self.grad_norm = torch.zeros(())
@@ -481,7 +481,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             part=part_numbers(device),
             may_recompute=may_recompute,
             may_offload=may_recompute and device.type == "cuda",
-            host=self.host_room(),
+            host=self.host_budget(),
         )
         if self.model.processor is not None:
             sizes = with_images(sizes, self.model, find_largest_prompt(trainer.datamodule, self.model.processor))
@@ -498,28 +498,28 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             return None
         return ddp_buckets(networks, numbers, viewed=bool(strategy._ddp_kwargs.get("gradient_as_bucket_view")))
 
-    def room(self) -> int | None:
+    def device_budget(self) -> int | None:
         """Return the bytes that a plan may use on every rank, as before the policy was loaded; None if unknown.
 
         For this process alone if no other was started (`lit-rl plan`).
         """
-        if self._room is None:
+        if self._device_budget is None:
             trainer: Any = self.trainer
             device = trainer.strategy.root_device
             loaded = sum(tensor.nbytes for tensor in (*self.parameters(), *self.buffers()) if tensor.device == device)
             mine = memory_budget(device, gigabytes=self.memory_gb, processes=trainer.num_devices, planned=loaded)
-            self._room = min(gather_objects(mine or 0))
-        return self._room or None
+            self._device_budget = min(gather_objects(mine or 0))
+        return self._device_budget or None
 
-    def host_room(self) -> int | None:
+    def host_budget(self) -> int | None:
         """Return the bytes of host memory that every rank may offload to; None without a GPU, or if unknown."""
         trainer: Any = self.trainer
         device = trainer.strategy.root_device
         if device.type != "cuda" or self.memory_gb is not None:
             return None
-        if self._host_room is None:
-            self._host_room = min(gather_objects(host_memory_budget(trainer.num_devices) or 0))
-        return self._host_room or None
+        if self._host_budget is None:
+            self._host_budget = min(gather_objects(host_memory_budget(trainer.num_devices) or 0))
+        return self._host_budget or None
 
     def split_step(self, step: StepRows) -> tuple[int, str]:
         """Split the optimizer step: set the Trainer's micro-batches, and return their number, and the reason for it.
@@ -537,7 +537,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         given = MicroBatchRequest(self.micro_batch_size, self.user_accumulation)
         given.check()
         if self.micro_batch_plan is None or self.micro_batch_plan.micro_batches != trainer.accumulate_grad_batches:
-            room, device = self.room(), trainer.strategy.root_device
+            room, device = self.device_budget(), trainer.strategy.root_device
             most = None if room is None else hard_memory_limit(room, device, gigabytes=self.memory_gb)
             self.micro_batch_plan, warning = plan_micro_batches(given, step, self.memory(), room, most)
             if warning:
@@ -568,7 +568,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     def fit_decoding(self) -> None:
         """Bound the sequences decoded at once in a validation without training."""
         if self.micro_batch_size == "auto" and self.micro_batch_plan is None:
-            memory, room = self.memory(), self.room()
+            memory, room = self.memory(), self.device_budget()
             if memory is not None and room is not None:
                 self.bound_decoding(max(1, largest_decode_batch(memory, room)))
 

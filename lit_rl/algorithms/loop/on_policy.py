@@ -95,6 +95,8 @@ class OnPolicyModule(GeneratingModule, ABC):
         self.seen: SeenRows | None = None
         """The last micro-batch that was learned from, for callbacks."""
         self._slot, self._counts = -1, torch.zeros(0)
+        self._nothing_rewarded = False
+        """True if the rollout to learn from has no reward on any rank: its gradient is dropped."""
         self._dealt: tuple[Rollout, list[Tensor], list[dict[Width, slice]]] | None = None
         self._work: list[UpdateWork] = []
         """Work of each slot of the current rollout."""
@@ -522,6 +524,10 @@ class OnPolicyModule(GeneratingModule, ABC):
             tokenizer=self.model.tokenizer,
             ranks=self.ranks,
         )
+        # A replay buffer may have put rewarded groups in the place of unrewarded ones.
+        self._nothing_rewarded = bool(self._records.unscored) and not self.ranks.any(
+            not bool(self.rollout.rewards.isnan().all())
+        )
         self.phase_memory.begin()
         self.speed.restart()
         if self.rollout.completions.response_ids is not self.scored.completions.response_ids:
@@ -587,7 +593,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             self.drop_gradients(optimizer)
             return result
 
-        closure = backward_and_drop_gradient if self._records.unscored else optimizer_closure
+        closure = backward_and_drop_gradient if self._nothing_rewarded else optimizer_closure
         super().optimizer_step(epoch, batch_idx, optimizer, closure)
         self._records.add_step(self.grad_norm, skipped=self.broken_steps.last)
         self._rates = learning_rates(self.trainer.optimizers[0])
@@ -641,6 +647,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             return counts  # between two rollouts
         mine = {"slot": self._slot, "seconds": dict(self.stopwatch.seconds), "parts": dict(self.stopwatch.parts)}
         mine |= {"rollout": checkpoints.to_plain(self.rollout), "totals": checkpoints.to_plain(self._counts)}
+        mine["nothing_rewarded"] = self._nothing_rewarded
         return counts | self._records.half_used() | mine
 
     def merge_rank_states(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -655,14 +662,16 @@ class OnPolicyModule(GeneratingModule, ABC):
         return self.slots_per_rollout
 
     def describe_dropped_state(self, saved: Sequence[dict[str, Any]], slots: int) -> str:
-        first, said = saved[0], []
+        first, dropped = saved[0], []
         if "rollout" in first:
             steps = len(first["totals"])
             used = (first["slot"] + 1) * steps // slots
-            said.append(f"The rollout in use is dropped after {used} of its {steps} optimizer steps, with its metrics.")
+            dropped.append(
+                f"The rollout in use is dropped after {used} of its {steps} optimizer steps, with its metrics."
+            )
         if any("ahead" in each for each in saved):
-            said.append("What was drawn ahead is dropped, and is drawn with the weights of now.")
-        return " ".join([*(said or ["Nothing is dropped."]), "The run goes on with the next rollout."])
+            dropped.append("Completions drawn ahead are dropped, and drawn again with the current weights.")
+        return " ".join([*(dropped or ["Nothing is dropped."]), "The run continues with the next rollout."])
 
     def vision_lookup(self) -> Callable[[int], PromptVision | None]:
         """Return the function from a training row to its images."""
@@ -683,4 +692,5 @@ class OnPolicyModule(GeneratingModule, ABC):
             self.rollout, self._dealt = checkpoints.restore_pixels(loaded, see, self.processor), None
             self._records.load_half_used(saved, device)
             self._slot, self._counts = saved["slot"], saved["totals"].to(device)
+            self._nothing_rewarded = saved["nothing_rewarded"]
             self.stopwatch.load(saved["seconds"], saved["parts"])

@@ -278,10 +278,10 @@ class RolloutSource:
 
 @contextmanager
 def fail_on_all_ranks(ranks: Ranks) -> Iterator[None]:
-    """Raise on all ranks where the generator of any rank fails, so that they can still save together.
+    """Raise on all ranks where any rank fails; if only generators failed, all can still save together.
 
     Raises:
-        GenerationError: the generator of this rank, or of another one, failed.
+        GenerationError: the generator of this rank failed, or another rank.
         Interrupted: see `abort_on_all_ranks`.
     """
     failure: LitRLError | None = None
@@ -291,9 +291,11 @@ def fail_on_all_ranks(ranks: Ranks) -> Iterator[None]:
         except LitRLError as error:
             failure = error
     if not ranks.alone and ranks.any(failure is not None):
+        # Saving is a collective that a rank with another error does not enter.
+        only_generators = not ranks.any(failure is not None and not isinstance(failure, GenerationError))
         failure = failure or _other_rank_failed()
         if isinstance(failure, GenerationError):
-            failure.on_every_rank = True
+            failure.on_every_rank = only_generators
     if failure is not None:
         raise failure
 

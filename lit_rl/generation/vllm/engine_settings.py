@@ -136,8 +136,8 @@ def model_arguments(model: LanguageModel) -> dict[str, Any]:
     """
     if isinstance(model, LoadedModel):
         raise ConfigError(
-            "An engine of vLLM reads the policy's files, and model came as an object: save it and its tokenizer by "
-            "save_pretrained(folder), and give the folder as model."
+            "A vLLM engine reads the policy's files, but model is an object: save it and its tokenizer with "
+            "save_pretrained(folder), and set model to the folder."
         )
     check_causal(model.name, model.config)
     hub_files.refuse_pickle("model.name", model.path, "")

@@ -155,7 +155,7 @@ class VLLMServerGenerator(EngineGenerator):
         """Start a server on rank 0, and return the addresses that every rank will use."""
         if ranks.rank() != 0:
             return []
-        if self._process is not None:  # of a start that came to nothing
+        if self._process is not None:  # left by a failed start
             self._process.stop()
         own = self._process = LaunchedServer(policy, self.model, self.settings_for(policy), self.log)
         with interruptible():
