@@ -327,7 +327,7 @@ def _fit(case: Case, folder: Path, *callbacks: L.Callback, steps: int = 2) -> in
     )
     module.memory_gb = 1000.0
     trainer.fit(module, datamodule=data)
-    memory, step = module.memory(), module.step
+    memory, step = module.memory(), module.step_rows
     rows = step.units * step.rows // case.accumulate
     return memory.plan(rows, module.decoded_at_once(step), steps_in_parts=case.accumulate > 1).total
 

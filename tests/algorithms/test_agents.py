@@ -629,7 +629,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "generator": (
         lambda: module_of(generator=Deaf()),
         prompts,
-        "Deaf draws completions of one turn.*native, hf, hf_continuous, vllm or vllm_server",
+        "Deaf draws completions of a single turn.*native, hf, hf_continuous, vllm or vllm_server",
     ),
     "lag": (
         lambda: module_of(generator=VLLMServerGenerator(urls=["http://127.0.0.1:9"], lag=1)),

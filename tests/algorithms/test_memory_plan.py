@@ -529,7 +529,7 @@ def test_texts_that_are_learned_beside_the_rows_are_planned_with_their_graph(pre
     ).plan(8, 8, steps_in_parts=False)
     assert plan.learning["activations"] == pytest.approx(kept, rel=0.07)
     assert kept > 1.1 * alone
-    assert AuxiliaryTexts(texts=5, rows=32, tokens=80).of(8).rows == 2  # five texts over four micro-batches
+    assert AuxiliaryTexts(texts=5, rows=32, tokens=80).call(8).rows == 2  # five texts over four micro-batches
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -138,7 +138,7 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
         ["trainer.max_steps", "trainer.max_epochs", "trainer.max_time"],
     ),
     # required values and references
-    ("no-path", ["data=jsonl"], 2, ["data.path", "data.sources", "came: none"]),
+    ("no-path", ["data=jsonl"], 2, ["data.path", "data.sources", "Set now: none"]),
     ("no-fn", ["reward=function"], 2, ["reward.fn", "needs one", "./file.py:name"]),
     ("no-name", ["model=local"], 2, ["model.name=''", "hub id"]),
     ("no-optimizer", ["optimizer=by_path"], 2, ["optimizer.path", "needs one", "torch.optim.SGD"]),
@@ -185,7 +185,7 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
         "processes-ahead",
         [*("generator=vllm_server", "generator.urls=[http://127.0.0.1:9]", "generator.lag=2"), *TWO_ON_CPU],
         2,
-        ["generator.lag=2", "this run has 2", "generator.lag=1"],
+        ["generator.lag=2", "This run has world size 2", "generator.lag=1"],
     ),
     ("spawn", ["trainer.strategy=ddp_spawn", "trainer.devices=2"], 2, ["trainer.strategy=ddp_spawn", "strategy=ddp,"]),
     ("fork", ["trainer.strategy=ddp_notebook"], 2, ["trainer.strategy=ddp_fork (ddp_notebook", "strategy=ddp,"]),

@@ -122,7 +122,7 @@ def test_a_policy_that_cannot_move_proves_nothing(command: Command, monkeypatch)
 
     load = LanguageModel.load
     monkeypatch.setattr(LanguageModel, "load", frozen)
-    refused(command(*CPU), 5, "nobody can see whether the generator follows")
+    refused(command(*CPU), 5, "too little to test whether the generator gets new weights")
 
 
 @needs_no_vllm

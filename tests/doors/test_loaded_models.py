@@ -198,7 +198,7 @@ def test_what_is_not_taken_says_what_to_pass(tiny_dir: Path) -> None:
         LoadedModel(model, tokenizer, revision="main")
     with pytest.raises(ConfigError, match=r"Qwen2Model; a causal"):
         GRPO(model.model, distinct, tokenizer=tokenizer).configure_model()
-    with pytest.raises(ConfigError, match=r"engine of vLLM reads the policy's files"):
+    with pytest.raises(ConfigError, match=r"vLLM engine reads the policy's files, but model is an object"):
         model_arguments(LoadedModel(model, tokenizer))
     model.is_quantized = True
     with pytest.raises(ConfigError, match=r"is quantised, and an export needs"):

@@ -177,9 +177,9 @@ HELD_AS = {
     "reward_clip": "credit.clip",
     "whitening": "whitening.function",
     "advantage_clip": "advantage_clip.limit",
-    "correction": "engine.correction",
-    "rejection": "engine.rejection",
-    "weight_norm": "engine.normalisation",
+    "correction": "engine_correction.correction",
+    "rejection": "engine_correction.rejection",
+    "weight_norm": "engine_correction.normalisation",
     "selection": "selection.choose",
     "off_policy_threshold": "off_policy.threshold",
 }
