@@ -192,7 +192,7 @@ class TestHelp:
     @pytest.mark.parametrize("shell", ["zsh", "fish"])
     def test_completes_words_in_other_shells(self, shell, command: Command, cwd):
         assert command("completion", shell).out == completion.SHELLS[shell]
-        refused(command("completion", "tcsh"), 2, "lit-rl completion knows bash, zsh, fish, and got tcsh")
+        refused(command("completion", "tcsh"), 2, "lit-rl completion knows bash, zsh, fish, but got tcsh")
         if (there := shutil.which(shell)) is None:
             pytest.skip(f"{shell} is not installed")
         (cwd / "lit-rl").write_text(
