@@ -411,7 +411,7 @@ def test_a_module_of_another_kind_is_told_what_is_missing(tmp_path):
             super().__init__()
             del self.slots_per_rollout
 
-    with pytest.raises(ConfigError, match="Plain has no 'slots_per_rollout'"):
+    with pytest.raises(ConfigError, match="Plain has no attribute 'slots_per_rollout'"):
         trainer(tmp_path).fit(Plain(), datamodule=RolloutDataModule(rows=make_rows(40)))
 
 

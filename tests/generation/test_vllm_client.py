@@ -181,11 +181,11 @@ def test_query_parameters_reach_the_route():
 @pytest.mark.parametrize(
     "url, said",
     [
-        ("127.0.0.1:8000", "no address"),
-        ("ftp://127.0.0.1", "no address"),
-        ("file:///etc/hostname", "no address"),
-        ("http://", "no address"),
-        ("http://host:port", "no address"),
+        ("127.0.0.1:8000", "not the address"),
+        ("ftp://127.0.0.1", "not the address"),
+        ("file:///etc/hostname", "not the address"),
+        ("http://", "not the address"),
+        ("http://host:port", "not the address"),
         ("http://me:secret@host:8000", "VLLM_API_KEY"),
         ("http://host:8000/v1", "leave out"),
     ],

@@ -92,7 +92,7 @@ def test_steps_that_are_no_part_of_a_run_are_refused(steps):
 
 
 def test_steps_behind_the_last_are_refused_before_anything_is_loaded(tmp_path):
-    with pytest.raises(ConfigError, match=r"profile.steps=\[3,5\] ends behind .* trainer.max_steps=4: take earlier"):
+    with pytest.raises(ConfigError, match=r"profile.steps=\[3,5\] ends after .* trainer.max_steps=4: take earlier"):
         trained(tmp_path, Profile([3, 5], str(tmp_path / "profile")))
 
 
