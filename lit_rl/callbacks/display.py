@@ -14,16 +14,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich import box
-from rich.console import Console
-from rich.table import Column, Table
-from rich.text import Text
-
 from lit_rl.core.episode import message_text, transcript_of
 from lit_rl.core.visuals import THUMBNAIL, WHITE, Visual, pillow, shown_in
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from rich.table import Column, Table
+    from rich.text import Text
 
 
 # ---------------------------------------------------------------------- episodes
@@ -176,6 +173,9 @@ def ruled_table(title: str | Text, columns: Iterable[Column]) -> Table:
         title: Title, on the left; a `str` may hold rich's markup.
         columns: Columns with their heads.
     """
+    from rich import box  # rich is imported where it prints: a refusal of a command does not wait for it
+    from rich.table import Table
+
     return Table(
         *columns, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False
     )
@@ -189,6 +189,10 @@ def _mean_reward(rows: Sequence[dict[str, Any]]) -> float:
 
 def console_table(title: str, rows: Sequence[dict[str, Any]]) -> None:
     """Print a table, rows green above and red below their mean reward; conversations coloured by author."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     middle = _mean_reward(rows)
     table = Table(title=title, title_justify="left", show_lines=len(rows) < 3)
     for name in rows[0]:
@@ -201,6 +205,8 @@ def console_table(title: str, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _cell(value: Any, style: str) -> Text:
+    from rich.text import Text
+
     if not isinstance(value, ShownConversation):
         return Text(printable(value), style=style)
     messages = ((f"{author}: {printable(words)}", by) for author, words, by in value.lines())
@@ -210,6 +216,9 @@ def _cell(value: Any, style: str) -> Text:
 
 def plan_table(rows: Sequence[tuple[str, str]]) -> None:
     """Print the batch arithmetic of a run."""
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(title="Batches", title_justify="left", show_header=False)
     for name, value in rows:
         table.add_row(name, value)

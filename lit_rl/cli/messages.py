@@ -30,7 +30,6 @@ from lit_rl.core.errors import (
     is_out_of_memory,
     nearest,
 )
-from lit_rl.data.sources import SEVERAL_PATHS
 
 
 def usage(words: Sequence[str], commands: Sequence[str]) -> int:
@@ -138,6 +137,8 @@ def _hydra(error: BaseException) -> LitRLError | None:
         if isinstance(link, ValidationError) and link.full_key:
             reason = str(link).split("\n")[0]
             if link.full_key == "data.path" and "'list'" in reason:
+                from lit_rl.data.sources import SEVERAL_PATHS  # here: it loads the readers of files
+
                 return ConfigError(SEVERAL_PATHS)
             return _of_its_type(link, reason)
         if isinstance(link, MissingConfigException) and link.options:
