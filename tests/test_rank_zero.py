@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from lit_rl.core.machine import RANK_VARIABLES, is_rank_zero
+from lit_rl.runs.rendezvous import find_placement
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x"}
+SLURM = {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "7", "SLURM_LOCALID": "0"}
+SLURM |= {"SLURM_STEP_NUM_NODES": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NODELIST": "a,b"}
 
 
 @pytest.mark.parametrize(
@@ -44,6 +47,15 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "x"}
             id="srun torchrun, two processes a node",
         ),
         pytest.param([TORCHRUN | {"RANK": "0", "NODE_RANK": "1"}, TORCHRUN | {"RANK": "1"}], 0, id="a platform's node"),
+        pytest.param(
+            [
+                SLURM | {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank), "NODE_RANK": str(1 - rank)}
+                for rank in (0, 1)
+            ],
+            0,
+            id="srun python, with a platform's node",
+        ),
+        pytest.param([{"NODE_RANK": "0", "GROUP_RANK": "1"}, {"NODE_RANK": "1"}], 0, id="NODE_RANK before GROUP_RANK"),
         pytest.param([{"OMPI_COMM_WORLD_RANK": "1"}, {"OMPI_COMM_WORLD_RANK": "0"}], 1, id="mpirun"),
     ],
 )
@@ -53,9 +65,12 @@ def test_one_process_of_a_run_is_rank_zero(
     found = []
     for variables in processes:
         with monkeypatch.context() as patch:
-            for name in ("TORCHELASTIC_RUN_ID", *RANK_VARIABLES):
+            for name in ("TORCHELASTIC_RUN_ID", *RANK_VARIABLES, *SLURM):
                 patch.delenv(name, raising=False)
             for name, value in variables.items():
                 patch.setenv(name, value)
             found.append(is_rank_zero())
+            if variables.keys() >= SLURM.keys():  # the ranks meet by the same number
+                placement = find_placement(2)
+                assert placement is not None and (placement.rank == 0) is found[-1]
     assert found == [number == zero for number in range(len(processes))]

@@ -304,7 +304,7 @@ class Alarm(L.Callback, ABC):
         if self.then == "stop":
             return "The run ends here. "
         if self.rolled_back >= self.roll_backs:
-            return f"It was rolled back as often as allowed (roll_backs={self.roll_backs}), and the run ends here. "
+            return f"The run was rolled back as often as allowed (roll_backs={self.roll_backs}), and ends here. "
         return "The run has no checkpoint from before that, and ends here. "
 
     @rank_zero_only

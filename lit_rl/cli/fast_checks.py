@@ -204,7 +204,7 @@ def check_checkpoint(path: str) -> None:
         ConfigError: names it.
     """
     if not Path(path).exists():
-        raise ConfigError(f"ckpt_path={path} does not exist: give the file of a checkpoint, or `last`.")
+        raise ConfigError(f"ckpt_path={path} does not exist: give the path of a checkpoint, or `last`.")
 
 
 def _check_folder(config: DictConfig) -> None:

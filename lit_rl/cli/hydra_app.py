@@ -151,7 +151,7 @@ def _run_as_other_rank(
 
 
 def _run_as_rank_0(config: DictConfig, meeting: Rendezvous | None) -> int:
-    """Run in rank 0, which decides how the run starts, or in a process that no other waits for."""
+    """Run in rank 0, or in any process without a rendezvous (`mpirun`): it decides how the run starts."""
     fast_checks.check_evaluated(config)  # which processes that a launcher has started left to this one
     run_dir = RunDir(folder_of(config))
     writes = is_rank_zero() and not writes_nothing(config)
@@ -215,8 +215,8 @@ def _run(
                 meeting.wait_until_ready()
             try:
                 leaves = contextlib.nullcontext() if fits else exit_signals.exit_on_signal(job.trainer, _print_ended_by)
-                gave_up = functools.partial(_record_lost_rank, job, config.task, start)
-                with watching_children(job.trainer, gave_up), leaves:
+                on_loss = functools.partial(_record_lost_rank, job, config.task, start)
+                with watching_children(job.trainer, on_loss), leaves:
                     code = TASKS[config.task](job)
                 wait_for_children(job.trainer.strategy.launcher)
                 return code

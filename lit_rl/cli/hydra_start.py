@@ -215,7 +215,7 @@ def _is_over(config: DictConfig) -> bool:
 
 
 def _load(task: str) -> None:
-    """Announce slow imports, in the process that the user started."""
+    """Announce slow imports, in rank 0."""
     if "torch" in sys.modules or not is_rank_zero():
         return
     command = "train" if task == "fit" else task.replace("_", "-")

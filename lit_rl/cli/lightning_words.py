@@ -19,7 +19,7 @@ def check(words: Sequence[str]) -> None:
     """Refuse a secret, a config file that is not there, and a key that the Trainer does not have.
 
     Raises:
-        ConfigError: one of these; the message is the one that jsonargparse's own error is reported by.
+        ConfigError: one of these, in the words in which jsonargparse's own error is reported.
     """
     command = next((word for word in words if word in ("fit", "validate", "test", "predict")), "fit")
     for before, word in zip(["", *words], words):

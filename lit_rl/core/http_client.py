@@ -59,7 +59,7 @@ def read_answer(response: http.client.HTTPResponse, *, largest: int, until: floa
     while piece := response.read1(_PIECE):
         answer += piece
         if time.monotonic() > until:
-            raise TimeoutError("the answer had not come to its end at the deadline")
+            raise TimeoutError("the answer was not complete by the deadline")
         if len(answer) > largest:
             raise AnswerTooLarge(bytes(answer[:999]))
     if response.length:  # `read1` takes the end of the connection for the end of the answer

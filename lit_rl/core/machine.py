@@ -171,14 +171,18 @@ def is_rank_zero() -> bool:
     | `torchrun`, also within `srun` or MPI  | `TORCHELASTIC_RUN_ID`, `RANK`          | `RANK=0`              |
     | rank 0, for `trainer.devices` above 1  | `LOCAL_RANK`, `NODE_RANK`              | 0 in both             |
     | a user, once on each node              | `NODE_RANK`                            | `NODE_RANK=0` or none |
-    | `srun python`                          | `SLURM_PROCID`                         | `SLURM_PROCID=0`      |
+    | `srun python`                          | `SLURM_NTASKS`, `SLURM_PROCID`         | `SLURM_PROCID=0`      |
     | `mpirun python`, `jsrun python`        | `OMPI_COMM_WORLD_RANK`, `PMI_RANK`, .. | 0 in each             |
     | `python`                               | none                                   | no variable           |
 
-    torchrun comes first, as in Lightning: it numbers processes of its own, and what was set around it (a Slurm task, a
-    platform's `NODE_RANK`) counts something else. Without torchrun every variable that is set has to be 0: a child of
-    rank 0 inherits the Slurm task of its parent.
+    torchrun comes first and Slurm second, as in Lightning and in `runs.rendezvous.find_placement`: they number their
+    own processes, and what was set around them (a Slurm task, a platform's `NODE_RANK`) counts something else. A child
+    of rank 0 inherits the Slurm task of its parent, and has a `LOCAL_RANK`. Otherwise every variable that is set has
+    to be 0, and `GROUP_RANK` is read only where there is no `NODE_RANK`.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return os.environ.get("RANK", "0") == "0"
-    return all(os.environ.get(name, "0") == "0" for name in RANK_VARIABLES)
+    names = [name for name in RANK_VARIABLES if name != "GROUP_RANK" or "NODE_RANK" not in os.environ]
+    if "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
+        names = ["SLURM_PROCID", "LOCAL_RANK"]
+    return all(os.environ.get(name, "0") == "0" for name in names)

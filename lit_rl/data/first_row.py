@@ -48,12 +48,13 @@ def first_row(
     """
     row, where, file = None, "", Path(path).expanduser()
     reader = _READERS.get(file.suffix.lower()) if split is None and name is None and file.is_file() else None
-    for place, found in () if reader is None else reader(file):
-        if not isinstance(found, DataError):
-            row, where = found, f"{file}[{place}]" if file.suffix.lower() == ".parquet" else f"{file}:{place}"
-            break
-        if on_bad_row == "error":
-            raise found
+    if reader is not None:
+        for place, found in reader(file):
+            if not isinstance(found, DataError):
+                row, where = found, f"{file}[{place}]" if file.suffix.lower() == ".parquet" else f"{file}:{place}"
+                break
+            if on_bad_row == "error":
+                raise found
     if row is None:  # also where there is no such file: the usual error
         rows = load_rows(path, split=split, name=name, on_bad_row=on_bad_row)
         row, where = rows[0], rows.where(0)

@@ -368,7 +368,7 @@ class ImageReader:
                 row[key] = [
                     {
                         **message,
-                        "content": [kind.part if (kind := _kind_of(part)) else part for part in _parts(message)],
+                        "content": [shown.part if (shown := _kind_of(part)) else part for part in _parts(message)],
                     }
                     if isinstance(message, dict) and _shows(message)
                     else message

@@ -463,5 +463,7 @@ def _the_split(data: Any, path: str, split: str | None) -> Any:
     if split not in data:
         chosen = "data.split is not set" if split is None else f"data.split={split!r} is none of them"
         hint = did_you_mean(split, splits) if split else ""
-        raise DataError(f"data.path={path} has the splits {', '.join(splits)} and {chosen}.{hint}")
+        raise DataError(
+            f"data.path={path} has the splits {', '.join(splits)}, but {chosen}. Set it to one of them.{hint}"
+        )
     return data[split]

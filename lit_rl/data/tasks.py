@@ -69,8 +69,7 @@ class Addition(HoldsOut):
     """
 
     def __init__(self, max_operand: int = 99, val_rows: int = 500, seed: int = 0) -> None:
-        if max_operand < 0:
-            raise ConfigError(f"data.task.max_operand={max_operand} is out of range: allowed is 0 or more.")
+        in_range("data.task.max_operand", max_operand, low=0)
         pairs = (max_operand + 1) ** 2
         if not 0 <= val_rows < pairs:
             raise ConfigError(

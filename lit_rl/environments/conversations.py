@@ -57,7 +57,7 @@ class TurnCodec:
         self.max_image_pixels = None if processor is None else max_image_pixels
         """None: the policy reads text."""
 
-    def turn(self, turn: PolicyTurn) -> Turn:
+    def decode(self, turn: PolicyTurn) -> Turn:
         """Return a turn as text, with its special tokens and without, and its thoughts apart."""
         ids = turn.token_ids
         written = str(self._tokenizer.decode(ids[:-1] if self.is_closed(ids) else ids))
@@ -241,7 +241,7 @@ class Conversations(Responder):
         if row.end is not None or row.environment is None:
             self._answered.append(EnvironmentTurn(turn.row, None, ended=False))
             return
-        task = self._task(partial(row.environment.answer, self._codec.turn(turn)), row, _SeedOffset.TURN + turn.turn)
+        task = self._task(partial(row.environment.answer, self._codec.decode(turn)), row, _SeedOffset.TURN + turn.turn)
         if self._factory.is_async:
             self._ask(turn, task)
         else:

@@ -101,12 +101,12 @@ class _Objects:
         if inspect.isawaitable(result):
             import asyncio  # takes half of a worker's start time, and few methods are async
 
-            async def wait() -> Any:
-                return await result
+            async def wait(awaitable: Any) -> Any:
+                return await awaitable
 
             if self._loop is None:  # one for all calls: a client may keep its connections
                 self._loop = asyncio.new_event_loop()
-            result = self._loop.run_until_complete(wait())
+            result = self._loop.run_until_complete(wait(result))
         return _sendable(result)
 
     def _call(self, call: WorkerCall) -> Any:

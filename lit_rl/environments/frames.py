@@ -143,7 +143,7 @@ class ChatFrames(Frames):
             ids += self._ids(rest)
         else:
             ids = self._ids(self._rendered(skeleton, messages))
-        return ids[self._begin_of_reply(kind, len(messages), ids) + closed :]
+        return ids[self._end_of_turn(kind, len(messages), ids) + closed :]
 
     def encode_seen(self, messages: Sequence[Message], *, closed: bool) -> tuple[list[int], tuple[Later, ...]]:
         kind: AnswerRole = "tool" if messages[0]["role"] == "tool" else "user"
@@ -159,10 +159,10 @@ class ChatFrames(Frames):
         for piece, seen in self._pieces(self._skeletons[kind], messages):
             later += [] if seen is None else [Later(len(ids), seen, len(piece))]
             ids += piece
-        begin = self._begin_of_reply(kind, len(messages), ids) + closed
+        begin = self._end_of_turn(kind, len(messages), ids) + closed
         return ids[begin:], tuple(each.from_column(begin) for each in later)
 
-    def _begin_of_reply(self, kind: AnswerRole, count: int, ids: Sequence[int]) -> int:
+    def _end_of_turn(self, kind: AnswerRole, count: int, ids: Sequence[int]) -> int:
         """Return the place of the token that ends the assistant's turn, in a rendering of `count` replies."""
         ends = [place for place, token in enumerate(ids) if token in self._eos_ids]
         return ends[self._ends[kind, count] or 0]

@@ -140,7 +140,7 @@ class Products:
         pairs = (max_operand - LOWEST + 1) ** 2
         if not 0 <= val_rows < pairs:
             raise ConfigError(
-                f"data.task.val_rows={val_rows} is out of range: allowed are 0 to {pairs - 1}, because "
+                f"data.task.val_rows={val_rows} is out of range: allowed is 0 to {pairs - 1}, because "
                 f"max_operand={max_operand} makes {pairs} pairs and training needs at least one."
             )
         self.max_operand, self.val_rows, self.seed = max_operand, val_rows, seed

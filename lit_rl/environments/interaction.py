@@ -130,7 +130,10 @@ class PromptOpener:
                 marked = _with_texts(prompt, opening, marks)
                 found = OpenedPrompt(opened, self._ids_around(marked, marks, parts, template_kwargs), None)
         if len(found.ids) - len(plain.ids) > self._most:
-            raise OpeningFailed("what it began with is longer than env.max_observation_tokens")
+            raise OpeningFailed(
+                f"the first observation is longer than env.max_observation_tokens={self._most}: raise it, or let reset "
+                "return a shorter one"
+            )
         return found
 
     def render(
@@ -211,7 +214,7 @@ def _with_texts(prompt: list[Message], opening: str | Sequence[Message], texts: 
 
 _SEED_BITS = 31
 _MAX_PREPARED = 64
-"""Different arguments of rows for which what the tokenizer makes of an environment is journals."""
+"""The number of different row arguments for which a prepared environment is cached."""
 
 
 @dataclass(frozen=True)

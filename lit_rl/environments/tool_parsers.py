@@ -93,7 +93,7 @@ class Llama3Parser(ScanningParser):
     )
     """The beginning of a call that does not end."""
 
-    def __init__(self, schemas: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, schemas: Schemas = ()) -> None:
         self._names = {schema["function"]["name"] for schema in schemas}
 
     def _find(self, text: str, at: int, thought: int) -> FoundCalls | None:
@@ -254,7 +254,7 @@ class TaggedParser(BlockParser, ABC):
     _FORM: ClassVar[str]
     """The form of the inside, in words."""
 
-    def __init__(self, schemas: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, schemas: Schemas) -> None:
         functions = [schema["function"] for schema in schemas]
         self._properties = {f["name"]: f.get("parameters", {}).get("properties", {}) for f in functions}
 
@@ -546,7 +546,7 @@ class RegexParser(ScanningParser):
         ConfigError: the pattern cannot be compiled, or lacks a group.
     """
 
-    def __init__(self, pattern: str, schemas: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, pattern: str, schemas: Schemas) -> None:
         try:
             self._pattern = re.compile(pattern, re.DOTALL)
         except re.error as error:
@@ -599,7 +599,7 @@ class TemplateParser(Parser):
 
     _CALLS = "tool_calls"
 
-    def __init__(self, tokenizer: Any, schemas: Sequence[Mapping[str, Any]], begin: str) -> None:
+    def __init__(self, tokenizer: Any, schemas: Schemas, begin: str) -> None:
         self._tokenizer = tokenizer
         self._settings: dict[str, Any] = {"prefix": begin, "tools": list(schemas) or None}
 

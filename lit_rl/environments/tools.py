@@ -362,10 +362,7 @@ def _whole(value: Any, schema: Any, validator: Validator) -> Any:
     for _ in range(_REFERENCES):
         if not (isinstance(schema, Mapping) and str(schema.get("$ref", "")).startswith("#")):
             break
-        reference, schema = schema["$ref"], validator.schema
-        for part in reference.removeprefix("#").strip("/").split("/") if reference != "#" else ():
-            key = part.replace("~1", "/").replace("~0", "~")
-            schema = schema.get(key) if isinstance(schema, Mapping) else None  # None where it points nowhere
+        schema = _resolve_reference(validator.schema, schema["$ref"])
     if not isinstance(schema, Mapping):
         return value
     for part in schema.get("allOf", ()):
@@ -389,6 +386,14 @@ def _whole(value: Any, schema: Any, validator: Validator) -> Any:
 
 _REFERENCES = 32
 """The most steps from one ``$ref`` to the next: one may refer to itself."""
+
+
+def _resolve_reference(root: Any, reference: str) -> Any:
+    """Resolve a ``$ref`` within a schema; None where it points nowhere."""
+    for part in reference.removeprefix("#").strip("/").split("/") if reference != "#" else ():
+        key = part.replace("~1", "/").replace("~0", "~")
+        root = root.get(key) if isinstance(root, Mapping) else None
+    return root
 
 
 def _find_non_finite(value: Any, name: str = "") -> str | None:

@@ -56,7 +56,7 @@ class RolloutRequest:
 
     batch: PromptBatch
     policy: nn.Module
-    """The model that draws."""
+    """The model whose weights the generator draws with."""
     vocabulary: Vocabulary
     """The vocabulary of the prompts' tokenizer."""
     version: int

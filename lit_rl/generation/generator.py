@@ -147,7 +147,7 @@ class Generator(ABC):
         """
         if not self.converses:
             raise ConfigError(
-                f"{type(self).__name__} draws completions of a single turn, and cannot continue them behind answers of "
+                f"{type(self).__name__} draws completions of a single turn, and cannot continue them after answers of "
                 "an environment. Use generator=native, hf, hf_continuous, vllm or vllm_server."
             )
 

@@ -28,7 +28,7 @@ from lit_rl.models.trunk import base_of
 if TYPE_CHECKING:
     from lit_rl.generation.fast_decoding import StepGraphs
 
-MakeSteps = Callable[..., DecodingSteps]
+MakeSteps = Callable[[nn.Module, DecodeBatch, int], DecodingSteps]
 """A function that makes the steps of a policy for a batch of rows and their number of new tokens."""
 
 
@@ -104,7 +104,7 @@ class NativeGenerator(InProcessGenerator):
             graphs = StepGraphs(device)
         places = self.rows_a_batch or len(whole.rows)
         loop = DecodeLoop(
-            partial(make_steps, policy, max_new_tokens=longest),
+            lambda batch: make_steps(policy, batch, longest),
             prompts,
             sampling,
             places,

@@ -218,7 +218,7 @@ class Responses:
         if answer.max_new_tokens < 1 or limit > self.longest:
             raise GenerationError(
                 f"The answer to row {row} has {len(ids)} tokens after {begin}, and allows {answer.max_new_tokens} new "
-                f"ones. Expected were 1 or more new ones, and at most {self.longest} tokens in all."
+                f"ones, expected 1 or more, and at most {self.longest} tokens in all."
             )
         self._ids[row, begin:end] = torch.tensor(ids, dtype=torch.long, device=self._ids.device)
         self._turns.index[row, begin:end] = self._turns.now[row]

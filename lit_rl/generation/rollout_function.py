@@ -286,7 +286,7 @@ class RolloutHandle:
         known = set(range(len(self._keys)))
         if len(prompt_ids) != len(numbers) or len(set(numbers)) < len(numbers) or not set(numbers) <= known:
             raise GenerationError(
-                f"trainer.generate got {len(prompt_ids)} texts for the completions {excerpt(repr(list(numbers)))}. "
+                f"trainer.generate got {len(prompt_ids)} texts for the completions {excerpt(repr(numbers))}. "
                 f"There are {len(self._keys)}, each at most once in a call: say with rows=[...] which they are for."
             )
         if not numbers:

@@ -279,7 +279,8 @@ class PeftAdapter:
         if unasked and hasattr(config, "exclude_modules"):
             excluded = config.exclude_modules
             config.exclude_modules = (
-                # Theirs comes first and as it is: flags, "(?i)", are allowed at the start of an expression alone.
+                # The config's own expression comes first, unchanged: flags, "(?i)", are allowed at the start of an
+                # expression alone.
                 "|".join([excluded, *(rf"(?:.*\.)?{re.escape(name)}" for name in unasked)])
                 if isinstance(excluded, str)
                 else [*(excluded or ()), *unasked]

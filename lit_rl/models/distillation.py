@@ -171,7 +171,7 @@ def distillation_scores(
         student: Gets the gradient.
         teacher: Gets none.
         tokens: `b` rows.
-        divergence: Divergence of the student from the teacher.
+        divergence: Function of the student's and the teacher's logits that gives the divergence at each token.
         shared_tokens: Number of tokens, the first of both vocabularies, that are compared. None: all.
         entropies: Whether to compute those of both.
         router_aux: Whether to compute the student's load-balancing loss.

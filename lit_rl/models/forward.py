@@ -84,9 +84,7 @@ def score(
     Raises:
         ConfigError: the model has no router whose load could be balanced.
     """
-    experts = {"output_router_logits": True} if router_aux else {}
-    if router_aux and "output_router_logits" not in forward_parameters(model):
-        raise no_router_error(model)
+    experts = _router_inputs(model, router_aux)
     completions, entropy = completions.with_host(), entropy or entropy_gradient
     distribution = Distribution(
         float(sampling.temperature), sampling.truncation, entropy=entropy, entropy_gradient=entropy_gradient
@@ -299,9 +297,7 @@ def _inputs(
     model: nn.Module, tokens: TokenBatch, columns: Tensor, router_aux: bool
 ) -> tuple[dict[str, Any], tuple[int, int]]:
     """Return the inputs of the model, and the rows and columns that its head then works on."""
-    extra: dict[str, Any] = {"output_router_logits": True} if router_aux else {}
-    if router_aux and "output_router_logits" not in forward_parameters(model):
-        raise no_router_error(model)
+    extra = _router_inputs(model, router_aux)
     ids, kept, shape = tokens.input_ids, columns, (len(tokens), len(columns))
     extra |= text_inputs(model, tokens)
     if tokens.segment is None:
@@ -313,6 +309,13 @@ def _inputs(
         shape = (1, kept.numel())
     named = {"input_ids": ids, "logits_to_keep": kept, "use_cache": False}
     return named | extra, shape
+
+
+def _router_inputs(model: nn.Module, router_aux: bool) -> dict[str, Any]:
+    """Return the inputs of a model whose router's loss is requested, or none."""
+    if router_aux and "output_router_logits" not in forward_parameters(model):
+        raise no_router_error(model)
+    return {"output_router_logits": True} if router_aux else {}
 
 
 def _aux_loss(model: nn.Module, output: Any, router_aux: bool) -> Tensor | None:

@@ -224,7 +224,7 @@ def known_masks(mask: Tensor | None = None, positions: Tensor | None = None) -> 
 def masks_that_hide(device: torch.device) -> Iterator[None]:
     """Let models of transformers build attention masks without checking whether a mask hides anything.
 
-    The check waits for a GPU. On a CPU it waits for nothing, and is made.
+    On an accelerator the check would make the host wait for the device. On a CPU it costs no wait, and is made.
 
     Args:
         device: Device of the models.

@@ -32,7 +32,6 @@ from lit_rl.models.modes import evaluation_mode
 from lit_rl.models.sharding import has_partitions
 from lit_rl.models.trunk import base_of
 from lit_rl.ops.fused_head import Distribution, SummedWeight, linear_logprobs
-from lit_rl.ops.logprobs import score_tokens
 from lit_rl.ops.sampling_distribution import History
 from lit_rl.ops.token_statistics import TokenStats, token_stats
 
@@ -174,15 +173,7 @@ def score_targets(
     if head is None or not _returns_head_output(model, head):
         output = model(**inputs)
         logits = targets.columns_of(output.logits)
-        logprobs, entropy = score_tokens(
-            logits,
-            targets.ids,
-            temperature=distribution.temperature,
-            truncation=distribution.truncation,
-            history=targets.history,
-            entropy=distribution.entropy,
-            entropy_gradient=distribution.entropy_gradient,
-        )
+        logprobs, entropy = distribution.score_tokens(logits, targets.ids, targets.history)
         stats = token_stats(logits.detach(), targets.ids) if distribution.stats else None
         return TargetScores(logprobs, entropy, stats), output
     with replaced_forward(

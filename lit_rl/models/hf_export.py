@@ -49,7 +49,7 @@ def export_policy(
     only, so it may be sharded and on any device.
 
     Args:
-        description: Description that the policy was loaded from.
+        description: The `LanguageModel` that the policy was loaded from.
         policy_state: Every tensor of the policy, whole, under the policy's own names (see `full_state_dict`).
         policy: The policy.
         folder: A new folder, or an earlier export, which is replaced.
@@ -216,7 +216,7 @@ def export_scoring(
     A LoRA model is merged into its base, and its adapter, with the head, stands by itself in ``folder/adapter``.
 
     Args:
-        description: Description that the model was loaded from.
+        description: The `LanguageModel` that the model was loaded from.
         scoring: Kind of the scoring model.
         scorer_state: Every tensor, whole, under the model's own names (see `full_state_dict`).
         scorer: The model: it gives configs, and the scores that the reloaded model has to give.

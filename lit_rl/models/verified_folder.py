@@ -88,7 +88,7 @@ def write_checked(
 
     Args:
         folder: A new folder, or an earlier export, which is replaced.
-        description: Description that the model was loaded from.
+        description: The `LanguageModel` that the model was loaded from.
         rebuild: Makes the model on the CPU, once the folder is known to be free, and again for each further try on a
             full disk; with adapters they are merged, and stand by themselves in ``folder/adapter``.
         check: Reads what was written and gives the largest difference from the state.
@@ -440,7 +440,7 @@ class LogitProbe:
     """Logits of the policy on a fixed text, and the distance of others from them.
 
     Args:
-        description: Description that the policy was loaded from.
+        description: The `LanguageModel` that the policy was loaded from.
         policy: The trained policy, on any device.
         state: Exported tensors: the policy's own weights, or an average of them, whole.
         load_base: Loads the base that an adapter stands on, anew.

@@ -335,6 +335,18 @@ class Distribution:
         assert not self.stats or (self.temperature == 1 and self.truncation.off)
         assert self.entropy or not self.entropy_gradient
 
+    def score_tokens(self, logits: Tensor, ids: Tensor, history: History | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return log-probs of ids ``(b, t)`` and entropies, see `lit_rl.ops.logprobs.score_tokens`."""
+        return of_logits.score_tokens(
+            logits,
+            ids,
+            temperature=self.temperature,
+            truncation=self.truncation,
+            history=history,
+            entropy=self.entropy,
+            entropy_gradient=self.entropy_gradient,
+        )
+
 
 @dataclass(frozen=True)
 class LinearScores:
@@ -671,15 +683,8 @@ def _by_rows(
     summed: SummedWeight | None,
 ) -> LinearScores:
     def measured(rows: slice, logits: Tensor) -> tuple[Tensor, ...]:
-        found = of_logits.score_tokens(
-            logits[None],
-            ids[rows][None],
-            temperature=distribution.temperature,
-            truncation=distribution.truncation,
-            history=None if history is None else history.at((None, rows)),
-            entropy=distribution.entropy,
-            entropy_gradient=distribution.entropy_gradient,
-        )
+        seen = None if history is None else history.at((None, rows))
+        found = distribution.score_tokens(logits[None], ids[rows][None], seen)
         return tuple(part[0] for part in found if part is not None)
 
     size = _rows(hidden.device, weight.shape[0], distribution.truncation, history)

@@ -265,9 +265,9 @@ class Classifier(OnRunDevice):
         if fresh:
             self._loaded = _load_classifier(self, torch.device("cpu"))  # the mesh's device never holds all of it
         model, tokenizer = self.load()
-        layers = decoder_layers(model)
-        one_type = len({weight.dtype for weight in model.parameters()}) == 1  # as FSDP2 requires
-        can_shard = fresh and bool(layers) and one_type and not sees(model.config)
+        layers = decoder_layers(model) if fresh else []
+        dtypes = {weight.dtype for weight in model.parameters()}  # FSDP2 requires one
+        can_shard = bool(layers) and len(dtypes) == 1 and not sees(model.config)
         everywhere = torch.tensor(int(can_shard), device=mesh.device_type)
         torch.distributed.all_reduce(everywhere, torch.distributed.ReduceOp.MIN, group=mesh.get_group())
         if everywhere:

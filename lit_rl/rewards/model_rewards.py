@@ -247,7 +247,10 @@ class RewardModel(Classifier):
         return tokenize_parts(tokenizer, [text[:cut], text[cut:]])[0]
 
     def _text_ids(self, tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str) -> list[int]:
-        """Tokenise as one text; a token over the border is split in two for a model that was trained by lit_rl."""
+        """Tokenise as one text, with EOS if `append_eos` or the model's config asks for it.
+
+        A token over the border is split in two for a model that was trained by lit_rl.
+        """
         config = self.load()[0].config
         has_bos = isinstance(tokenizer.bos_token, str) and prompt.startswith(tokenizer.bos_token)
         texts: Any = (prompt + completion, prompt)

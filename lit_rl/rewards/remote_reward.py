@@ -137,7 +137,8 @@ class RemoteReward:
 
         Raises:
             RequestRefused: the server refuses, or answers too much.
-            OSError: it cannot be reached.
+            OSError: it cannot be reached, or its answer takes longer than `timeout`.
+            http.client.HTTPException: the connection ended before the answer did.
         """
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self.token_env is not None:
@@ -147,6 +148,8 @@ class RemoteReward:
         try:
             with opener_for(url).open(request, timeout=self.timeout) as response:
                 return read_answer(response, largest=_LARGEST_ANSWER, until=until)
+        except TimeoutError as error:
+            raise TimeoutError(f"the answer took longer than {self.timeout:g} seconds") from error
         except AnswerTooLarge as error:
             raise RequestRefused(f"the answer is larger than {_LARGEST_ANSWER >> 20} MiB") from error
         except HTTPError as error:

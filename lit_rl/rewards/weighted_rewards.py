@@ -381,7 +381,7 @@ class Rewards:
     def begin(
         self, prompts: Sequence[Prompt], columns: Mapping[str, Sequence[Any]], trainer_state: TrainerState | None = None
     ) -> PendingRewards | None:
-        """Prepare for completions that are finished one by one; tell the result of each, then pass it to `score`.
+        """Prepare for completions that are finished one by one: `tell` the result of each, then pass it on as `begun`.
 
         Called early are functions that name `prompt` or `completion`, where they are `async def` or run in
         worker processes, and functions whose attribute ``independent_rows`` is True. All others see the whole batch, in
@@ -433,8 +433,8 @@ class Rewards:
         for key, values in inputs.items():
             if values is not None and len(values) != len(completions):
                 raise RewardError(
-                    f"Rewards.score got {len(values)} {key} for {len(completions)} completions. Pass one value per "
-                    "completion in every column."
+                    f"Rewards.score got {len(values)} values of {key!r} for {len(completions)} completions. Pass one "
+                    "value per completion in every column."
                 )
         if rows is not None:
             inputs = {key: None if values is None else [values[i] for i in rows] for key, values in inputs.items()}
@@ -456,6 +456,7 @@ class Rewards:
                 if scores.output and sys.stdout is not None:
                     sys.stdout.write(scores.output)
             self._watches[name].observe(scores.values, completions)
+        for name, scores in by_function.items():  # after all outputs are printed
             # A function may log the column that it computes in place of one of the data, or repeat one as it is.
             replaced = getattr(self.functions[name], "replaces_column", None)
             changed = [column for column, values in scores.extras.items() if not _equal(values, inputs.get(column))]

@@ -209,7 +209,7 @@ class WorkerProcess:
         return data
 
     async def _end_as_failure(self) -> Failure:
-        """Return how the process ended, in words."""
+        """Return the failure that describes how the process ended: its exit code or signal."""
         for _ in range(20):  # the socket closes a moment before the process is gone
             if not self.alive:
                 break

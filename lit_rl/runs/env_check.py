@@ -75,8 +75,12 @@ def env_check(run: Run, *, settings: Mapping[str, Any], actions: Sequence[str] |
     with preserve_generators():
         player = EpisodePlayer(checked.factory, checked.interaction.parsers, checked.interaction.max_image_pixels)
         first: list[PlayedEpisode] = []  # those that fit into the time; before all else, as another process plays them
-        while len(first) < len(cases) and sum(call.seconds for each in first for call in each.calls) <= _SECONDS:
-            first.append(player.play(cases[len(first)]))
+        seconds = 0.0
+        for case in cases:
+            if seconds > _SECONDS:
+                break
+            first.append(player.play(case))
+            seconds += sum(call.seconds for call in first[-1].calls)
         _print_episode(console, checked, cases[0])
         console.print()
         wrong = []

@@ -286,11 +286,9 @@ def write_call(call: ToolCall, parser: Parser, tokenizer: Any) -> str | None:
     )
     by_template = rendered_call(tokenizer, call, []) if tokenizer.chat_template else ()
     for text in chain(map(parser.thoughts.going_on, forms), by_template):
-        equal = [
-            isinstance(each, ToolCall) and (each.name, dict(each.arguments)) == (call.name, arguments)
-            for each in parser.parse(text).calls
-        ]
-        if equal == [True]:
+        calls = parser.parse(text).calls
+        one = calls[0] if len(calls) == 1 and isinstance(calls[0], ToolCall) else None
+        if one is not None and (one.name, dict(one.arguments)) == (call.name, arguments):
             return text
     return None
 

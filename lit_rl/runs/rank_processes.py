@@ -93,8 +93,9 @@ def _watch_parent(parent: int) -> None:
     )
     code = error.exit_code
     try:
-        if _on_loss is not None:
-            code = _on_loss(error)
+        on_loss = _on_loss  # once: the main thread may end meanwhile
+        if on_loss is not None:
+            code = on_loss(error)
         else:
             sys.stderr.write(f"{type(error).__name__}: {error}\n")
             sys.stderr.flush()
@@ -218,7 +219,10 @@ def _children_of(launcher: Any) -> list[subprocess.Popen[Any]]:
 
 
 def _first_failed() -> subprocess.Popen[Any] | None:
-    """Return the first child that has ended with an error; a child that a signal has ended does not count."""
+    """Return the first child that has ended with an error.
+
+    One that ended in good order after a signal (exit code 128 + signal) does not count; one that a signal killed does.
+    """
     ended = (each for each in _children if each.poll())
     return next((each for each in ended if not SIGNALLED < each.returncode <= SIGNALLED + signal.NSIG), None)
 

@@ -165,9 +165,9 @@ class RunDir(RunPaths):
             return
         if not os.path.isdir(self.path):  # those above it were made, and it could not be
             return _remove_empty(made)
-        tensorboards = self.path / "hparams.yaml"
+        hparams = self.path / "hparams.yaml"  # of Lightning's logger for TensorBoard
         ours = (self.path / LOCK_FILE, self.config, self.summary, self.error, self.page, *record_files(self.path))
-        for path in (*ours, tensorboards):
+        for path in (*ours, hparams):
             path.unlink(missing_ok=True)
         inside = sorted((path for path in self.path.rglob("*") if path.is_dir()), reverse=True)
         _remove_empty([*inside, *made])

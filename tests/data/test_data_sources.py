@@ -203,7 +203,7 @@ def test_a_missing_file_names_its_neighbour_and_never_goes_to_the_hub(tmp_path):
 
 def test_splits_must_exist_and_be_named_where_there_are_several(tmp_path):
     path = save_dict(tmp_path / "saved")
-    with pytest.raises(DataError, match=r"splits train, test and data\.split is not set"):
+    with pytest.raises(DataError, match=r"splits train, test, but data\.split is not set"):
         load_rows(path)
     with pytest.raises(DataError, match=r"data\.split='tset'.*Did you mean 'test'"):
         load_rows(path, split="tset")

@@ -121,7 +121,7 @@ def test_the_reward_pays_for_the_last_turn_of_the_policy(turns: list[str], worth
     ("made", "words"),
     [
         (lambda: Products(max_operand=1), r"data.task.max_operand=1 is out of range: allowed is \[2, inf\]"),
-        (lambda: Products(max_operand=3, val_rows=4), "data.task.val_rows=4 is out of range: allowed are 0 to 3"),
+        (lambda: Products(max_operand=3, val_rows=4), "data.task.val_rows=4 is out of range: allowed is 0 to 3"),
         (lambda: Products(val_rows=-1), "data.task.val_rows=-1 is out of range"),
         (lambda: CalculatorDemonstrations(wrong=1.5), r"data.task.wrong=1.5 is out of range: allowed is \[0, 1\]"),
         (lambda: CalculatorDemonstrations(2, 0), "there is one operand, and no wrong one"),

@@ -327,7 +327,7 @@ def test_trainer_state_is_read_only():
 
 
 def test_columns_of_another_length_are_refused():
-    with pytest.raises(RewardError, match="got 3 answer for 4 completions. Pass one value per completion"):
+    with pytest.raises(RewardError, match="got 3 values of 'answer' for 4 completions. Pass one value per completion"):
         score(returning([0.0] * 4), answer=[1, 2, 3])
 
 

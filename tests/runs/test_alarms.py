@@ -283,7 +283,7 @@ def test_a_run_that_went_back_as_often_as_it_may_ends(tmp_path):
     back, end = (json.loads(line)["message"] for line in (tmp_path / "alarms.jsonl").read_text().splitlines())
     assert (
         "The run goes on with the weights of" in back
-        and "It was rolled back as often as allowed (roll_backs=1), and the run ends here" in end
+        and "The run was rolled back as often as allowed (roll_backs=1), and ends here" in end
     )
     assert told == [back, end]
     assert alarm.stopped_at == 6

@@ -510,7 +510,7 @@ class Memory:
     def _decoding(self, lengths: RowLengths, rows: int) -> dict[str, int]:
         """Return the memory of a decode batch: keys and values, and the logits of a step with their copies."""
         shape, p, t = self.policy.shape, lengths.prompt, lengths.response
-        # The last row of a group keeps its prompt: `native_loop` holds no more than twice those of full batches.
+        # The last row of a group keeps its prompt: `generation.native` holds no more than twice those of full batches.
         prompts = min(rows, 2 * -(-rows // lengths.group)) if self.grouped_cache else rows
         per_token = 2 * self.numbers.product * shape.kv_width * shape.layers
         logits = 4 * LOGITS_OF_A_STEP * rows * shape.vocabulary

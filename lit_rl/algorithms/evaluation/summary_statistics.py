@@ -261,7 +261,7 @@ def sample_table(
     """Return the table of samples of a rollout, one row a completion.
 
     Columns: step, prompt, completion, reward, each function's reward, advantage, length, ended, then the data's own
-    columns and the rewards' values for `log_extra`. A name that is taken already is not oversampled.
+    columns and the rewards' values for `log_extra`. A name that is already taken is not replaced.
 
     In episodes a completion is the transcript, and there are the columns group, turns, end, turn_rewards,
     episode_reward, calls, failed_calls, unreadable_calls, observed_tokens, episode_error, messages, as JSON, and

@@ -534,12 +534,12 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
                 "GPU. Set it to true."
             )
         self.step_rows = step = replace(step, sequences=self.decoded_at_once(step))
-        given = MicroBatchRequest(self.micro_batch_size, self.user_accumulation)
-        given.check()
+        request = MicroBatchRequest(self.micro_batch_size, self.user_accumulation)
+        request.check()
         if self.micro_batch_plan is None or self.micro_batch_plan.micro_batches != trainer.accumulate_grad_batches:
-            room, device = self.device_budget(), trainer.strategy.root_device
-            most = None if room is None else hard_memory_limit(room, device, gigabytes=self.memory_gb)
-            self.micro_batch_plan, warning = plan_micro_batches(given, step, self.memory(), room, most)
+            budget, device = self.device_budget(), trainer.strategy.root_device
+            limit = None if budget is None else hard_memory_limit(budget, device, gigabytes=self.memory_gb)
+            self.micro_batch_plan, warning = plan_micro_batches(request, step, self.memory(), budget, limit)
             if warning:
                 rank_zero_warn(warning)
         self._apply_micro_batches()
@@ -568,9 +568,9 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     def fit_decoding(self) -> None:
         """Bound the sequences decoded at once in a validation without training."""
         if self.micro_batch_size == "auto" and self.micro_batch_plan is None:
-            memory, room = self.memory(), self.device_budget()
-            if memory is not None and room is not None:
-                self.bound_decoding(max(1, largest_decode_batch(memory, room)))
+            memory, budget = self.memory(), self.device_budget()
+            if memory is not None and budget is not None:
+                self.bound_decoding(max(1, largest_decode_batch(memory, budget)))
 
     def decoded_at_once(self, step: StepRows) -> int:
         """Return the number of sequences that are decoded together."""

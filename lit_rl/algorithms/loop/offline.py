@@ -192,10 +192,10 @@ class OfflineModule(PolicyModule, ABC):
         """Bound the rows scored at once in a validation without training."""
         if self.micro_batch_size != "auto":
             return
-        memory, room = self.memory(), self.device_budget()
-        if memory is not None and room is not None:
+        memory, budget = self.memory(), self.device_budget()
+        if memory is not None and budget is not None:
             unlearned = replace(memory.numbers, gradient=0, moments=0, remainder=0)
-            self._scored = rows_scored_at_once(replace(memory, numbers=unlearned, masters=0), room)
+            self._scored = rows_scored_at_once(replace(memory, numbers=unlearned, masters=0), budget)
 
     def longest_text(self) -> int:
         """Return the number of tokens of the longest text of a step."""

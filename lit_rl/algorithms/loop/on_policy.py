@@ -524,10 +524,9 @@ class OnPolicyModule(GeneratingModule, ABC):
             tokenizer=self.model.tokenizer,
             ranks=self.ranks,
         )
-        # A replay buffer may have put rewarded groups in the place of unrewarded ones.
-        self._nothing_rewarded = bool(self._records.unscored) and not self.ranks.any(
-            not bool(self.rollout.rewards.isnan().all())
-        )
+        self._nothing_rewarded = bool(self._records.unscored)
+        if self._nothing_rewarded:  # unless a replay buffer put rewarded groups in, on any rank
+            self._nothing_rewarded = not self.ranks.any(bool((~self.rollout.rewards.isnan()).any()))
         self.phase_memory.begin()
         self.speed.restart()
         if self.rollout.completions.response_ids is not self.scored.completions.response_ids:

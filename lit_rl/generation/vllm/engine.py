@@ -265,7 +265,8 @@ def check_answer(answer: EngineAnswer, row: int, version: int, forbidden: Sequen
     if not answer.token_ids or len(answer.token_ids) != len(answer.logprobs):
         raise GenerationError(
             f"Completion {row} of the engine has {len(answer.token_ids)} tokens and {len(answer.logprobs)} "
-            "log-probs, expected one token or more, with one log-prob each. Start the server by `lit-rl serve`."
+            "log-probs, expected one token or more, with one log-prob each. If a server answers, start it with "
+            "`lit-rl serve`."
         )
     if any(map(math.isnan, answer.logprobs)):
         raise NumericError(
