@@ -86,6 +86,14 @@ MUTATIONS = [
         "tests/ops/test_ops_reductions.py",
     ),
     Mutation(
+        "trait",
+        "a mean over the tokens of a micro-batch is declared to be one over the step",
+        "lit_rl/ops",
+        "@ReductionTraits(adds_rows=False)",
+        "@ReductionTraits(adds_rows=True)",
+        "tests/ops/test_ops_traits.py",
+    ),
+    Mutation(
         "clip",
         "the clipped loss clips the other side",
         "lit_rl/ops",

@@ -26,11 +26,9 @@ from lit_rl.core.errors import in_range
 from lit_rl.core.examples import PairBatch
 from lit_rl.models.forward import TextScores
 from lit_rl.models.loaded_model import ModelLike
-from lit_rl.ops.preference_losses import alpha_reward, alphapo, ipo, sigmoid, sigmoid_norm, simpo
+from lit_rl.ops.preference_losses import alpha_reward, alphapo, sigmoid
 from lit_rl.ops.reductions import Metrics
-
-PER_TOKEN = (ipo, sigmoid_norm, simpo, alphapo)
-"""Losses whose reward is a function of the log-prob per token."""
+from lit_rl.ops.traits import PreferenceTraits, traits_of
 
 
 class CPO(PairModule):
@@ -89,10 +87,11 @@ class CPO(PairModule):
 
 def _per_token_reward(preferences: list[Callable]) -> Callable[[Tensor], Tensor] | None:
     """Return the reward of a log-prob per token, without beta; None if one of the losses reads sums over tokens."""
-    functions = [unwrap(function) for function in preferences]
-    if not all(function in PER_TOKEN for function in functions):
+    declared = [traits_of(function, PreferenceTraits) for function in preferences]
+    if not all(traits is not None and traits.per_token for traits in declared):
         return None
-    return partial(alpha_reward, alpha=setting_of(preferences[0], "alpha")) if functions == [alphapo] else _identity
+    is_alphapo = len(preferences) == 1 and unwrap(preferences[0]) is alphapo
+    return partial(alpha_reward, alpha=setting_of(preferences[0], "alpha")) if is_alphapo else _identity
 
 
 def _identity(mean: Tensor) -> Tensor:

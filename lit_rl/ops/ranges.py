@@ -42,6 +42,9 @@ class Pair:
 Share = Annotated[float, Range(0.0, 1.0, open_low=True)]
 """A number in (0, 1]."""
 
+Discount = Annotated[float, Range(0.0, 1.0)]
+"""A discount, or a decay of traces: a number in [0, 1]."""
+
 Positive = Annotated[float, Range(0.0, open_low=True)]
 """A number above 0."""
 

@@ -18,6 +18,7 @@ from lit_rl.generation.generator import Generator
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models.references import Reference, ReferenceFree
 from lit_rl.ops.preference_losses import OfStep, Pairs, PolicyPairs, RatioPairs, reverse_kl
+from lit_rl.ops.traits import PreferenceTraits, traits_of
 from lit_rl.rewards.judges import Judge, RewardJudge
 
 # ---------------------------------------------------------------------- preference losses
@@ -110,12 +111,10 @@ def check_per_token(functions: Mapping[str, Any]) -> None:
     """Refuse `algo.per_token` where it would change nothing.
 
     Raises:
-        ConfigError: no loss divides by a length; found by calling them with other lengths.
+        ConfigError: every loss declares that it divides by no length.
     """
-    chosen, rejected = torch.tensor([-1.0, -2.0, -9.0, -1.0]), torch.tensor([-2.0, -1.0, -1.0, -9.0])
-    ones, fixed = torch.ones(4), {"nll": -chosen, "nll_tokens": 1.0, "step_rows": 1.0}
-    short, long = (Pairs(chosen, rejected, ones, 2 * ones, n * ones, 2 * n * ones, **fixed) for n in (1, 3))  # pyright: ignore
-    if any(not torch.equal(function(short, 0.1), function(long, 0.1)) for function in functions.values()):
+    declared = [traits_of(function, PreferenceTraits) for function in functions.values()]
+    if any(traits is None or traits.per_token for traits in declared):
         return
     raise ConfigError(
         f"algo.per_token=true divides by the lengths of completions in losses that read them, and algo.preference "

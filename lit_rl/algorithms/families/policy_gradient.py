@@ -90,7 +90,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         env: Tools or an environment that answer the policy between its turns, or a function that makes whole rollouts.
             None: a completion is one turn.
         skip_zero_advantages: Leave rows whose advantages are all 0 out of the training's forward pass, if that changes
-            no gradient: if no other term learns from them, and loss and reduction are lit_rl's own.
+            no gradient: if no other term learns from them, and loss and reduction declare that (`lit_rl.ops.traits`).
         shared: Arguments of every `OnPolicyModule`.
     """
 
@@ -359,7 +359,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         check_sampling(self.sampling, self.generator, weighted=weighted)
         check_lag(self.generator, weighted=weighted)
         self.check_advantage()
-        policy_gradient_checks.check_loss_settings(self.policy_loss)
+        policy_gradient_checks.check_ranges(self.policy_loss, "algo.loss")
         policy_gradient_checks.check_declared_weights(self.policy_loss)
         policy_gradient_checks.check_term_settings(
             self.policy_loss, self.selection.choose, self.engine_correction, self.credit.shaping
