@@ -47,13 +47,13 @@ Share = Annotated[float, Range(0.0, 1.0, open_low=True)]
 Portion = Annotated[float, Range(0.0, 1.0)]
 """A number in [0, 1]."""
 
-AtLeastZero = Annotated[int, Range(0, whole=True)]
+AtLeastZero = Annotated[int, Range(0.0, whole=True)]
 """A whole number of at least 0."""
 
-AtLeastOne = Annotated[int, Range(1, whole=True)]
+AtLeastOne = Annotated[int, Range(1.0, whole=True)]
 """A whole number of at least 1."""
 
-AtLeastTwo = Annotated[int, Range(2, whole=True)]
+AtLeastTwo = Annotated[int, Range(2.0, whole=True)]
 """A whole number of at least 2."""
 
 Positive = Annotated[float, Range(0.0, open_low=True)]

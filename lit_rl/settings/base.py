@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import enum
 import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import textwrap
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Concatenate, ParamSpec, TypeVar, Union, get_args, get_origin
@@ -34,7 +36,15 @@ P = ParamSpec("P")
 Owner = TypeVar("Owner")
 Config = TypeVar("Config", bound="Settings")
 
-REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "required"})()
+
+class _Unset(enum.Enum):
+    REQUIRED = "required"
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+REQUIRED: Any = _Unset.REQUIRED
 """The default of a setting that has to be set, in the dataclass or beside it: `GRPO("tiny", reward, config=...)`."""
 
 
@@ -106,21 +116,17 @@ def takes(
                 values = signature.bind_partial(self, *arguments, **keywords).arguments
             except TypeError as error:
                 raise TypeError(f"{type(self).__name__}: {error}") from None
-            init(self, _settings(type(self).__name__, made, {**list_without_self(values)}))
+            del values["self"]
+            init(self, _settings(type(self).__name__, made, values))
 
         described: Any = constructor
         described.__signature__ = signature
         described.__annotations__ = types_of(made)
-        described.__doc__ = "Args:\n" + "\n".join(f"    {name}: {text}" for name, text in sentences(made).items())
+        described.__doc__ = _docstring(made)
         described.settings = made
         return described
 
     return decorate
-
-
-def list_without_self(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments by name without `self`."""
-    return {name: value for name, value in values.items() if name != "self"}
 
 
 def _settings(name: str, config: type[Config], values: dict[str, Any]) -> Config:
@@ -137,28 +143,35 @@ def _settings(name: str, config: type[Config], values: dict[str, Any]) -> Config
 
 
 def config_values(config: Settings | None) -> dict[str, Any]:
-    """Return the settings of an object that are set, by name; none without an object."""
+    """Return the settings of an object that are set, by name, with defaults imported; none without an object."""
     values = vars(config) if isinstance(config, Settings) else {}
-    return {name: value for name, value in values.items() if value is not REQUIRED and name != "config"}
+    return {
+        name: value.load() if isinstance(value, Imported) else value
+        for name, value in values.items()
+        if value is not REQUIRED and name != "config"
+    }
 
 
 def field_owners(config: type[Settings]) -> dict[str, type[Settings]]:
-    """Return each setting with the class that declares it: those of the class itself first, then of its parents."""
-    found: dict[str, type[Settings]] = {}
-    known = {field.name for field in dataclasses.fields(config) if field.init}
+    """Return each setting with the class that declares it, in the order of a constructor's signature.
+
+    What may be passed by position comes first, then what the class itself declares, then what its parents do.
+    """
+    fields = {field.name: field for field in dataclasses.fields(config) if field.init}
+    owners: dict[str, type[Settings]] = {}
     for owner in config.__mro__:
         for name in vars(owner).get("__annotations__", ()):
-            if name in known:
-                found.setdefault(name, owner)
-    return found
+            if name in fields:
+                owners.setdefault(name, owner)
+    by_position = [name for name, field in fields.items() if not field.kw_only]
+    return {name: owners[name] for name in (*by_position, *owners)}
 
 
 def _signature(config: type[Settings]) -> inspect.Signature:
     """Return the signature of a constructor with these settings; annotations are texts, as they stand in the source."""
-    fields, owners = {field.name: field for field in dataclasses.fields(config)}, field_owners(config)
-    positional = [name for name, field in fields.items() if not field.kw_only]
+    fields = {field.name: field for field in dataclasses.fields(config)}
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    for name in [*positional, *(name for name in owners if name not in positional)]:
+    for name, owner in field_owners(config).items():
         field = fields[name]
         default = field.default.load() if isinstance(field.default, Imported) else field.default
         parameters.append(
@@ -166,10 +179,18 @@ def _signature(config: type[Settings]) -> inspect.Signature:
                 name,
                 inspect.Parameter.KEYWORD_ONLY if field.kw_only else inspect.Parameter.POSITIONAL_OR_KEYWORD,
                 default=inspect.Parameter.empty if default in (REQUIRED, dataclasses.MISSING) else default,
-                annotation=owners[name].__annotations__[name],
+                annotation=owner.__annotations__[name],
             )
         )
     return inspect.Signature(parameters, return_annotation=None)
+
+
+def _docstring(config: type[Settings]) -> str:
+    """Return the docstring of a constructor with these settings, in Google's style."""
+    lines = [f"Take the settings of `{config.__name__}` as keywords.", "", "Args:"]
+    for name, sentence in sentences(config).items():
+        lines.append(textwrap.fill(f"{name}: {sentence}", 100, initial_indent=" " * 4, subsequent_indent=" " * 8))
+    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------------- what the source says
