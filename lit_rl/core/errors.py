@@ -208,6 +208,16 @@ def check_betas(key: str, betas: object) -> None:
         in_range(f"{key}[{i}]", beta, low=0, high=1, open_high=True)
 
 
+def check_instance(key: str, value: Any, kind: type, example: str) -> None:
+    """Refuse a setting of another type.
+
+    Raises:
+        ConfigError: says what came, and an example of what to write.
+    """
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ConfigError(f"{key} is {value!r:.60}, a {type(value).__name__}. Write {example}.")
+
+
 def seed_in_range(key: str, seed: int) -> None:
     """Refuse a seed that a random generator of PyTorch or NumPy cannot take.
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Concatenate, ParamSpec, TypeVar, Union, get_args, get_origin
 
-from lit_rl.core.errors import ConfigError, in_range
+from lit_rl.core.errors import ConfigError, check_instance, in_range
 from lit_rl.ops.ranges import Range
 
 P = ParamSpec("P")
@@ -87,10 +87,8 @@ class Settings:
         for name, allowed in ranges_of(type(self)).items():
             if (value := getattr(self, name)) is not None:
                 bounds = {"low": allowed.low, "high": allowed.high, "open_low": allowed.open_low}
-                if allowed.whole and (not isinstance(value, int) or isinstance(value, bool)):
-                    raise ConfigError(
-                        f"{name} is {value!r:.60}, a {type(value).__name__}. Write a whole number, such as {name}=8."
-                    )
+                if allowed.whole:
+                    check_instance(name, value, int, f"a whole number, such as {name}=8")
                 in_range(f"{self.key}.{name}", value, **bounds)
 
 

@@ -290,16 +290,6 @@ def check_functions(optional: bool = False, /, **settings: Any) -> None:
             )
 
 
-def check_instance(key: str, value: Any, kind: type, example: str) -> None:
-    """Refuse a setting of another type.
-
-    Raises:
-        ConfigError: says what came, and an example of what to write.
-    """
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ConfigError(f"{key} is {value!r:.60}, a {type(value).__name__}. Write {example}.")
-
-
 def check_reference(value: Any) -> None:
     """Refuse a value that is no reference.
 

@@ -22,7 +22,7 @@ from lit_rl.algorithms.rollouts.episode_outcomes import check_spans, sound_rows,
 from lit_rl.algorithms.rollouts.phase_costs import Stopwatch
 from lit_rl.algorithms.rollouts.rollout_source import EarlyRewards, RolloutSource, abort_on_all_ranks
 from lit_rl.core.episode import Episode
-from lit_rl.core.errors import ConfigError
+from lit_rl.core.errors import ConfigError, check_instance
 from lit_rl.core.interrupts import interruptible, run_ending_hook
 from lit_rl.core.process_state import preserve_settings
 from lit_rl.core.rollout import Completions, PromptBatch, Sampling
@@ -50,12 +50,8 @@ class GeneratingModule(PolicyModule):
     @takes(GeneratingConfig)
     def __init__(self, settings: GeneratingConfig) -> None:
         argument_checks.check_reward(type(self), settings.model, settings.reward)
-        argument_checks.check_instance(
-            "sampling", settings.sampling, Sampling, "sampling=Sampling(max_new_tokens=256), of lit_rl"
-        )
-        argument_checks.check_instance(
-            "evaluation", settings.evaluation, Evaluation, "evaluation=Evaluation(group_size=4), of lit_rl"
-        )
+        check_instance("sampling", settings.sampling, Sampling, "sampling=Sampling(max_new_tokens=256), of lit_rl")
+        check_instance("evaluation", settings.evaluation, Evaluation, "evaluation=Evaluation(group_size=4), of lit_rl")
         super().__init__(config=settings)
         self.reward_functions = settings.reward if isinstance(settings.reward, Rewards) else Rewards(settings.reward)
         self.generator: Generator = (

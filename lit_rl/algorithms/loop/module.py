@@ -95,7 +95,7 @@ from lit_rl.algorithms.optim.strategies import (
 from lit_rl.algorithms.rollouts import checkpoints, identity
 from lit_rl.algorithms.rollouts.phase_costs import PhaseMemory, SpeedMeter, peak_of
 from lit_rl.algorithms.rollouts.rollout_plan import mix
-from lit_rl.core.errors import ConfigError, StorageError, seed_in_range
+from lit_rl.core.errors import ConfigError, StorageError, check_instance, seed_in_range
 from lit_rl.core.process_state import preserve_generators
 from lit_rl.core.ranks import gather_objects
 from lit_rl.models import kernels
@@ -176,7 +176,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         self.optimizer: OptimizerFactory = AdamW() if settings.optimizer is None else settings.optimizer
         argument_checks.check_reference(self.reference)
         argument_checks.check_optimizer_factory(self.optimizer)
-        argument_checks.check_instance("seed", settings.seed, int, "a whole number, such as seed=0")
+        check_instance("seed", settings.seed, int, "a whole number, such as seed=0")
         self.scheduler: Schedule | FromTorch = (
             Linear() if settings.scheduler is None else as_schedule(settings.scheduler)
         )
