@@ -199,11 +199,26 @@ COMBINATIONS: list[tuple[dict[str, Any], str]] = [
     ({"advantage": lambda rewards: rewards}, r"algo\.advantage=<lambda>\(rewards\): GRPO calls it as f\(rewards, gr"),
     ({"advantage": returns.process_supervised, "whitening": advantages.whiten_rows}, r"algo/whitening.*=tokens"),
     ({"advantage": returns.reinforce_plus_plus, "whitening": advantages.whiten_rows}, r"algo/whitening.*=tokens"),
-    ({"advantage": advantages.normalize_then_sum, "reward_beta": 100.0}, r"algo\.reward_beta=100.0: normalize_then"),
-    ({"advantage": returns.process_supervised, "reward_beta": 0.05}, r"algo\.reward_beta=0.05: process_supervised"),
-    ({"advantage": advantages.normalize_then_sum, "reward_clip": (-1, 1)}, r"algo\.reward_clip=\[-1, 1\]: normalize"),
-    ({"advantage": advantages.normalize_then_sum, "shaping": shaping.missing_eos}, r"algo/shaping: normalize_then_sum"),
-    ({"advantage": advantages.normalize_then_sum, "reward_norm": RunningNorm()}, r"algo/reward_norm: normalize_then"),
+    (
+        {"advantage": advantages.normalize_then_sum, "reward_beta": 100.0},
+        r"algo\.reward_beta=100.0: algo/advantage=normalize_then",
+    ),
+    (
+        {"advantage": returns.process_supervised, "reward_beta": 0.05},
+        r"algo\.reward_beta=0.05: algo/advantage=process_supervised",
+    ),
+    (
+        {"advantage": advantages.normalize_then_sum, "reward_clip": (-1, 1)},
+        r"algo\.reward_clip=\[-1, 1\]: algo/advantage=norm",
+    ),
+    (
+        {"advantage": advantages.normalize_then_sum, "shaping": shaping.missing_eos},
+        r"algo/shaping: algo/advantage=normalize",
+    ),
+    (
+        {"advantage": advantages.normalize_then_sum, "reward_norm": RunningNorm()},
+        r"algo/reward_norm: algo/advantage=norm",
+    ),
     ({"advantage": advantages.remax, "shaping": shaping.missing_eos}, r"algo/shaping: remax.*greedy"),
 ]
 
