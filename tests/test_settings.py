@@ -151,3 +151,17 @@ def test_a_type_checker_knows_every_keyword(tmp_path):
     assert [int(line.split(".py:")[1].split(":")[0]) for line in lines] == [5, 6, 7], done.stdout
     assert '"4"' in lines[0] or "group_size" in lines[0]
     assert 'No parameter named "grup_size"' in lines[1]
+
+
+def test_what_is_no_function_is_refused_by_its_key():
+    for config, name in (
+        (lit_rl.GRPOConfig, "loss"),
+        (lit_rl.SFTConfig, "imitation"),
+        (lit_rl.DPOConfig, "divergence"),
+    ):
+        for value in ("cispo", None):
+            with pytest.raises(ConfigError, match=rf"{name} is {value!r}\. Allowed is a function of tensors: one of"):
+                config(**{name: value})
+    assert lit_rl.GRPOConfig(whitening=None).whitening is None
+    with pytest.raises(ConfigError, match=r"whitening is 3\. Allowed is a function of tensors, or None: one of"):
+        lit_rl.GRPOConfig(whitening=3)

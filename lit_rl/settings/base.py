@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Concatenate, ParamSpec, TypeVar, Union, get_args, get_origin
 
-from lit_rl.core.errors import ConfigError, check_instance, in_range
+from lit_rl.core.errors import ConfigError, check_function_setting, check_instance, in_range
 from lit_rl.ops.ranges import Range
 
 P = ParamSpec("P")
@@ -71,10 +71,10 @@ def imported(path: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The base of settings: numbers are checked against the `Range` of their annotation.
+    """The base of settings: numbers are checked against the `Range` of their annotation, and functions can be called.
 
     Raises:
-        ConfigError: names the key of the first number that is out of range, the number and the range.
+        ConfigError: names the key of the first value that is not allowed, the value and what is allowed.
     """
 
     key: ClassVar[str]
@@ -84,6 +84,10 @@ class Settings:
     """All settings as one object, such as `GRPOConfig(group_size=4)`. Settings that are passed beside it win."""
 
     def __post_init__(self) -> None:
+        for name, owner in field_owners(type(self)).items():
+            value, kind = getattr(self, name), owner.__annotations__[name]
+            if kind in ("Callable", "Callable | None") and not isinstance(value, (Imported, _Unset)):
+                check_function_setting(name, value, optional=kind != "Callable")
         for name, allowed in ranges_of(type(self)).items():
             if (value := getattr(self, name)) is not None:
                 bounds = {"low": allowed.low, "high": allowed.high, "open_low": allowed.open_low}

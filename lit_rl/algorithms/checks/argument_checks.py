@@ -271,25 +271,6 @@ def check_environment(value: Any) -> None:
         )
 
 
-def check_functions(optional: bool = False, /, **settings: Any) -> None:
-    """Refuse settings that are not functions of tensors.
-
-    Args:
-        optional: Whether None is allowed.
-        settings: The settings by name.
-
-    Raises:
-        ConfigError: one cannot be called, or is None where a function is needed.
-    """
-    for key, value in settings.items():
-        if not callable(value) and not (optional and value is None):
-            or_none = ", or None" if optional else ""
-            raise ConfigError(
-                f"{key} is {value!r:.60}. Allowed is a function of tensors{or_none}: one of lit_rl.ops, such as "
-                "lit_rl.clipped_policy_loss for loss, functools.partial of one, or your own (docs/architecture.md)."
-            )
-
-
 def check_reference(value: Any) -> None:
     """Refuse a value that is no reference.
 

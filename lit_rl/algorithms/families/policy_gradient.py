@@ -51,20 +51,7 @@ class PolicyGradient(OnPolicyModule, ABC):
 
     @takes(PolicyGradientConfig)
     def __init__(self, settings: PolicyGradientConfig) -> None:
-        argument_checks.check_functions(
-            loss=settings.loss, kl=settings.kl, reward_kl=settings.reward_kl, reduction=settings.reduction
-        )
-        argument_checks.check_functions(
-            True,
-            advantage=settings.advantage,
-            correction=settings.correction,
-            rejection=settings.rejection,
-            whitening=settings.whitening,
-        )
         argument_checks.check_environment(settings.env)
-        argument_checks.check_functions(
-            True, shaping=settings.shaping, weight_norm=settings.weight_norm, selection=settings.selection
-        )
         super().__init__(config=settings)
         self.credit = CreditAssignment(settings.shaping, settings.reward_norm, settings.reward_clip)
         self.turn_rewards = TurnRewardWarning(settings.advantage)
