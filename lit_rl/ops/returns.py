@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_rl.ops.advantages import Groups, divide, whiten_tokens
-from lit_rl.ops.ranges import Discount, NotNegative
+from lit_rl.ops.ranges import NotNegative, Portion
 from lit_rl.ops.reductions import Metrics, masked_sum
 from lit_rl.ops.traits import AdvantageTraits
 
@@ -43,14 +43,14 @@ __all__ = [
 
 
 def return_to_go(
-    token_rewards: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"], *, gamma: Discount = 1.0
+    token_rewards: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"], *, gamma: Portion = 1.0
 ) -> Float[Tensor, "b t"]:
     """``G_t = r_t + gamma G_(t+1)`` over the tokens of the mask; 0 outside.
 
     Args:
         token_rewards: Rewards.
         mask: Tokens that the policy wrote.
-        gamma: Discount of each token, in [0, 1].
+        gamma: Portion of each token, in [0, 1].
 
     Raises:
         ValueError: gamma is out of range.
@@ -64,8 +64,8 @@ def gae(
     values: Float[Tensor, "b t"],
     mask: Bool[Tensor, "b t"],
     *,
-    gamma: Discount = 1.0,
-    lam: Discount = 0.95,
+    gamma: Portion = 1.0,
+    lam: Portion = 0.95,
 ) -> tuple[Float[Tensor, "b t"], Float[Tensor, "b t"]]:
     """Return generalised advantages (GAE, 1506.02438, eq. 16) and the returns that the critic learns, 0 outside the
     mask.
@@ -77,7 +77,7 @@ def gae(
         token_rewards: Rewards.
         values: Of the critic at the position that predicts the token.
         mask: Tokens that the policy wrote.
-        gamma: Discount of each token, in [0, 1].
+        gamma: Portion of each token, in [0, 1].
         lam: From 0 (the critic is trusted for everything after one token) to 1 (for nothing).
 
     Raises:
@@ -99,7 +99,7 @@ def reinforce_plus_plus(
     token_rewards: Float[Tensor, "b t"],
     mask: Bool[Tensor, "b t"],
     *,
-    gamma: Discount = 1.0,
+    gamma: Portion = 1.0,
     eps: float = 1e-8,
 ) -> Float[Tensor, "b t"]:
     """Return the return to go, whitened over all tokens of the batch: REINFORCE++ (2501.03262). It needs no group.
@@ -109,7 +109,7 @@ def reinforce_plus_plus(
         group_id: Not used.
         token_rewards: Of the whole batch: those of every rank. The paper has the KL per token in them.
         mask: Tokens that the policy wrote.
-        gamma: Discount of each token, in [0, 1].
+        gamma: Portion of each token, in [0, 1].
         eps: Added to the variance.
     """
     mask = mask & ~rewards.isnan().unsqueeze(1)
@@ -253,7 +253,7 @@ def centered_turns(
     mask: Bool[Tensor, "b t"],
     turn: Int[Tensor, "b t"],
     *,
-    gamma: Discount = 1.0,
+    gamma: Portion = 1.0,
 ) -> Float[Tensor, "b t"]:
     """``G_k`` minus the mean of ``G_k`` over the rows of the group that have a turn ``k``: a baseline for each turn.
 
@@ -266,7 +266,7 @@ def centered_turns(
         token_rewards: Rewards, each at the token where it was earned.
         mask: Tokens that the policy wrote.
         turn: The turn of each token, counted from 0.
-        gamma: Discount of each turn, in [0, 1].
+        gamma: Portion of each turn, in [0, 1].
     """
     turns = _Turns.of(mask & ~rewards.isnan().unsqueeze(1), turn)
     alike = turns.alike(group_id, torch.arange(turns.there.shape[1], device=mask.device).expand(turns.there.shape))
@@ -283,7 +283,7 @@ def gigpo(
     turn: Int[Tensor, "b t"],
     state: Int[Tensor, "b t"],
     *,
-    gamma: Discount = 0.95,
+    gamma: Portion = 0.95,
     step_weight: NotNegative = 1.0,
 ) -> Float[Tensor, "b t"]:
     """GiGPO (2505.10978): rows are compared with their group, and turns with those that began in the same state.
@@ -299,7 +299,7 @@ def gigpo(
         mask: Tokens that the policy wrote.
         turn: The turn of each token, counted from 0.
         state: Of each token: equal numbers where turns began in the same state.
-        gamma: Discount of each turn, in [0, 1].
+        gamma: Portion of each turn, in [0, 1].
         step_weight: Weight of the comparison of turns, 0 or more.
     """
     turns = _Turns.of(mask & ~rewards.isnan().unsqueeze(1), turn)
@@ -319,8 +319,8 @@ def gae_of_turns(
     mask: Bool[Tensor, "b t"],
     turn: Int[Tensor, "b t"],
     *,
-    gamma: Discount = 0.99,
-    lam: Discount = 0.9,
+    gamma: Portion = 0.99,
+    lam: Portion = 0.9,
 ) -> tuple[Float[Tensor, "b t"], Float[Tensor, "b t"]]:
     """Return generalised advantages with a turn as one action (Turn-PPO, 2512.17008), and the critic's returns.
 
@@ -333,7 +333,7 @@ def gae_of_turns(
         values: Of the critic at the position that predicts the token.
         mask: Tokens that the policy wrote.
         turn: The turn of each token, counted from 0.
-        gamma: Discount of each turn, in [0, 1].
+        gamma: Portion of each turn, in [0, 1].
         lam: From 0 (the critic is trusted for everything after one turn) to 1 (for nothing).
 
     Raises:

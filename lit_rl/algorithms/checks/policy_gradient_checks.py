@@ -330,7 +330,6 @@ def check_group_size(algorithm: str, group_size: int, *, compares_completions: C
             f"algo.group_size={group_size}: this advantage compares completions of one prompt, so {algorithm} needs "
             "2 or more (8 is usual). For one completion a prompt take algo=reinforce_pp or algo=remax."
         )
-    in_range("algo.group_size", group_size, low=1)
 
 
 def check_controller(control: KLControl, *weights: float) -> None:

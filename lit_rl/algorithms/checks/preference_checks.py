@@ -161,7 +161,6 @@ def check_compared_groups(
     Raises:
         ConfigError: fewer than two completions of a prompt stand side by side in a micro-batch.
     """
-    in_range("algo.group_size", group_size, low=2)
     if split_groups not in (1, "auto"):
         raise ConfigError(
             f"algo.split_groups={split_groups}: {name} compares completions of one prompt inside a micro-batch, "
@@ -208,7 +207,6 @@ def check_judge_rewards(judge: Judge, rewards: Sequence[str], missing_eos_penalt
         )
     if missing_eos_penalty is None:
         return
-    in_range("algo.missing_eos_penalty", missing_eos_penalty, low=0, open_low=True)
     if not judge.reads_rewards:
         raise ConfigError(
             f"algo.missing_eos_penalty={missing_eos_penalty} is subtracted from rewards, but the judge does not read "

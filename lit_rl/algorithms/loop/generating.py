@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, overload
@@ -22,7 +22,7 @@ from lit_rl.algorithms.rollouts.episode_outcomes import check_spans, sound_rows,
 from lit_rl.algorithms.rollouts.phase_costs import Stopwatch
 from lit_rl.algorithms.rollouts.rollout_source import EarlyRewards, RolloutSource, abort_on_all_ranks
 from lit_rl.core.episode import Episode
-from lit_rl.core.errors import ConfigError
+from lit_rl.core.errors import ConfigError, check_instance
 from lit_rl.core.interrupts import interruptible, run_ending_hook
 from lit_rl.core.process_state import preserve_settings
 from lit_rl.core.rollout import Completions, PromptBatch, Sampling
@@ -35,57 +35,32 @@ from lit_rl.generation.noise import prompt_key
 from lit_rl.models.forward import refuse_lookahead
 from lit_rl.rewards.classifiers import OnRunDevice
 from lit_rl.rewards.jobs import TrainerState
-from lit_rl.rewards.judges import Judge, as_judge
+from lit_rl.rewards.judges import as_judge
 from lit_rl.rewards.weighted_rewards import PendingRewards, Rewards, Scores
+from lit_rl.settings.algorithms import GeneratingConfig
+from lit_rl.settings.base import takes
 
-_DEFAULT_SAMPLING = Sampling()
+DEFAULT_SAMPLING, DEFAULT_EVALUATION = Sampling(), Evaluation()
 """The default sampling, whose completions are shortened to fit the model's context."""
 
 
 class GeneratingModule(PolicyModule):
-    """A `PolicyModule` with a generator and rewards, the base of all methods that train a policy.
+    """A `PolicyModule` with a generator and rewards, the base of all methods that train a policy."""
 
-    Args:
-        model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions and weights, or one function.
-        generator: The generator of completions. None is the in-process decode loop.
-        sampling: Sampling settings of training completions. By default completions have at most 512 tokens, or as many
-            as the model's context leaves after the longest prompt.
-        evaluation: Settings of validation.
-        judge: Judge of which of two completions is better: a judge of `lit_rl.rewards`, or a function. None compares
-            the summed rewards. Used by `eval.win_rate_against`.
-        log_entropy: Log the mean entropy of the policy at the learned tokens. Computing it takes a few percent of the
-            head's time; if a term reads entropies, they are computed and logged anyway.
-        shared: Arguments of every `PolicyModule`.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        reward: Any,
-        *,
-        generator: Generator | None = None,
-        sampling: Sampling = _DEFAULT_SAMPLING,
-        evaluation: Evaluation = Evaluation(),  # noqa: B008 (frozen)
-        judge: Judge | Callable[..., Any] | None = None,
-        log_entropy: bool = True,
-        **shared: Any,
-    ) -> None:
-        argument_checks.check_keywords(type(self), shared, PolicyModule)
-        argument_checks.check_reward(type(self), model, reward)
-        argument_checks.check_instance(
-            "sampling", sampling, Sampling, "sampling=Sampling(max_new_tokens=256), of lit_rl"
+    @takes(GeneratingConfig)
+    def __init__(self, settings: GeneratingConfig) -> None:
+        argument_checks.check_reward(type(self), settings.model, settings.reward)
+        check_instance("sampling", settings.sampling, Sampling, "sampling=Sampling(max_new_tokens=256), of lit_rl")
+        check_instance("evaluation", settings.evaluation, Evaluation, "evaluation=Evaluation(group_size=4), of lit_rl")
+        super().__init__(config=settings)
+        self.reward_functions = settings.reward if isinstance(settings.reward, Rewards) else Rewards(settings.reward)
+        self.generator: Generator = (
+            NativeGenerator() if settings.generator is None else as_generator(settings.generator)
         )
-        argument_checks.check_instance(
-            "evaluation", evaluation, Evaluation, "evaluation=Evaluation(group_size=4), of lit_rl"
-        )
-        super().__init__(model, **shared)
-        self.reward_functions = reward if isinstance(reward, Rewards) else Rewards(reward)
-        self.generator: Generator = NativeGenerator() if generator is None else as_generator(generator)
-        self.sampling, self.evaluation = sampling, evaluation
-        self._sampling_is_chosen = sampling is not _DEFAULT_SAMPLING
-        self.judge = as_judge(judge)
-        self.log_entropy = log_entropy
+        self.sampling, self.evaluation = settings.sampling, settings.evaluation
+        self._sampling_is_chosen = settings.sampling is not DEFAULT_SAMPLING
+        self.judge = as_judge(settings.judge)
+        self.log_entropy = settings.log_entropy
         self.stopwatch = Stopwatch("generate", "reward", memory=self.phase_memory)
         self.source = RolloutSource(self.generator, self.stopwatch)
         self._early = EarlyRewards()

@@ -78,7 +78,6 @@ from lit_rl.algorithms.optim.schedules import (
     FromTorch,
     Linear,
     Schedule,
-    ScheduleLike,
     as_schedule,
     check_schedule,
     scheduler_by_group,
@@ -96,14 +95,14 @@ from lit_rl.algorithms.optim.strategies import (
 from lit_rl.algorithms.rollouts import checkpoints, identity
 from lit_rl.algorithms.rollouts.phase_costs import PhaseMemory, SpeedMeter, peak_of
 from lit_rl.algorithms.rollouts.rollout_plan import mix
-from lit_rl.core.errors import ConfigError, StorageError, seed_in_range
+from lit_rl.core.errors import ConfigError, StorageError, check_instance, seed_in_range
 from lit_rl.core.process_state import preserve_generators
 from lit_rl.core.ranks import gather_objects
 from lit_rl.models import kernels
 from lit_rl.models.hf_export import export_policy
 from lit_rl.models.kernels import fixed_order
 from lit_rl.models.language_model import ForwardOptions
-from lit_rl.models.loaded_model import LoadedModel, ModelLike, TokenizerLike, as_language_model
+from lit_rl.models.loaded_model import LoadedModel, as_language_model
 from lit_rl.models.model_card import model_card
 from lit_rl.models.model_costs import ModelFlops, Span
 from lit_rl.models.modes import set_checkpointing
@@ -114,6 +113,8 @@ from lit_rl.models.vision_parts import trained_by_images
 from lit_rl.ops.fused_head import part_numbers
 from lit_rl.ops.logprobs import block_numbers
 from lit_rl.ops.sampling_distribution import NO_TRUNCATION
+from lit_rl.settings.algorithms import PolicyConfig
+from lit_rl.settings.base import takes
 
 _CONFIG_GROUPS = {
     **{name: name for name in ("reward", "sampling", "generator", "env", "judge", "reference", "scheduler")},
@@ -165,45 +166,23 @@ class _Resumed(NamedTuple):
 
 
 class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
-    """A LightningModule with a policy, which is described in the constructor and loaded in `configure_model`.
+    """A LightningModule with a policy, which is described in the constructor and loaded in `configure_model`."""
 
-    Args:
-        model: The policy: a description, or its name, folder or hub id. In Python also a model of transformers or PEFT
-            that is already loaded: it is trained in place.
-        tokenizer: The tokenizer of a model that is already loaded.
-        reference: The model against which the KL is measured, loaded only if a term needs it. None chooses by the
-            policy.
-        optimizer: Factory of the optimizer. None is AdamW at a learning rate of 1e-6.
-        scheduler: The learning-rate schedule, or a function from an optimizer to a scheduler of torch, which steps once
-            an optimizer step. None is linear to zero.
-        seed: Seed of the samples and of the order of groups.
-        micro_batch_size: Rows of a forward pass on each rank, instead of `trainer.accumulate_grad_batches`:
-            completions of whole groups or their slices, or rows of a data set. "auto" takes as many as fit into memory;
-            None leaves it to the Trainer.
-    """
-
-    def __init__(
-        self,
-        model: ModelLike,
-        *,
-        tokenizer: TokenizerLike = None,
-        reference: Reference | None = None,
-        optimizer: OptimizerFactory | None = None,
-        scheduler: ScheduleLike | None = None,
-        seed: int = 0,
-        micro_batch_size: int | Literal["auto"] | None = None,
-    ) -> None:
+    @takes(PolicyConfig)
+    def __init__(self, settings: PolicyConfig) -> None:
         super().__init__()
-        self.model = as_language_model(model, tokenizer)
-        self.reference: Reference = Auto() if reference is None else reference
-        self.optimizer: OptimizerFactory = AdamW() if optimizer is None else optimizer
+        self.model = as_language_model(settings.model, settings.tokenizer)
+        self.reference: Reference = Auto() if settings.reference is None else settings.reference
+        self.optimizer: OptimizerFactory = AdamW() if settings.optimizer is None else settings.optimizer
         argument_checks.check_reference(self.reference)
         argument_checks.check_optimizer_factory(self.optimizer)
-        argument_checks.check_instance("seed", seed, int, "a whole number, such as seed=0")
-        self.scheduler: Schedule | FromTorch = Linear() if scheduler is None else as_schedule(scheduler)
-        seed_in_range("algo.seed", seed)
-        self.seed = seed
-        self.micro_batch_size: int | Literal["auto"] | None = micro_batch_size
+        check_instance("seed", settings.seed, int, "a whole number, such as seed=0")
+        self.scheduler: Schedule | FromTorch = (
+            Linear() if settings.scheduler is None else as_schedule(settings.scheduler)
+        )
+        seed_in_range("algo.seed", settings.seed)
+        self.seed = settings.seed
+        self.micro_batch_size: int | Literal["auto"] | None = settings.micro_batch_size
         self.command = ""
         """The command line of the training, for the cards of exports; empty if there was none."""
         self.memory_gb: float | None = None

@@ -342,8 +342,6 @@ class AdvantageClip:
     """
 
     def __init__(self, limit: float | None) -> None:
-        if limit is not None:
-            in_range("algo.advantage_clip", limit, low=0, open_low=True)
         self.limit = limit
 
     def __call__(self, advantages: Tensor) -> Tensor:
