@@ -272,7 +272,7 @@ def test_a_turn_that_ends_with_a_token_at_which_nothing_ends_is_refused_and_told
     tokenizer = make_tokenizer()
     mark, tokenizer.eos_token = tokenizer.eos_token_id, "<|pad|>"
     fix = rf"set model\.eos_token='<\|im_end\|>', or add its id {mark} to eos_token_id"
-    with pytest.raises(ConfigError, match=rf"f: .*ends the reply with '<\|im_end\|>', at which generation does.*{fix}"):
+    with pytest.raises(ConfigError, match=rf"f: .*ends the reply with '<\|im_end\|>', which is no EOS token.*{fix}"):
         Encoder(tokenizer).encode([user("Hi")], [assistant("Hello")], "f")
     assert learned(Encoder(tokenizer, eos_ids=()).encode([user("Hi")], [assistant("a")], "f"), tokenizer)
     (line,) = said(lambda: warn_unknown_end(tokenizer, {}, [tokenizer.eos_token_id]))
