@@ -145,8 +145,8 @@ MUTATIONS = [
         "resume",
         "a resumed run begins its epoch anew",
         "lit_rl/data",
-        "self._position = whole_steps(position, slots) * self.slots if other else position",
-        "self._position = whole_steps(position, slots) * self.slots if other else 0",
+        "[whole_steps(state[name], slots) * self.slots if other else state[name] for name in counts]",
+        "[whole_steps(state[name], slots) * self.slots if other else 0 for name in counts]",
         "tests/data/test_data_loader.py",
     ),
     Mutation(
