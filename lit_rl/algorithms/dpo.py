@@ -49,9 +49,6 @@ class DPO(PairModule):
         shared: Arguments of every `OfflinePolicyModule`.
     """
 
-    proven_with_zero = True
-    proven_with_tensor_parallel = True
-
     def __init__(
         self,
         model: ModelLike,

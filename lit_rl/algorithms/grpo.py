@@ -40,9 +40,6 @@ class GRPO(PolicyGradient):
         terms: All other arguments of `PolicyGradient`.
     """
 
-    proven_with_zero = True
-    proven_with_tensor_parallel = True
-
     def __init__(
         self,
         model: ModelLike,

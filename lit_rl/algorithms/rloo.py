@@ -44,8 +44,6 @@ class RLOO(PolicyGradient):
         terms: All other arguments of `PolicyGradient`.
     """
 
-    proven_with_zero = True
-
     def __init__(
         self,
         model: ModelLike,

@@ -42,9 +42,6 @@ class SFT(OfflinePolicyModule):
     learns_from = "texts"
     headline = ("loss", "mean_token_accuracy")
 
-    proven_with_zero = True
-    proven_with_tensor_parallel = True
-
     def __init__(
         self,
         model: ModelLike,

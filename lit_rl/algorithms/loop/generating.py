@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.checks import argument_checks, data_and_trainer
-from lit_rl.algorithms.checks.memory import RowLengths
+from lit_rl.algorithms.checks.memory import Memory, RowLengths
+from lit_rl.algorithms.checks.micro_batching import StepRows, device_memory
 from lit_rl.algorithms.checks.preference_checks import check_win_rate, warn_unused_judge
+from lit_rl.algorithms.checks.strategy_checks import Feature
 from lit_rl.algorithms.evaluation.summary_statistics import prefixed, sample_table
 from lit_rl.algorithms.evaluation.validation import Evaluation, EvaluationRows, check_policy_scores
 from lit_rl.algorithms.evaluation.win_rate import BASE, ComparedDrawing, ComparedModel, compare
@@ -30,10 +32,11 @@ from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.environments.environment_base import EpisodeSource, Interactive
 from lit_rl.generation.collect import RolloutRequest, Vocabulary, as_reward_input, response_ids, texts_of
 from lit_rl.generation.generator import Generator, InProcessGenerator, as_generator
+from lit_rl.generation.hf import HFGenerator
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.noise import prompt_key
 from lit_rl.models.forward import refuse_lookahead
-from lit_rl.rewards.classifiers import OnRunDevice
+from lit_rl.rewards.classifiers import Classifier, OnRunDevice
 from lit_rl.rewards.jobs import TrainerState
 from lit_rl.rewards.judges import Judge, as_judge
 from lit_rl.rewards.weighted_rewards import PendingRewards, Rewards, Scores
@@ -98,7 +101,34 @@ class GeneratingModule(PolicyModule):
         if isinstance(self.judge, OnRunDevice):
             self.judge.run_device = self.trainer.strategy.root_device
 
+    def features(self) -> Iterator[Feature]:
+        yield from super().features()
+        generator, lag = self.generator, self.generator.lag
+        if lag or not isinstance(generator, NativeGenerator | HFGenerator):
+            setting = f"generator={type(generator).__name__}" + (f" with generator.lag={lag}" if lag else "")
+            yield Feature("engine", setting, "Take generator=native or hf" + (" with lag 0" if lag else ""))
+        if any(isinstance(each, Classifier) for each in self.reward_functions.functions.values()):
+            yield Feature("reward model", "A reward model in this process", "Take reward functions without weights")
+        if self.env is not None:
+            yield Feature("environment", f"env={type(self.env).__name__}", "Leave it out")
+        if self.evaluation.win_rate_against is not None:
+            yield Feature("win rate", "eval.win_rate_against", "Set it to null")
+
+    def memory(self) -> Memory | None:
+        found = super().memory()
+        if found is None:
+            return None
+        device = device_memory(self.trainer.strategy.root_device, gigabytes=self.memory_gb) or 0
+        grouped = isinstance(self.generator, NativeGenerator) and self.generator.grouped_cache
+        engine = int(self.generator.share_of_device * device)
+        return replace(found, engine=engine, decoding=self.decoding(), grouped_cache=grouped)
+
+    def decoded_at_once(self, step: StepRows) -> int:
+        at_once = self.generator.rows_a_batch if isinstance(self.generator, InProcessGenerator) else None
+        return step.sequences if at_once is None else min(at_once, step.sequences)
+
     def decoding(self) -> RowLengths | None:
+        """Return the most tokens of a decoded sequence; None if the policy itself does not decode."""
         data: Any = self.trainer.datamodule  # pyright: ignore
         if not isinstance(self.generator, InProcessGenerator):
             return None

@@ -6,7 +6,7 @@ Mechanics only: no advantage, no loss and no reward formula is here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -28,7 +28,6 @@ from lit_rl.algorithms.checks.micro_batching import (
     MicroBatchPlan,
     MicroBatchRequest,
     StepRows,
-    device_memory,
     hard_memory_limit,
     host_memory_budget,
     largest_decode_batch,
@@ -48,16 +47,18 @@ from lit_rl.algorithms.checks.model_sizes import (
     with_images,
 )
 from lit_rl.algorithms.checks.strategy_checks import (
+    Feature,
     check_optimizer_shards,
+    check_proven,
     check_proven_precision,
     check_something_is_trained,
     check_tensor_parallel,
-    check_tensor_parallel_method,
     check_tensor_parallel_optimizer,
     check_trainable_weights,
-    check_zero_method,
+    check_zero_clipping,
     check_zero_model,
     check_zero_optimizer,
+    check_zero_reference,
     check_zero_settings,
 )
 from lit_rl.algorithms.data_parallel import Ranks, data_rank, data_world_size
@@ -107,7 +108,7 @@ from lit_rl.models.loaded_model import LoadedModel, ModelLike, TokenizerLike, as
 from lit_rl.models.model_card import model_card
 from lit_rl.models.model_costs import ModelFlops, Span
 from lit_rl.models.modes import set_checkpointing
-from lit_rl.models.references import Auto, Copy, Reference, Scorer
+from lit_rl.models.references import Auto, Copy, FrozenCopy, Reference, Scorer
 from lit_rl.models.sharding import clip_over_meshes, full_state_dict, parallelize_layers, shard
 from lit_rl.models.verified_folder import ExportReport
 from lit_rl.models.vision_parts import trained_by_images
@@ -244,12 +245,6 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     needs_reference = False
     """True if a term of the objective reads the reference; otherwise no reference is loaded."""
 
-    proven_with_zero = False
-    """True if tests compare the method under DeepSpeed's ZeRO with one process; others are refused there."""
-
-    proven_with_tensor_parallel = False
-    """True if tests compare the method under strategy=fsdp_tp with one process; others are refused there."""
-
     hub_tags: tuple[str, ...] = ("reinforcement-learning",)
     """The hub's tags for the way of training, for model cards."""
 
@@ -279,7 +274,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     @property
     def trainer_or_none(self) -> L.Trainer | None:
         """The Trainer, or None if the module is used by hand (a notebook's cells)."""
-        return getattr(self, "_trainer", None)
+        return self._trainer
 
     @property
     def data_world_size(self) -> int:
@@ -346,38 +341,23 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         argument_checks.refuse_damaged_checkpoints(strategy)
         check_proven_precision(self.model, str(self.trainer.precision), strategy)
         check_mesh(strategy)
+        precision, clipping = str(self.trainer.precision), self.trainer.gradient_clip_algorithm
         if isinstance(strategy, DeepSpeedStrategy):
-            check_zero_settings(self.model, str(self.trainer.precision), strategy)
-            check_zero_method(
-                type(self).__name__,
-                self.proven_with_zero,
-                strategy,
-                clipping=self.trainer.gradient_clip_algorithm,
-                reference=self.reference if self.needs_reference else None,
-                generator=getattr(self, "generator", None),
-                parts=self.unproven_with_zero,
-            )
+            check_zero_settings(self.model, precision, strategy)
+            check_zero_clipping(clipping)
+        check_proven(type(self), self.features(), strategy)
+        if isinstance(strategy, DeepSpeedStrategy):
+            if self.needs_reference:
+                check_zero_reference(self.reference, strategy)
             if stage == "fit" and self.trainer.num_nodes > 1:
                 check_checkpoints_are_shared(self.trainer)
         if isinstance(strategy, FSDPTPStrategy):
             check_tensor_parallel(
-                type(self).__name__,
-                proven=self.proven_with_tensor_parallel,
                 stage=stage,
                 tp_size=strategy.tp_size,
-                precision=str(self.trainer.precision),
+                precision=precision,
                 model=self.model,
-            )
-            check_tensor_parallel_method(
-                reference=self.reference if self.needs_reference else None,
-                generator=getattr(self, "generator", None),
-                rewards=getattr(self, "reward_functions", None),
-                env=getattr(self, "env", None),
-                replay=getattr(self, "replay", None),
-                groups=getattr(self, "groups", None),
-                win_rate_against=getattr(getattr(self, "evaluation", None), "win_rate_against", None),
-                precomputed=getattr(self, "precomputed", None),
-                clips_by_value=self.trainer.gradient_clip_algorithm == "value",
+                clipping=clipping,
                 optimizer=getattr(self.optimizer, "path", None),
             )
         if self.model.use_liger_kernel:
@@ -409,22 +389,16 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         for schedule in self.schedules():
             check_schedule(schedule, self.total_steps)
 
-    @property
-    def unproven_with_zero(self) -> Mapping[str, Any]:
-        """Features, by key, that no test compares under DeepSpeed's ZeRO with one process; falsy values are unused."""
-        win_rate_against = getattr(getattr(self, "evaluation", None), "win_rate_against", None)
-        groups, replay = getattr(self, "groups", None), getattr(self, "replay", None)
-        parts = {"algo/groups": groups, "algo/replay": replay, "eval.win_rate_against": win_rate_against}
-        return parts | {"A loss that couples the rows of a step": getattr(self, "coupled_losses", None)}
+    def features(self) -> Iterator[Feature]:
+        """Yield the features in use that a strategy must be proven with."""
+        if self.needs_reference and not isinstance(self.reference, Auto | FrozenCopy):
+            name = type(self.reference).__name__
+            yield Feature("other reference", f"reference={name}", "Take reference=frozen_copy")
 
     # ------------------------------------------------------------------ memory
 
     def lengths(self) -> RowLengths | None:
         """Return the most tokens of a row that is learned from; None if unknown."""
-        return None
-
-    def decoding(self) -> RowLengths | None:
-        """Return the most tokens of a decoded sequence; None if the policy itself does not decode."""
         return None
 
     head: Head = "fused"
@@ -456,7 +430,6 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         critic, stored = self.critic_network(policy, numbers), stored_bytes(self.model, numbers)
         networks = list(filter(None, (policy, critic)))
         reference = reference_bytes(self.reference, self.model, policy, numbers) if self.needs_reference else 0
-        share = getattr(getattr(self, "generator", None), "share_of_device", 0.0)
         device = trainer.strategy.root_device
         may_recompute = self.model.gradient_checkpointing == "auto" and shape.recomputes
         sizes = Memory(
@@ -467,9 +440,6 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             auxiliary=self.auxiliary_texts(),
             buckets=self._buckets(networks, numbers),
             others={"reference": reference, **self.frozen_model_bytes()},
-            engine=int(share * (device_memory(device, gigabytes=self.memory_gb) or 0)),
-            decoding=self.decoding(),
-            grouped_cache=getattr(getattr(self, "generator", None), "grouped_cache", False),
             spread_over=self.data_world_size if shards_weights(trainer.strategy) else 1,
             ranks=trainer.world_size,
             gathered=gathered_weights(policy, numbers, critic, reference=reference > 0, stored=stored)
@@ -574,8 +544,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
 
     def decoded_at_once(self, step: StepRows) -> int:
         """Return the number of sequences that are decoded together."""
-        at_once = getattr(getattr(self, "generator", None), "rows_a_batch", None)
-        return step.sequences if at_once is None else min(at_once, step.sequences)
+        return step.sequences
 
     def _apply_micro_batches(self) -> None:
         """Apply the micro-batch plan to the Trainer and the generator. Samples and gradients do not depend on it."""
