@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -62,8 +62,8 @@ from lit_rl.algorithms.checks.strategy_checks import (
     check_zero_settings,
 )
 from lit_rl.algorithms.data_parallel import Ranks, data_rank, data_world_size
+from lit_rl.algorithms.loop.run_identity import CONFIG_GROUPS, RunIdentity, run_settings
 from lit_rl.algorithms.loop.save_on_error import SaveOnError
-from lit_rl.algorithms.optim import resumed_optimizer
 from lit_rl.algorithms.optim.broken_steps import BrokenSteps, save_bad_batch
 from lit_rl.algorithms.optim.master_weights import (
     average_over_ranks,
@@ -94,10 +94,10 @@ from lit_rl.algorithms.optim.strategies import (
     shards_weights,
     step_one_by_one,
 )
-from lit_rl.algorithms.rollouts import checkpoints, identity
+from lit_rl.algorithms.rollouts import checkpoints
+from lit_rl.algorithms.rollouts.identity import Record, model_record
 from lit_rl.algorithms.rollouts.phase_costs import PhaseMemory, SpeedMeter, peak_of
-from lit_rl.algorithms.rollouts.rollout_plan import mix
-from lit_rl.core.errors import ConfigError, StorageError, seed_in_range
+from lit_rl.core.errors import ConfigError, seed_in_range
 from lit_rl.core.process_state import preserve_generators
 from lit_rl.core.ranks import gather_objects
 from lit_rl.models import kernels
@@ -108,39 +108,13 @@ from lit_rl.models.loaded_model import LoadedModel, ModelLike, TokenizerLike, as
 from lit_rl.models.model_card import model_card
 from lit_rl.models.model_costs import ModelFlops, Span
 from lit_rl.models.modes import set_checkpointing
-from lit_rl.models.references import Auto, Copy, FrozenCopy, Reference, Scorer
+from lit_rl.models.references import Auto, FrozenCopy, Reference, Scorer
 from lit_rl.models.sharding import clip_over_meshes, full_state_dict, parallelize_layers, shard
 from lit_rl.models.verified_folder import ExportReport
 from lit_rl.models.vision_parts import trained_by_images
 from lit_rl.ops.fused_head import part_numbers
 from lit_rl.ops.logprobs import block_numbers
 from lit_rl.ops.sampling_distribution import NO_TRUNCATION
-
-_CONFIG_GROUPS = {
-    **{name: name for name in ("reward", "sampling", "generator", "env", "judge", "reference", "scheduler")},
-    "evaluation": "eval",
-}
-"""Arguments that are config groups of their own; all others are settings of `algo`."""
-_MODEL_SETTINGS = (
-    *(
-        "dtype",
-        "attn_implementation",
-        "freeze",
-        "disable_dropout",
-        "lm_head_fp32",
-        "use_liger_kernel",
-        "compile",
-        "quantization",
-    ),
-    *("init_kwargs", "eos_token", "pad_token"),
-)
-_TRAINER_SETTINGS = (
-    *("max_steps", "max_epochs", "precision", "gradient_clip_val", "gradient_clip_algorithm", "overfit_batches"),
-    *("limit_train_batches", "limit_val_batches", "val_check_interval", "check_val_every_n_epoch"),
-)
-
-_PLAIN_MODEL_STRINGS = ("dtype", "attn_implementation", "quantization")
-"""Strings that are no secrets, and are recorded in plain text."""
 
 PROGRESS_BAR_METRICS = {
     "train/reward": "reward",
@@ -150,19 +124,6 @@ PROGRESS_BAR_METRICS = {
     "train/loss": "loss",
 }
 """Training metrics in Lightning's progress bar, with their short names."""
-
-
-def _plain_string(value: Any) -> Any:
-    return identity.Word(value) if isinstance(value, str) else value
-
-
-class _Resumed(NamedTuple):
-    """A checkpoint's record of the run that wrote it."""
-
-    optimizer: dict[str, Any] | None
-    """`resumed_optimizer.initial_settings` of its optimizer; None in a checkpoint without one."""
-    said: list[str]
-    """Descriptions of settings that differ from this run's."""
 
 
 class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
@@ -221,14 +182,8 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         self.speed = SpeedMeter()
         self._flops: list[ModelFlops] | None = None
         """FLOPs of the policy and of other trained models, once a step needed them; empty if they cannot be counted."""
-        self._resumed_rng: dict[str, Any] | None = None
-        self._base_record: identity.Record = {}
-        """The record of the base weights, see `identity.model_record`; empty until the policy is loaded."""
-        self._initial_settings: identity.Record = {}
-        """`_settings` at the start of the fit: files of functions may be edited while it runs."""
-        self._optimizer_as_made: identity.Record = {}
-        self._resumed: _Resumed | None = None
-        self._world_size_changed = False
+        self.identity = RunIdentity()
+        self._generators = checkpoints.GlobalGenerators()
         self.in_a_step = False
         """True if a step has begun and not ended: its counts are in no checkpoint."""
         self.optimizer_is_stepping = False
@@ -567,7 +522,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     def configure_model(self) -> None:
         """Load the policy, and the reference if a term needs it. Lightning calls it; by hand, call it once."""
         if self._fitting:
-            self._initial_settings = self._settings()
+            self.identity.settings = self._settings()
         if self.policy is not None:
             return
         if self.model.sees:
@@ -580,7 +535,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             reference = self.reference.module(policy) if self.needs_reference else None
             others = self.companions(policy)
         stays = reference if self.needs_reference and not self.reference.moves else None
-        self._base_record = identity.model_record(self.model, policy, stays)
+        self.identity.model = model_record(self.model, policy, stays)
         strategy = self.trainer_or_none.strategy if self.trainer_or_none else None
         if isinstance(strategy, ZeROStrategy):
             check_zero_model(policy, strategy)
@@ -710,8 +665,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         # Fused optimizers declare that they unscale fp16 gradients; these would then be clipped while still scaled.
         optimizer._step_supports_amp_scaling = False  # pyright: ignore
         schedule = scheduler_by_group(optimizer, self.total_steps, self.schedules())
-        self._optimizer_as_made = resumed_optimizer.initial_settings(optimizer, schedule)
-        self._check_optimizer()
+        self.identity.note_optimizer(optimizer, schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _averages_gradients(self, optimizer: Any) -> bool:
@@ -951,7 +905,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         checkpoints.check_trained_tensors(checkpoint["state_dict"], self._trained_names())
         self.load_state_dict(checkpoint["state_dict"], strict=False)  # checkpoints contain trained tensors only
         if self.needs_reference and self.reference.moves:
-            self._load_reference(checkpoint)
+            checkpoints.load_reference(self.reference, self.reference_policy, checkpoint, required=self._fitting)
         saved = [each["module"] for each in checkpoint["lit_rl"]]
         self.load_rank_state(self.merge_rank_states(saved) | self.state_kept_on_rollback())
         self.broken_steps.in_a_row = 0
@@ -977,7 +931,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             weights = {name: tensor for name, tensor in checkpoint["state_dict"].items() if name in trained}
             checkpoint["state_dict"] = weights
         checkpoint["algorithm"] = checkpoints.algorithm_kind(type(self))
-        checkpoint["run"] = self._identity()
+        checkpoint["run"] = self.identity.record(self.identity.settings or self._settings())
         device = self.trainer.strategy.root_device if self.trainer_or_none else self.device
         mine = {"module": self.rank_state(), "rng": checkpoints.rng_state(device)}
         checkpoint["lit_rl"] = self.ranks.objects(mine | {"broken_steps": self.broken_steps.in_a_row})
@@ -1016,21 +970,18 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         if self._fitting:
             checkpoints.check_algorithm_kind(checkpoint, type(self))
             if self.needs_reference and not self.reference.moves:
-                self._check_reference_began()
-        self._check_identity(checkpoint)
+                checkpoints.check_reference_began(self.model, self.reference)
+        allowed = self.model.allow_changed
+        self.identity.compare(checkpoint, type(self).__name__, resumes=self._fitting, allow_changed=allowed)
         if weights := checkpoint.get("state_dict"):
             checkpoints.check_trained_tensors(weights, self._trained_names())
         if self._fitting:
-            before, now = checkpoint_precision(checkpoint), str(self.trainer.precision)
-            if self.precision_by_device and now != before:
-                raise StorageError(
-                    f"The checkpoint was made with trainer.precision={before}, and trainer.precision=auto is {now} on "
-                    f"this machine. Set trainer.precision={before} to go on as the run began, or {now} to change it."
-                )
+            if self.precision_by_device:
+                checkpoints.check_precision(checkpoint_precision(checkpoint), str(self.trainer.precision))
             trained = [tensor for tensor in self._trained_names().values() if tensor.requires_grad]
             check_masters(checkpoint.get("optimizer_states", ()), trained, self.optimizer)
         if self.needs_reference and self.reference.moves:
-            self._load_reference(checkpoint)
+            checkpoints.load_reference(self.reference, self.reference_policy, checkpoint, required=self._fitting)
         ranks = checkpoint.get("lit_rl", ()) if self.trainer_or_none is not None else ()
         if ranks and len(ranks) != self.data_world_size:
             if self._fitting:
@@ -1041,76 +992,16 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         if ranks:
             saved = ranks[self.data_rank]
             self.load_rank_state(checkpoints.saved_by_algorithm(saved["module"], type(self).__name__))
-            self._resumed_rng, self.broken_steps.in_a_row = saved["rng"], saved["broken_steps"]
+            self.broken_steps.in_a_row = saved["broken_steps"]
+            self._generators.load(saved["rng"])
 
-    def _identity(self) -> dict[str, identity.Record]:
-        """Return a checkpoint's record of the run, see `lit_rl.algorithms.rollouts.identity`."""
-        found = {"model": self._base_record, "settings": self._initial_settings or self._settings()}
-        return found | ({"optimizer": self._optimizer_as_made} if self._optimizer_as_made else {})
-
-    def _settings(self) -> identity.Record:
-        """Return the settings that change what a run learns or logs, without the optimizer's."""
-        held = {name: getattr(self.model, name) for name in _MODEL_SETTINGS}
-        given: dict[str, Any] = {"model": held | {name: _plain_string(held[name]) for name in _PLAIN_MODEL_STRINGS}}
-        given["model"]["chat_template"] = getattr(self.model.tokenizer, "chat_template", None)
-        given["model"]["lora.dropout"] = getattr(self.model.lora, "dropout", None)
-        given["algo"] = type(self)
-        for name, value in identity.with_choices(type(self), self._arguments).items():
-            if name in _CONFIG_GROUPS:
-                given[_CONFIG_GROUPS[name]] = getattr(self, name, value) if value is None else value
-            elif name not in ("optimizer", "micro_batch_size"):
-                given[f"algo.{name}"] = value
-        if (trainer := self.trainer_or_none) is not None:
-            given["trainer"] = {name: _plain_string(getattr(trainer, name)) for name in _TRAINER_SETTINGS}
-            for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
-                name = getattr(callback, "choice", "") or getattr(callback, "key", "") or type(callback).__name__
-                given[f"callbacks.{name}"] = identity.numbers_of(callback)
-            given["trainer"]["strategy"] = _plain_string(type(trainer.strategy).__name__)
-            given["trainer"]["accelerator"] = _plain_string(trainer.strategy.root_device.type)
-        return identity.settings_record(given)
-
-    def _check_identity(self, checkpoint: Mapping[str, Any]) -> None:
-        """Refuse weights of another model, and an optimizer that cannot read the state; report other changes.
-
-        Raises:
-            StorageError: names the difference.
-        """
-        if not self._fitting and "run" not in checkpoint:
-            return  # weights alone
-        noted = checkpoints.saved_by_algorithm(checkpoint, type(self).__name__)["run"]
-        said = []
-        if self._base_record:
-            beside = () if self._fitting else ("reference weights",)
-            now = {name: value for name, value in self._base_record.items() if name not in beside}
-            said += identity.check_model(noted["model"], now, allowed=self.model.allow_changed)
-        if not self._fitting:
-            return
-        said += identity.differences(noted["settings"], self._initial_settings or self._settings())
-        self._resumed = _Resumed(noted.get("optimizer"), said)
-        self._check_optimizer()
-
-    def _check_optimizer(self) -> list[str]:
-        """Refuse an optimizer that cannot read the checkpoint's state. Waits until both are known, in either order."""
-        if self._resumed is None or not self._optimizer_as_made:
-            return []
-        return resumed_optimizer.check_optimizer_state(self._resumed.optimizer, self._optimizer_as_made)
-
-    def _take_settings(self, resumed: _Resumed) -> None:
-        """Continue with the optimizer's settings of this run, and report the differences from the checkpoint's run."""
-        config, optimizer = self.trainer.lr_scheduler_configs[0], self.trainer.optimizers[0]
-        config.scheduler = resumed_optimizer.apply_settings(
-            optimizer,
-            config.scheduler,  # pyright: ignore[reportArgumentType]
-            resumed.optimizer,
-            self._optimizer_as_made,
-            lambda made: scheduler_by_group(made, self.total_steps, self.schedules()),
-        )
-        if said := [*self._check_optimizer(), *resumed.said]:
-            rank_zero_info(
-                f"Going on from step {self.global_step} with what the checkpoint's run had otherwise: "
-                f"{', '.join(said)}."
-            )
-        self._resumed = None
+    def _settings(self) -> Record:
+        """Return the settings that change what a run learns or logs, with the default objects of config groups."""
+        arguments = {
+            name: getattr(self, name, value) if value is None and name in CONFIG_GROUPS else value
+            for name, value in self._arguments.items()
+        }
+        return run_settings(type(self), arguments, self.model, self.trainer_or_none)
 
     def _load_other_world(self, ranks: Sequence[dict[str, Any]], loops: dict[str, Any]) -> None:
         """Resume at the next rollout or step from a checkpoint of another number of ranks.
@@ -1122,7 +1013,8 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         name = type(self).__name__
         saved = [checkpoints.saved_by_algorithm(each["module"], name) for each in ranks]
         self.load_rank_state(checkpoints.saved_by_algorithm(self.merge_rank_states(saved), name))
-        self.broken_steps.in_a_row, self._world_size_changed = ranks[0]["broken_steps"], True
+        self.broken_steps.in_a_row = ranks[0]["broken_steps"]
+        self._generators.seed_by_step = True
         rank_zero_info(
             f"The checkpoint was written by {checkpoints.count_processes(len(ranks))}, and this run has "
             f"{self.data_world_size}. "
@@ -1140,36 +1032,18 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         self._apply_micro_batches()
         self._set_checkpointing()
 
-    def _load_reference(self, checkpoint: dict[str, Any]) -> None:
-        if "reference" in checkpoint:
-            self.reference.load_state(self.reference_policy, checkpoint["reference"])
-        elif self._fitting:
-            raise StorageError(
-                f"reference={type(self.reference).__name__} changes during training, and the checkpoint lacks its "
-                "weights. Resume with the reference and the KL settings of the run's config.yaml."
-            )
-
-    def _check_reference_began(self) -> None:
-        """Refuse to resume with a model object that was trained in place, if the reference would be a copy of it."""
-        trained = isinstance(self.model, LoadedModel) and self.model.began_trained
-        if trained and isinstance(self.reference, Copy | Auto):
-            raise StorageError(
-                "The run is to be resumed with an object as model that was trained in place since it was loaded, and "
-                "the reference would be a copy of what it learned. Load it anew (from_pretrained), and give that."
-            )
-
     def on_train_start(self) -> None:
-        if self._resumed is not None:
-            self._take_settings(self._resumed)
+        if self.identity.is_resumed:
+            config, steps, schedules = self.trainer.lr_scheduler_configs[0], self.total_steps, self.schedules()
+            config.scheduler = self.identity.apply_settings(
+                self.trainer.optimizers[0],
+                config.scheduler,  # pyright: ignore[reportArgumentType]
+                lambda made: scheduler_by_group(made, steps, schedules),
+                step=self.global_step,
+            )
         if isinstance(self.model, LoadedModel):
             self.model.note_training()
-        if self._resumed_rng is not None:
-            checkpoints.set_rng_state(self._resumed_rng, self.trainer.strategy.root_device)
-            self._resumed_rng = None
-        elif self._world_size_changed:
-            torch.manual_seed(mix(self.seed, self.data_rank, self.global_step))
-        else:  # dropout and Clip-Cov draw from torch's global generator: equal in every run, different on every rank
-            torch.manual_seed(mix(self.seed, self.data_rank))
+        self._generators.start(self.seed, self.data_rank, self.global_step, self.trainer.strategy.root_device)
 
     def _trained_names(self) -> dict[str, Tensor]:
         """Return the tensors that training changes, by name: parameters with gradient, and saved buffers."""
