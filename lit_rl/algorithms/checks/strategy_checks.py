@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lit_rl.algorithms.optim.master_weights import FLOAT32, moves_numbers_alone, optimizer_path
 from lit_rl.algorithms.optim.optimizers import OptimizerFactory
-from lit_rl.algorithms.optim.strategies import FSDPTPStrategy, ZeROStrategy, shards_weights
+from lit_rl.algorithms.optim.strategies import FSDPTPStrategy, ZeROStrategy, flattens_weights, shards_weights
 from lit_rl.core.errors import ConfigError
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.loaded_model import LoadedModel
@@ -284,6 +284,25 @@ def check_proven_precision(model: LanguageModel, precision: str, strategy: Strat
             "trainer.precision=64-true: log-probs, rewards and advantages are float32 here, and weights are trained in "
             "float32 or bfloat16. Allowed are 32-true, bf16-mixed, bf16-true and, on a GPU, 16-mixed."
         )
+
+
+def check_images(model: LanguageModel, algorithm: str, strategy: Strategy | None, *, taken: bool) -> None:
+    """Refuse settings that do not support a model over images, before any weight is loaded.
+
+    Args:
+        model: The description of a model over images.
+        algorithm: The class of the method, for the message.
+        strategy: The strategy; None without a Trainer.
+        taken: Whether the method takes prompts with images.
+
+    Raises:
+        ConfigError: the method or the strategy does not.
+    """
+    what = f"model.name={model.name!r} is a model over images, and"
+    if not taken:
+        raise ConfigError(f"{what} {algorithm} reads prompts as text alone.")
+    if strategy is not None and flattens_weights(strategy):
+        raise ConfigError(f"{what} {type(strategy).__name__} is not there for it. Use strategy=ddp or strategy=fsdp.")
 
 
 def check_something_is_trained(policy: nn.Module) -> None:

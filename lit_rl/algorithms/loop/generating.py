@@ -12,14 +12,14 @@ from torch import Tensor
 
 from lit_rl.algorithms.checks import argument_checks, data_and_trainer
 from lit_rl.algorithms.checks.memory import Memory, RowLengths
-from lit_rl.algorithms.checks.micro_batching import StepRows, device_memory
+from lit_rl.algorithms.checks.micro_batching import StepRows, device_memory, largest_decode_batch
 from lit_rl.algorithms.checks.preference_checks import check_win_rate, warn_unused_judge
 from lit_rl.algorithms.checks.strategy_checks import Feature
 from lit_rl.algorithms.evaluation.summary_statistics import prefixed, sample_table
 from lit_rl.algorithms.evaluation.validation import Evaluation, EvaluationRows, check_policy_scores
 from lit_rl.algorithms.evaluation.win_rate import BASE, ComparedDrawing, ComparedModel, compare
 from lit_rl.algorithms.loop.module import PolicyModule
-from lit_rl.algorithms.optim.strategies import whole_weights
+from lit_rl.algorithms.optim.strategies import FSDPTPStrategy, whole_weights
 from lit_rl.algorithms.rollouts.episode_outcomes import check_spans, sound_rows, warn_of_failures
 from lit_rl.algorithms.rollouts.phase_costs import Stopwatch
 from lit_rl.algorithms.rollouts.rollout_source import EarlyRewards, RolloutSource, abort_on_all_ranks
@@ -135,6 +135,13 @@ class GeneratingModule(PolicyModule):
         longest = self.longest_prompt(max(getattr(data, "longest_prompt", 0), data.longest_val_prompt))
         new_tokens = max(self.longest_response(self.sampling), self.evaluation.max_new_tokens or 0)
         return RowLengths(longest, new_tokens, self.group_size)
+
+    def fit_decoding(self) -> None:
+        """Bound the sequences decoded at once in a validation without training."""
+        if self.micro_batch_size == "auto" and self.micro_batch_plan is None:
+            memory, budget = self.memory(), self.device_budget()
+            if memory is not None and budget is not None:
+                self.bound_decoding(max(1, largest_decode_batch(memory, budget)))
 
     def bound_decoding(self, sequences: int | None) -> None:
         if isinstance(self.generator, InProcessGenerator):
@@ -310,7 +317,8 @@ class GeneratingModule(PolicyModule):
 
     def load_rewards(self) -> None:
         """Load the reward models, sharded over the ranks if these score equally often."""
-        self.reward_functions.load(self.reward_mesh if self.ranks_score_together else None)
+        mesh = getattr(self.trainer.strategy, "reward_mesh", None)  # FSDP2's; None if each rank has whole models
+        self.reward_functions.load(mesh if self.ranks_score_together else None)
 
     def reward(self, batch: PromptBatch, completions: Completions) -> Scores:
         """Score each completion with the reward functions; its text has no special tokens.
@@ -328,6 +336,11 @@ class GeneratingModule(PolicyModule):
         with abort_on_all_ranks(self.ranks):
             scores = self.reward(batch, completions)
         return self.from_tensor_group_leader(scores)
+
+    def from_tensor_group_leader(self, mine: Any) -> Any:
+        """Return the object of the first rank of our tensor-parallel group, or `mine` without one. A collective."""
+        strategy = self.trainer_or_none.strategy if self.trainer_or_none else None
+        return strategy.first_of_group(mine) if isinstance(strategy, FSDPTPStrategy) else mine
 
     def reward_texts(
         self,

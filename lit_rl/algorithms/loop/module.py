@@ -23,14 +23,13 @@ from torch.distributed.tensor import DTensor
 
 from lit_rl.algorithms.checks import argument_checks
 from lit_rl.algorithms.checks.data_and_trainer import check_monitors, check_run_length, check_trainer_settings
-from lit_rl.algorithms.checks.memory import AuxiliaryTexts, DDPBuckets, Head, Memory, Network, NumberSizes, RowLengths
+from lit_rl.algorithms.checks.memory import AuxiliaryTexts, Head, Memory, Network, NumberSizes, RowLengths
 from lit_rl.algorithms.checks.micro_batching import (
     MicroBatchPlan,
     MicroBatchRequest,
     StepRows,
     hard_memory_limit,
     host_memory_budget,
-    largest_decode_batch,
     memory_budget,
     plan_micro_batches,
 )
@@ -48,6 +47,7 @@ from lit_rl.algorithms.checks.model_sizes import (
 )
 from lit_rl.algorithms.checks.strategy_checks import (
     Feature,
+    check_images,
     check_optimizer_shards,
     check_proven,
     check_proven_precision,
@@ -67,9 +67,9 @@ from lit_rl.algorithms.loop.save_on_error import SaveOnError
 from lit_rl.algorithms.optim.broken_steps import BrokenSteps, save_bad_batch
 from lit_rl.algorithms.optim.master_weights import (
     average_over_ranks,
+    averages_gradients,
     check_masters,
     checkpoint_precision,
-    is_narrow,
     replace_half_precision,
     shard_precision,
     with_masters,
@@ -89,7 +89,6 @@ from lit_rl.algorithms.optim.strategies import (
     ZeROStrategy,
     check_checkpoints_are_shared,
     check_mesh,
-    flattens_weights,
     offload_policy,
     shards_weights,
     step_one_by_one,
@@ -265,16 +264,6 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         trainer = self.trainer_or_none
         return Ranks.of(trainer, self.device) if trainer else Ranks(self.device)
 
-    @property
-    def reward_mesh(self) -> Any:
-        """The mesh over which FSDP2 shards reward models; None if each rank has whole ones."""
-        return getattr(self.trainer_or_none and self.trainer_or_none.strategy, "reward_mesh", None)
-
-    def from_tensor_group_leader(self, mine: Any) -> Any:
-        """Return the object of the first rank of our tensor-parallel group, or `mine` without one. A collective."""
-        strategy = self.trainer_or_none.strategy if self.trainer_or_none else None
-        return strategy.first_of_group(mine) if isinstance(strategy, FSDPTPStrategy) else mine
-
     def check_processes(self, data: Any, trainer: Any) -> None:
         """Refuse settings that do not fit the number of processes, before any of them is started.
 
@@ -384,6 +373,10 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         policy = policy_network(self.model, shape, numbers, head)
         critic, stored = self.critic_network(policy, numbers), stored_bytes(self.model, numbers)
         networks = list(filter(None, (policy, critic)))
+        buckets = None
+        if isinstance(trainer.strategy, DDPStrategy):
+            viewed = bool(trainer.strategy._ddp_kwargs.get("gradient_as_bucket_view"))
+            buckets = ddp_buckets(networks, numbers, viewed=viewed)
         reference = reference_bytes(self.reference, self.model, policy, numbers) if self.needs_reference else 0
         device = trainer.strategy.root_device
         may_recompute = self.model.gradient_checkpointing == "auto" and shape.recomputes
@@ -393,7 +386,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             lengths,
             critic=critic,
             auxiliary=self.auxiliary_texts(),
-            buckets=self._buckets(networks, numbers),
+            buckets=buckets,
             others={"reference": reference, **self.frozen_model_bytes()},
             spread_over=self.data_world_size if shards_weights(trainer.strategy) else 1,
             ranks=trainer.world_size,
@@ -415,13 +408,6 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             if self.micro_batch_plan is not None and self.micro_batch_plan.recompute
             else sizes
         )
-
-    def _buckets(self, networks: Sequence[Network], numbers: NumberSizes) -> DDPBuckets | None:
-        """Return the gradient buckets of DDP; None under other strategies."""
-        strategy: Any = self.trainer.strategy
-        if not isinstance(strategy, DDPStrategy):
-            return None
-        return ddp_buckets(networks, numbers, viewed=bool(strategy._ddp_kwargs.get("gradient_as_bucket_view")))
 
     def device_budget(self) -> int | None:
         """Return the bytes that a plan may use on every rank, as before the policy was loaded; None if unknown.
@@ -490,13 +476,6 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         if stage == "fit":
             self.trainer.accumulate_grad_batches = self.user_accumulation
 
-    def fit_decoding(self) -> None:
-        """Bound the sequences decoded at once in a validation without training."""
-        if self.micro_batch_size == "auto" and self.micro_batch_plan is None:
-            memory, budget = self.memory(), self.device_budget()
-            if memory is not None and budget is not None:
-                self.bound_decoding(max(1, largest_decode_batch(memory, budget)))
-
     def decoded_at_once(self, step: StepRows) -> int:
         """Return the number of sequences that are decoded together."""
         return step.sequences
@@ -525,8 +504,9 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             self.identity.settings = self._settings()
         if self.policy is not None:
             return
+        strategy = self.trainer_or_none.strategy if self.trainer_or_none else None
         if self.model.sees:
-            self._check_sees()
+            check_images(self.model, type(self).__name__, strategy, taken=self.takes_images)
         with preserve_generators():
             torch.manual_seed(self.seed)  # fresh adapters are random: equal on every rank and in every run
             policy = self.load_policy()
@@ -536,7 +516,6 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             others = self.companions(policy)
         stays = reference if self.needs_reference and not self.reference.moves else None
         self.identity.model = model_record(self.model, policy, stays)
-        strategy = self.trainer_or_none.strategy if self.trainer_or_none else None
         if isinstance(strategy, ZeROStrategy):
             check_zero_model(policy, strategy)
         if isinstance(strategy, ModelParallelStrategy):
@@ -561,16 +540,6 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             if isinstance(self.model, LoadedModel):
                 self.model.note_training()
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
-
-    def _check_sees(self) -> None:
-        """Refuse settings that do not support a model over images, before any weight is loaded."""
-        what = f"model.name={self.model.name!r} is a model over images, and"
-        if not self.takes_images:
-            raise ConfigError(f"{what} {type(self).__name__} reads prompts as text alone.")
-        trainer = self.trainer_or_none
-        if trainer is not None and flattens_weights(trainer.strategy):
-            name = type(trainer.strategy).__name__
-            raise ConfigError(f"{what} {name} is not there for it. Use strategy=ddp or strategy=fsdp.")
 
     def with_image_gradients(self, loss: Tensor) -> Tensor:
         """Add a gradient of 0 for weights that only rows with images train.
@@ -657,7 +626,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         argument_checks.check_made_optimizer(optimizer)
         if keeps_its_own:
             check_zero_optimizer(optimizer)
-        if self._averages_gradients(optimizer):
+        if averages_gradients(optimizer, self.trainer.strategy):
             self.trainer.strategy.model.require_backward_grad_sync = False  # pyright: ignore
         if isinstance(self.trainer.strategy, FSDPTPStrategy):
             check_tensor_parallel_optimizer(optimizer)
@@ -667,11 +636,6 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         schedule = scheduler_by_group(optimizer, self.total_steps, self.schedules())
         self.identity.note_optimizer(optimizer, schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def _averages_gradients(self, optimizer: Any) -> bool:
-        """Tell whether gradients are averaged over ranks here: DDP would reduce them in the narrow dtype of weights."""
-        narrow = any(is_narrow(weight) for group in optimizer.param_groups for weight in group["params"])
-        return narrow and isinstance(self.trainer.strategy, DDPStrategy)
 
     @property
     def total_steps(self) -> float:
@@ -707,7 +671,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         if isinstance(strategy, DeepSpeedStrategy):
             return  # the engine clips in its step, with the Trainer's setting: see `optimizer_step`
         trained = [p for group in optimizer.param_groups for p in group["params"]]
-        if self._averages_gradients(optimizer):
+        if averages_gradients(optimizer, strategy):
             average_over_ranks(trained, self.data_world_size)
         by_value = gradient_clip_algorithm == "value"
         limit = math.inf if by_value or not gradient_clip_val else gradient_clip_val
