@@ -31,9 +31,6 @@ from lit_rl.settings.base import takes
 class DPO(PairModule):
     """Direct preference optimisation."""
 
-    proven_with_zero = True
-    proven_with_tensor_parallel = True
-
     @takes(DPOConfig)
     def __init__(self, settings: DPOConfig) -> None:
         super().__init__(config=settings)

@@ -24,9 +24,6 @@ from lit_rl.settings.base import takes
 class GRPO(PolicyGradient):
     """Group-relative policy optimisation."""
 
-    proven_with_zero = True
-    proven_with_tensor_parallel = True
-
     @takes(GRPOConfig)
     def __init__(self, settings: GRPOConfig) -> None:
         super().__init__(config=settings)

@@ -15,7 +15,6 @@ One optimizer trains both, in two parameter groups. All further terms of the pol
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch.nn import functional as F
 
 from lit_rl.algorithms.checks import model_sizes, policy_gradient_checks
 from lit_rl.algorithms.checks.memory import AuxiliaryTexts, Network, NumberSizes
+from lit_rl.algorithms.checks.strategy_checks import Feature
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
 from lit_rl.algorithms.optim.schedules import After, FromTorch, Schedule, as_schedule
 from lit_rl.algorithms.rollouts.rollout_plan import without_gradient
@@ -56,8 +56,6 @@ _TRL_NAMES = {
 
 class PPO(PolicyGradient):
     """Proximal policy optimisation with a critic."""
-
-    proven_with_zero = True
 
     @takes(PPOConfig)
     def __init__(self, settings: PPOConfig) -> None:
@@ -236,11 +234,16 @@ class PPO(PolicyGradient):
             # Now: a bad file ends the run before any weight is loaded.
             self.ptx.check(self._encoder, self.model.processor)
 
-    @property
-    def unproven_with_zero(self) -> Mapping[str, Any]:
-        adapts = isinstance(self.value_function, AdapterCritic)
-        own = {"algo/critic=adapter": adapts, "algo.reward_adapter": self.adapter, "algo.ptx": self.ptx}
-        return {**super().unproven_with_zero, **own, "algo.critic_warmup": self.critic_warmup}
+    def features(self) -> Iterator[Feature]:
+        yield from super().features()
+        if isinstance(self.value_function, AdapterCritic):
+            yield Feature("adapter critic", "algo/critic=adapter", "Take algo/critic=separate or shared_trunk")
+        if self.adapter is not None:
+            yield Feature("reward adapter", "algo.reward_adapter", "Leave it out")
+        if self.ptx is not None:
+            yield Feature("supervised text", "algo.ptx", "Leave it out")
+        if self.critic_warmup:
+            yield Feature("critic warmup", "algo.critic_warmup", "Set it to 0")
 
     def check_advantage(self) -> None:
         policy_gradient_checks.require_estimator(self.advantage, such_as="gae")

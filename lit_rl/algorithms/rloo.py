@@ -27,8 +27,6 @@ SEQUENCE_CLIPPED = partial(clipped_policy_loss, ratio=sequence_sum_ratio)
 class RLOO(PolicyGradient):
     """REINFORCE leave-one-out."""
 
-    proven_with_zero = True
-
     @takes(RLOOConfig)
     def __init__(self, settings: RLOOConfig) -> None:
         super().__init__(config=settings)

@@ -30,9 +30,6 @@ class SFT(OfflinePolicyModule):
     learns_from = "texts"
     headline = ("loss", "mean_token_accuracy")
 
-    proven_with_zero = True
-    proven_with_tensor_parallel = True
-
     @takes(SFTConfig)
     def __init__(self, settings: SFTConfig) -> None:
         super().__init__(config=settings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.checks import argument_checks, preference_checks
+from lit_rl.algorithms.checks.strategy_checks import Feature
 from lit_rl.algorithms.loop.offline import OfflinePolicyModule
 from lit_rl.algorithms.signatures import copies_for
 from lit_rl.algorithms.terms.whole_step import WholeStep, micro_batch_share
@@ -42,6 +43,11 @@ class PairModule(OfflinePolicyModule, ABC):
         self.preference_weights = preference_checks.loss_weights(self.preference, settings.preference_weights)
         self.coupled_losses = preference_checks.losses_over_step(self.preference)
         self.couples_rows = bool(self.coupled_losses)
+
+    def features(self) -> Iterator[Feature]:
+        yield from super().features()
+        if self.coupled_losses:
+            yield Feature("coupled loss", "A loss that couples the rows of a step", "Leave it out")
 
     @abstractmethod
     def columns(self, batch: PairBatch, scores: TextScores) -> Columns:

@@ -17,7 +17,7 @@ log-probs of the training's own forward pass, and `weight_norm`, are computed in
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lit_rl.algorithms.checks import argument_checks, policy_gradient_checks
 from lit_rl.algorithms.checks.policy_gradient_checks import check_lag, check_sampling
+from lit_rl.algorithms.checks.strategy_checks import Feature
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
 from lit_rl.algorithms.rollouts import checkpoints
 from lit_rl.algorithms.rollouts.scored import Scored
@@ -129,6 +130,11 @@ class PolicyGradient(OnPolicyModule, ABC):
 
     def rollout_to_learn(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
         return (rollout, {}) if self.replay is None else self.replay(rollout, seed=self.seed, ranks=self.ranks)
+
+    def features(self) -> Iterator[Feature]:
+        yield from super().features()
+        if self.replay is not None:
+            yield Feature("replay", "algo/replay", "Set algo/replay=none")
 
     def compares_completions(self) -> bool:
         """Tell whether the advantage needs several completions of one prompt."""

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.checks import argument_checks, data_and_trainer
-from lit_rl.algorithms.checks.memory import RowLengths
+from lit_rl.algorithms.checks.memory import Memory, RowLengths
+from lit_rl.algorithms.checks.micro_batching import StepRows, device_memory, largest_decode_batch
 from lit_rl.algorithms.checks.preference_checks import check_win_rate, warn_unused_judge
+from lit_rl.algorithms.checks.strategy_checks import Feature
 from lit_rl.algorithms.evaluation.summary_statistics import prefixed, sample_table
 from lit_rl.algorithms.evaluation.validation import Evaluation, EvaluationRows, check_policy_scores
 from lit_rl.algorithms.evaluation.win_rate import BASE, ComparedDrawing, ComparedModel, compare
 from lit_rl.algorithms.loop.module import PolicyModule
-from lit_rl.algorithms.optim.strategies import whole_weights
+from lit_rl.algorithms.optim.strategies import FSDPTPStrategy, whole_weights
 from lit_rl.algorithms.rollouts.episode_outcomes import check_spans, sound_rows, warn_of_failures
 from lit_rl.algorithms.rollouts.phase_costs import Stopwatch
 from lit_rl.algorithms.rollouts.rollout_source import EarlyRewards, RolloutSource, abort_on_all_ranks
@@ -30,10 +32,11 @@ from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.environments.environment_base import EpisodeSource, Interactive
 from lit_rl.generation.collect import RolloutRequest, Vocabulary, as_reward_input, response_ids, texts_of
 from lit_rl.generation.generator import Generator, InProcessGenerator, as_generator
+from lit_rl.generation.hf import HFGenerator
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.noise import prompt_key
 from lit_rl.models.forward import refuse_lookahead
-from lit_rl.rewards.classifiers import OnRunDevice
+from lit_rl.rewards.classifiers import Classifier, OnRunDevice
 from lit_rl.rewards.jobs import TrainerState
 from lit_rl.rewards.judges import as_judge
 from lit_rl.rewards.weighted_rewards import PendingRewards, Rewards, Scores
@@ -73,13 +76,47 @@ class GeneratingModule(PolicyModule):
         if isinstance(self.judge, OnRunDevice):
             self.judge.run_device = self.trainer.strategy.root_device
 
+    def features(self) -> Iterator[Feature]:
+        yield from super().features()
+        generator, lag = self.generator, self.generator.lag
+        if lag or not isinstance(generator, NativeGenerator | HFGenerator):
+            setting = f"generator={type(generator).__name__}" + (f" with generator.lag={lag}" if lag else "")
+            yield Feature("engine", setting, "Take generator=native or hf" + (" with lag 0" if lag else ""))
+        if any(isinstance(each, Classifier) for each in self.reward_functions.functions.values()):
+            yield Feature("reward model", "A reward model in this process", "Take reward functions without weights")
+        if self.env is not None:
+            yield Feature("environment", f"env={type(self.env).__name__}", "Leave it out")
+        if self.evaluation.win_rate_against is not None:
+            yield Feature("win rate", "eval.win_rate_against", "Set it to null")
+
+    def memory(self) -> Memory | None:
+        found = super().memory()
+        if found is None:
+            return None
+        device = device_memory(self.trainer.strategy.root_device, gigabytes=self.memory_gb) or 0
+        grouped = isinstance(self.generator, NativeGenerator) and self.generator.grouped_cache
+        engine = int(self.generator.share_of_device * device)
+        return replace(found, engine=engine, decoding=self.decoding(), grouped_cache=grouped)
+
+    def decoded_at_once(self, step: StepRows) -> int:
+        at_once = self.generator.rows_a_batch if isinstance(self.generator, InProcessGenerator) else None
+        return step.sequences if at_once is None else min(at_once, step.sequences)
+
     def decoding(self) -> RowLengths | None:
+        """Return the most tokens of a decoded sequence; None if the policy itself does not decode."""
         data: Any = self.trainer.datamodule  # pyright: ignore
         if not isinstance(self.generator, InProcessGenerator):
             return None
         longest = self.longest_prompt(max(getattr(data, "longest_prompt", 0), data.longest_val_prompt))
         new_tokens = max(self.longest_response(self.sampling), self.evaluation.max_new_tokens or 0)
         return RowLengths(longest, new_tokens, self.group_size)
+
+    def fit_decoding(self) -> None:
+        """Bound the sequences decoded at once in a validation without training."""
+        if self.micro_batch_size == "auto" and self.micro_batch_plan is None:
+            memory, budget = self.memory(), self.device_budget()
+            if memory is not None and budget is not None:
+                self.bound_decoding(max(1, largest_decode_batch(memory, budget)))
 
     def bound_decoding(self, sequences: int | None) -> None:
         if isinstance(self.generator, InProcessGenerator):
@@ -255,7 +292,8 @@ class GeneratingModule(PolicyModule):
 
     def load_rewards(self) -> None:
         """Load the reward models, sharded over the ranks if these score equally often."""
-        self.reward_functions.load(self.reward_mesh if self.ranks_score_together else None)
+        mesh = getattr(self.trainer.strategy, "reward_mesh", None)  # FSDP2's; None if each rank has whole models
+        self.reward_functions.load(mesh if self.ranks_score_together else None)
 
     def reward(self, batch: PromptBatch, completions: Completions) -> Scores:
         """Score each completion with the reward functions; its text has no special tokens.
@@ -273,6 +311,11 @@ class GeneratingModule(PolicyModule):
         with abort_on_all_ranks(self.ranks):
             scores = self.reward(batch, completions)
         return self.from_tensor_group_leader(scores)
+
+    def from_tensor_group_leader(self, mine: Any) -> Any:
+        """Return the object of the first rank of our tensor-parallel group, or `mine` without one. A collective."""
+        strategy = self.trainer_or_none.strategy if self.trainer_or_none else None
+        return strategy.first_of_group(mine) if isinstance(strategy, FSDPTPStrategy) else mine
 
     def reward_texts(
         self,

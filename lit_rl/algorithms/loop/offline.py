@@ -28,6 +28,7 @@ from lit_rl.algorithms.checks.data_and_trainer import (
 )
 from lit_rl.algorithms.checks.memory import RowLengths
 from lit_rl.algorithms.checks.micro_batching import MicroBatchPlan, StepRows, rows_scored_at_once
+from lit_rl.algorithms.checks.strategy_checks import Feature
 from lit_rl.algorithms.data_parallel import data_world_size
 from lit_rl.algorithms.evaluation.summary_statistics import Averages, prefixed
 from lit_rl.algorithms.loop.generating import GeneratingModule
@@ -339,6 +340,11 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
     def reads_all_rows(self) -> Iterator[NeedsAllRows]:
         if self.precomputed is not None:
             yield NeedsAllRows("algo.precompute_reference=true asks the reference about", "set it to false")
+
+    def features(self) -> Iterator[Feature]:
+        yield from super().features()
+        if self.precomputed is not None:
+            yield Feature("precomputed reference", "algo.precompute_reference=true", "Set it to false")
 
     def take_generation_seconds(self) -> float:
         return self.stopwatch.take("generate")

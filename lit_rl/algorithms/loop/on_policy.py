@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from lit_rl.algorithms.checks import data_and_trainer, episode_checks, model_siz
 from lit_rl.algorithms.checks.memory import REWARD_MODELS, Memory, RowLengths
 from lit_rl.algorithms.checks.micro_batching import MicroBatchPlan, StepRows
 from lit_rl.algorithms.checks.policy_gradient_checks import check_weight_copies
+from lit_rl.algorithms.checks.strategy_checks import Feature
 from lit_rl.algorithms.data_parallel import data_world_size
 from lit_rl.algorithms.evaluation.validation import MOST_ROWS, entropies
 from lit_rl.algorithms.loop.generating import GeneratingModule
@@ -307,6 +308,11 @@ class OnPolicyModule(GeneratingModule, ABC):
             self.check_length(data)
         else:
             self.fit_decoding()
+
+    def features(self) -> Iterator[Feature]:
+        yield from super().features()
+        if self.groups is not None:  # each rank of a tensor-parallel group would draw, or score, by itself
+            yield Feature("group selection", f"algo/groups={type(self.groups).__name__}", "Set algo/groups=all")
 
     @property
     def ranks_score_together(self) -> bool:
