@@ -45,7 +45,7 @@ MARKER = "<!-- Below: `python scripts/config_reference.py`. Do not edit by hand.
 def settings(name: str) -> Iterator[tuple[str, Any, str]]:
     """Yield `(parameter, default, meaning)` of what a schema names; of a class of ours not what a foreign parent
     explains."""
-    path = {**schemas.TARGETS, **schemas.public_functions()}[name]
+    path = {**schemas.TARGETS, **schemas.public_functions(), **SWITCHES}[name]
     target = schemas._load(path)
     meanings: dict[str, str] = {}
     theirs: set[str] = set()
@@ -107,6 +107,9 @@ GROUPS = {
 }
 """The groups at the top, each with a page of its own, and what it is about."""
 
+SWITCHES = {name: f"lit_rl.core.speedups.{name}" for name in ("ModelSpeedups", "DecodingSpeedups")}
+"""Settings that one key holds, and no schema."""
+
 SURPRISING = ("algo.minibatches", "algo.beta", "algo.reward_beta")
 EXPLAINED = " [Why it is called that](../configuration.md#names-that-surprise)."
 """Keys whose names the entry page explains, and what leads there."""
@@ -134,6 +137,7 @@ KEYS: list[tuple[str, str, list[str]]] = [
     *((term.replace("/", "."), "", schemas_in(term)) for term in TERMS if schemas_in(term)),
     ("model", "", ["LanguageModel"]),
     ("model.lora", "", ["Lora"]),
+    ("model.speedups", "each takes `true` or `false`", ["ModelSpeedups"]),
     ("data", "", ["RolloutDataModule"]),
     ("data", "data sets that are learned from", ["SupervisedDataModule", "PreferenceDataModule", "StepwiseDataModule"]),
     (
@@ -150,6 +154,7 @@ KEYS: list[tuple[str, str, list[str]]] = [
     ("sampling", "", ["Sampling"]),
     ("generator", "", ["NativeGenerator", "HFGenerator", "HFContinuousGenerator"]),
     ("generator", "vLLM", ["VLLMGenerator", "VLLMServerGenerator"]),
+    ("generator.speedups", "each takes `true` or `false`; NativeGenerator only", ["DecodingSpeedups"]),
     (
         "env",
         "",

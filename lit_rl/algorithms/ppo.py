@@ -15,6 +15,7 @@ One optimizer trains both, in two parameter groups. All further terms of the pol
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 

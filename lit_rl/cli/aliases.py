@@ -28,6 +28,7 @@ from lit_rl.cli.listing import (
 )
 from lit_rl.cli.typed_words import quoted, readable, unquoted
 from lit_rl.core.errors import ConfigError, did_you_mean, nearest
+from lit_rl.core.speedups import DecodingSpeedups, ModelSpeedups
 
 OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
 _PAGES = {"TRL": "docs/from-trl.md", "verl": "docs/from-verl.md"}
@@ -104,8 +105,10 @@ MEANS = {
     "reward.function": "reward.fn",
     "losses": "replay.losses",
     "rollout": "replay.rollout",
+    **{name: f"model.speedups.{name}" for name in ModelSpeedups.names()},
+    **{name: f"generator.speedups.{name}" for name in DecodingSpeedups.names()},
 }
-"""Names in other tools, each with its key here."""
+"""Names in other tools, and of single speedups, each with its key here."""
 
 _BATCH = (
     "data.prompts_per_rollout counts the prompts of a rollout (each is completed algo.group_size times), "

@@ -230,8 +230,8 @@ SAID: dict[str, tuple[dict[str, Any], str]] = {
         "generator generation.native.NativeGenerator -> generation.hf.HFGenerator",
     ),
     "setting of the generator": (
-        {"generator": NativeGenerator(lean_steps=False)},
-        "generator.lean_steps True -> False",
+        {"generator": NativeGenerator(speedups={"lean_steps": False})},
+        "generator.speedups.lean_steps True -> False",
     ),
     "validation": ({"evaluation": Evaluation(temperature=0.5)}, "eval.temperature 0 -> 0.5"),
     "judge": ({"judge": RewardJudge(soft=True)}, "judge.soft False -> True"),
