@@ -19,6 +19,7 @@ from lit_rl.algorithms.optim.strategies import FSDPTPStrategy, check_mesh
 from lit_rl.cli.listing import neighbouring_keys
 from lit_rl.cli.schemas import TARGETS, parameters
 from lit_rl.cli.targets import ALLOWED, check_target, targets
+from lit_rl.core import upstream
 from lit_rl.core.errors import BackendError, ConfigError, LitRLError, UnknownKeyword, did_you_mean, in_range
 
 OPTIONAL = {
@@ -196,7 +197,7 @@ def check_trainer(trainer: L.Trainer, asked: Any) -> None:
     timed = any(isinstance(callback, Timer) for callback in trainer.callbacks)  # pyright: ignore
     if trainer.max_steps == -1 and trainer.max_epochs == -1 and not timed:
         raise ConfigError("Nothing ends the run: set trainer.max_steps, trainer.max_epochs or trainer.max_time.")
-    method = getattr(trainer.strategy, "_start_method", "popen")
+    method = upstream.start_method(trainer.strategy)
     if isinstance(trainer.strategy, DDPStrategy) and method != "popen":
         typed = "ddp_spawn" if method == "spawn" else "ddp_fork (ddp_notebook is the same)"
         raise ConfigError(

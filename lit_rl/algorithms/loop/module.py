@@ -96,6 +96,7 @@ from lit_rl.algorithms.optim.strategies import (
 from lit_rl.algorithms.rollouts import checkpoints, identity
 from lit_rl.algorithms.rollouts.phase_costs import PhaseMemory, SpeedMeter, peak_of
 from lit_rl.algorithms.rollouts.rollout_plan import mix
+from lit_rl.core import upstream
 from lit_rl.core.errors import ConfigError, StorageError, seed_in_range
 from lit_rl.core.process_state import preserve_generators
 from lit_rl.core.ranks import gather_objects
@@ -268,7 +269,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     def trainer(self, trainer: L.Trainer | None) -> None:
         """Check the Trainer and its data module. Lightning attaches the data just before, unchecked."""
         if isinstance(trainer, L.Trainer):
-            argument_checks.check_trainer(type(self).__name__, trainer, compiled=self._compiler_ctx is not None)
+            argument_checks.check_trainer(type(self).__name__, trainer, compiled=upstream.is_compiled(self))
             came, trainer.datamodule = trainer.datamodule, None  # pyright: ignore
             argument_checks.check_data_module(
                 type(self), came
@@ -279,7 +280,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     @property
     def trainer_or_none(self) -> L.Trainer | None:
         """The Trainer, or None if the module is used by hand (a notebook's cells)."""
-        return getattr(self, "_trainer", None)
+        return upstream.trainer_of(self)
 
     @property
     def data_world_size(self) -> int:
@@ -496,7 +497,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         strategy: Any = self.trainer.strategy
         if not isinstance(strategy, DDPStrategy):
             return None
-        return ddp_buckets(networks, numbers, viewed=bool(strategy._ddp_kwargs.get("gradient_as_bucket_view")))
+        return ddp_buckets(networks, numbers, viewed=upstream.views_gradients(strategy))
 
     def device_budget(self) -> int | None:
         """Return the bytes that a plan may use on every rank, as before the policy was loaded; None if unknown.
@@ -738,8 +739,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         if isinstance(self.trainer.strategy, FSDPTPStrategy):
             check_tensor_parallel_optimizer(optimizer)
             step_one_by_one(optimizer)
-        # Fused optimizers declare that they unscale fp16 gradients; these would then be clipped while still scaled.
-        optimizer._step_supports_amp_scaling = False  # pyright: ignore
+        upstream.keep_gradients_scaled(optimizer)
         schedule = scheduler_by_group(optimizer, self.total_steps, self.schedules())
         self._optimizer_as_made = resumed_optimizer.initial_settings(optimizer, schedule)
         self._check_optimizer()
