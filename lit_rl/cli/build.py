@@ -20,7 +20,8 @@ from lit_rl.cli.listing import neighbouring_keys
 from lit_rl.cli.schemas import TARGETS, parameters
 from lit_rl.cli.targets import ALLOWED, check_target, targets
 from lit_rl.core import upstream
-from lit_rl.core.errors import BackendError, ConfigError, LitRLError, UnknownKeyword, did_you_mean, in_range
+from lit_rl.core.errors import BackendError, ConfigError, LitRLError, UnknownKeyword, in_range
+from lit_rl.core.other_names import hint
 
 OPTIONAL = {
     "lit_rl.models.adapters.Lora",
@@ -142,7 +143,7 @@ def _refusal(tree: dict[str, Any], error: Exception, cause: BaseException) -> st
         shipped = target in TARGETS.values()
         command = "lit-rl train --cfg job" if shipped else f"python -m pydoc {target}"
         listed = neighbouring_keys(target.rpartition(".")[2], word, names, command)
-        return f"{where} is not a key of {target}.{did_you_mean(word, names)}{listed}"
+        return f"{where} is not a key of {target}.{hint(where, 'train', names, listed)}"
     came = ", ".join(f"{name}={value!r}" for name, value in node.items() if not isinstance(value, dict | None))
     came = came.replace(f"_target_={target!r}, ", "")
     return f"{key or 'The config'}: {target} refuses {came}: {type(cause).__name__}: {cause}"

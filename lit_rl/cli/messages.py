@@ -16,10 +16,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from lit_rl.cli.aliases import check_spaces, meaning, of_other_choices, unknown_key_error
+from lit_rl.cli.aliases import check_spaces, of_other_choices
 from lit_rl.cli.listing import neighbouring_keys, no_choice_message
 from lit_rl.cli.typed_words import ambiguous
-from lit_rl.core import upstream
+from lit_rl.core import other_names, upstream
 from lit_rl.core.durable_files import is_failing, is_full
 from lit_rl.core.errors import (
     INTERRUPTED,
@@ -131,10 +131,10 @@ def _hydra(error: BaseException) -> LitRLError | None:
             if not names:
                 return ConfigError(f"{key} is not a key yet. To add it: +{key}=...")
             head, _, name = key.rpartition(".")
+            if (choices := of_other_choices(key)) and not other_names.meaning(key):
+                return ConfigError(f"{key} is not a key.{choices}")
             near = did_you_mean(name, names) or _elsewhere(link)
-            return unknown_key_error(
-                key, meaning(key) or of_other_choices(key), f"{near}{neighbouring_keys(head, name, names)}"
-            )
+            return other_names.unknown_key(key, beside=f"{near}{neighbouring_keys(head, name, names)}")
         if isinstance(link, ValidationError) and link.full_key:
             reason = str(link).split("\n")[0]
             if link.full_key == "data.path" and "'list'" in reason:
