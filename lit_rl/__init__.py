@@ -71,6 +71,22 @@ if TYPE_CHECKING:  # for type checkers and editors; `_PLACES` is the same for Py
     from lit_rl.rewards import Rewards as Rewards
     from lit_rl.rewards import exact_match as exact_match
     from lit_rl.rewards import math_accuracy as math_accuracy
+    from lit_rl.settings.algorithms import BCOConfig as BCOConfig
+    from lit_rl.settings.algorithms import CPOConfig as CPOConfig
+    from lit_rl.settings.algorithms import DPOConfig as DPOConfig
+    from lit_rl.settings.algorithms import GKDConfig as GKDConfig
+    from lit_rl.settings.algorithms import GRPOConfig as GRPOConfig
+    from lit_rl.settings.algorithms import KTOConfig as KTOConfig
+    from lit_rl.settings.algorithms import NashMDConfig as NashMDConfig
+    from lit_rl.settings.algorithms import OnlineDPOConfig as OnlineDPOConfig
+    from lit_rl.settings.algorithms import ORPOConfig as ORPOConfig
+    from lit_rl.settings.algorithms import PPOConfig as PPOConfig
+    from lit_rl.settings.algorithms import ProcessRewardModelingConfig as ProcessRewardModelingConfig
+    from lit_rl.settings.algorithms import ReinforceConfig as ReinforceConfig
+    from lit_rl.settings.algorithms import RewardModelingConfig as RewardModelingConfig
+    from lit_rl.settings.algorithms import RLOOConfig as RLOOConfig
+    from lit_rl.settings.algorithms import SFTConfig as SFTConfig
+    from lit_rl.settings.algorithms import XPOConfig as XPOConfig
 
 _PLACES = {
     "algorithms": (
@@ -96,6 +112,10 @@ _PLACES = {
     "ops.returns": "gae",
     "rewards": "RewardModel Rewards exact_match math_accuracy",
     "core.rollout": "Sampling",
+    "settings.algorithms": (
+        "BCOConfig CPOConfig DPOConfig GKDConfig GRPOConfig KTOConfig NashMDConfig ORPOConfig OnlineDPOConfig "
+        "PPOConfig ProcessRewardModelingConfig RLOOConfig ReinforceConfig RewardModelingConfig SFTConfig XPOConfig"
+    ),
 }
 """Public names, by the module under `lit_rl` that has them."""
 

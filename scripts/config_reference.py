@@ -32,6 +32,8 @@ from lit_rl.cli import listing, schemas
 from lit_rl.core import errors
 from lit_rl.ops.ranges import Range
 from lit_rl.reports import config_changes as constructors
+from lit_rl.settings import base
+from lit_rl.settings.base import Settings, sentences
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"
@@ -43,7 +45,7 @@ MARKER = "<!-- Below: `python scripts/config_reference.py`. Do not edit by hand.
 def settings(name: str) -> Iterator[tuple[str, Any, str]]:
     """Yield `(parameter, default, meaning)` of what a schema names; of a class of ours not what a foreign parent
     explains."""
-    path = {**schemas.TARGETS, **schemas.public_functions()}[name]
+    path = {**schemas.TARGETS, **schemas.public_functions(), **SWITCHES}[name]
     target = schemas._load(path)
     meanings: dict[str, str] = {}
     theirs: set[str] = set()
@@ -51,12 +53,19 @@ def settings(name: str) -> Iterator[tuple[str, Any, str]]:
         found = arguments(inspect.cleandoc(described.__doc__ or ""))
         theirs = theirs | found.keys() if is_foreign(described) else theirs - found.keys()
         meanings |= found
+    if (config := config_of(target)) is not None:
+        meanings |= sentences(config)
     for parameter, _ in schemas.parameters(target):
         if name in schemas.public_functions() and parameter.kind is not parameter.KEYWORD_ONLY:
             continue
         if parameter.name in theirs and not is_foreign(target):
             continue
         yield parameter.name, parameter.default, meanings.get(parameter.name, f"See `{path}`.")
+
+
+def config_of(target: Any) -> type[Settings] | None:
+    """Return the dataclass of the settings that a constructor takes, if it has one."""
+    return getattr(getattr(target, "__init__", None), "settings", None)
 
 
 def is_foreign(target: Any) -> bool:
@@ -98,6 +107,9 @@ GROUPS = {
 }
 """The groups at the top, each with a page of its own, and what it is about."""
 
+SWITCHES = {name: f"lit_rl.core.speedups.{name}" for name in ("ModelSpeedups", "DecodingSpeedups")}
+"""Settings that one key holds, and no schema."""
+
 SURPRISING = ("algo.minibatches", "algo.beta", "algo.reward_beta")
 EXPLAINED = " [Why it is called that](../configuration.md#names-that-surprise)."
 """Keys whose names the entry page explains, and what leads there."""
@@ -125,6 +137,7 @@ KEYS: list[tuple[str, str, list[str]]] = [
     *((term.replace("/", "."), "", schemas_in(term)) for term in TERMS if schemas_in(term)),
     ("model", "", ["LanguageModel"]),
     ("model.lora", "", ["Lora"]),
+    ("model.speedups", "each takes `true` or `false`", ["ModelSpeedups"]),
     ("data", "", ["RolloutDataModule"]),
     ("data", "data sets that are learned from", ["SupervisedDataModule", "PreferenceDataModule", "StepwiseDataModule"]),
     (
@@ -141,6 +154,7 @@ KEYS: list[tuple[str, str, list[str]]] = [
     ("sampling", "", ["Sampling"]),
     ("generator", "", ["NativeGenerator", "HFGenerator", "HFContinuousGenerator"]),
     ("generator", "vLLM", ["VLLMGenerator", "VLLMServerGenerator"]),
+    ("generator.speedups", "each takes `true` or `false`; NativeGenerator only", ["DecodingSpeedups"]),
     (
         "env",
         "",
@@ -388,7 +402,14 @@ _Scope = Mapping[str, Any]
 def ranges_of(target: Any) -> Found:
     """Return what is asked of settings of a class or a function that a config builds."""
     names = {parameter.name: _Setting(parameter.name) for parameter, _ in schemas.parameters(target)}
-    return _Calls(target).of_call(target, names, 0)
+    config = config_of(target)
+    declared = {} if config is None else base.ranges_of(config)
+    found = {
+        name: [{"key": f"{config.key}.{name}", **_of_range(each)}]
+        for name, each in declared.items()
+        if config is not None
+    }
+    return found | _Calls(target).of_call(target, names, 0)
 
 
 def ranges_of_loss(loss: Callable[..., Any]) -> Found:
@@ -397,7 +418,7 @@ def ranges_of_loss(loss: Callable[..., Any]) -> Found:
     for name, annotation in annotations_of(loss).items():
         for each in annotated_metadata(annotation):
             if isinstance(each, Range):
-                found[name] = [{"key": f"algo.loss.{name}", **_without_defaults(dataclasses.asdict(each))}]
+                found[name] = [{"key": f"algo.loss.{name}", **_of_range(each)}]
     return found
 
 
@@ -435,6 +456,10 @@ def _literals(hint: Any) -> Iterator[Any]:
             yield each
         else:
             yield from _literals(each)
+
+
+def _of_range(range_: Range) -> dict[str, Any]:
+    return _without_defaults({name: value for name, value in dataclasses.asdict(range_).items() if name != "whole"})
 
 
 def _without_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -609,6 +634,8 @@ class _Function:
                 return scope.get(name)
             case ast.Attribute(value=ast.Name(id="self"), attr=name):
                 return self._field(name, scope)
+            case ast.Attribute(value=ast.Name(id="settings"), attr=name):
+                return scope.get(name)
             case ast.Call(func=ast.Name(id="getattr"), args=[ast.Name(id="self"), name]):
                 constant = self._meant(name, scope)
                 return self._field(constant.value, scope) if isinstance(constant, _Constant) else None

@@ -14,7 +14,7 @@ docs/scale.md. One vLLM server answers all runs; the table has medians over all 
 the last two, which no other is drawn beside. Also measured: what the asking alone costs this process, which is what a
 process of its own for it could save.
 
-`places`: what `generator.continuous_batching` brings, against one batch after another. Random weights,
+`places`: what `generator.speedups.continuous_batching` brings, against one batch after another. Random weights,
 `generator=native`, four times as many rows as places. The share of tokens that end a response is set so that lengths
 differ as they do in training: geometrically, 1 to `max_new_tokens`.
 """
@@ -356,7 +356,7 @@ def write_overlap(given: argparse.Namespace) -> None:
 def print_places(given: argparse.Namespace) -> None:
     policy, prompts = policy_of(given.shape), prompts_for_places(SHAPES[given.shape]["vocab_size"])
     ways = {
-        "one batch after another": NativeGenerator(PLACES, continuous_batching=False),
+        "one batch after another": NativeGenerator(PLACES, speedups={"continuous_batching": False}),
         "places are taken": NativeGenerator(PLACES),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}

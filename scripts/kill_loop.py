@@ -55,6 +55,7 @@ from lit_rl.algorithms.loop.on_policy import OnPolicyModule
 from lit_rl.cli import hydra_app, schemas  # noqa: F401  # loaded once, before anything is forked
 from lit_rl.core.errors import GenerationError
 from lit_rl.core.rollout import Completions, Prompts, Sampling
+from lit_rl.core.speedups import SpeedupsSetting
 from lit_rl.generation.generator import Generator
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.vllm.server import VLLMServerGenerator
@@ -352,15 +353,8 @@ class EngineApart(Generator):
 
     reports_kept_mass = True
 
-    def __init__(
-        self,
-        batch_size: int | None = None,
-        grouped_cache: bool = True,
-        lean_steps: bool = True,
-        continuous_batching: bool = True,
-        cuda_graphs: bool = False,
-    ) -> None:
-        self._drawing = NativeGenerator(batch_size, grouped_cache, lean_steps, continuous_batching, cuda_graphs)
+    def __init__(self, batch_size: int | None = None, speedups: SpeedupsSetting = "auto") -> None:
+        self._drawing = NativeGenerator(batch_size, speedups)
         self._pipe: Connection | None = None
         self._process = 0
 

@@ -86,6 +86,14 @@ MUTATIONS = [
         "tests/ops/test_ops_reductions.py",
     ),
     Mutation(
+        "trait",
+        "a mean over the tokens of a micro-batch is declared to be one over the step",
+        "lit_rl/ops",
+        "@ReductionTraits(adds_rows=False)",
+        "@ReductionTraits(adds_rows=True)",
+        "tests/ops/test_ops_traits.py",
+    ),
+    Mutation(
         "clip",
         "the clipped loss clips the other side",
         "lit_rl/ops",
@@ -137,8 +145,8 @@ MUTATIONS = [
         "resume",
         "a resumed run begins its epoch anew",
         "lit_rl/data",
-        "self._position = whole_steps(position, slots) * self.slots if other else position",
-        "self._position = whole_steps(position, slots) * self.slots if other else 0",
+        "[whole_steps(state[name], slots) * self.slots if other else state[name] for name in counts]",
+        "[whole_steps(state[name], slots) * self.slots if other else 0 for name in counts]",
         "tests/data/test_data_loader.py",
     ),
     Mutation(

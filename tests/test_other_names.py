@@ -12,6 +12,7 @@ from lit_rl import (
     GRPO,
     PPO,
     AdamW,
+    LanguageModel,
     PreferenceDataModule,
     RewardModel,
     RewardModeling,
@@ -24,6 +25,8 @@ from lit_rl.cli import lightning_app, lightning_words
 from lit_rl.cli.aliases import expand_aliases
 from lit_rl.core import other_names
 from lit_rl.core.errors import ConfigError, keyword_names
+from lit_rl.core.speedups import DecodingSpeedups, ModelSpeedups
+from lit_rl.generation.native import NativeGenerator
 
 PYTHON: dict[str, Any] = {
     "GRPO": partial(GRPO, "tiny", exact_match),
@@ -32,6 +35,8 @@ PYTHON: dict[str, Any] = {
     "RewardModeling": partial(RewardModeling, "tiny"),
     "Sampling": Sampling,
     "AdamW": AdamW,
+    "LanguageModel": LanguageModel,
+    "NativeGenerator": NativeGenerator,
     "RolloutDataModule": partial(RolloutDataModule, [{"prompt": "1+1="}]),
     "PreferenceDataModule": partial(PreferenceDataModule, [{"prompt": "1+1="}]),
 }
@@ -61,6 +66,10 @@ _LORA = "It belongs to the model: model=lit_rl.LanguageModel(name, lora=...), or
             "scale_rewards is TRL's name. On the command line: algo/advantage=group_normalized (",
         ),
         ("GRPO", "value_model", "help("),
+        ("GRPO", "args", "Here it is config=lit_rl.GRPOConfig(...), or a keyword for each setting (docs/from-trl.md)."),
+        ("DPO", "args", "Here it is config=lit_rl.DPOConfig(...), or a keyword for each setting (docs/from-trl.md)."),
+        ("LanguageModel", "fused_head", "Write speedups={'fused_head': False}, where True is the default."),
+        ("NativeGenerator", "cuda_graphs", "Write speedups={'cuda_graphs': True}, where False is the default."),
         ("GRPO", "group_siez", "Did you mean 'group_size'?"),
         ("PPO", "value_model", "Here it is critic=, of lit_rl.models.critics: SeparateCritic() or SharedTrunk()."),
         (
@@ -99,6 +108,7 @@ def test_a_keyword(kind: str, name: str, answer: str) -> None:
         ("epsilon", "epsilon is TRL's name. Here: algo.loss.clip_low=... More: docs/from-trl.md."),
         ("batch_size", "What it may mean: data.prompts_per_rollout counts the prompts of a rollout ("),
         ("actor_rollout_ref.rollout.n", "actor_rollout_ref.rollout.n is verl's key. Here: algo.group_size=... More: d"),
+        ("model.fused_head", "Did you mean 'model.speedups.fused_head'?"),
         ("algo.group_siez", "Did you mean 'group_size'? algo has group_size, groups, "),
     ],
 )
@@ -122,6 +132,7 @@ def test_a_word_of_the_command_line(word: str, answer: str) -> None:
         ("trainer.max_grad_norm", "Did you mean 'trainer.gradient_clip_val'?"),
         ("data.batch_size", "Here it is prompts_per_rollout=."),
         ("learning_rate", "Did you mean 'optimizer.lr'?"),
+        ("lean_steps", "Did you mean 'model.generator.speedups.lean_steps'?"),
     ],
 )
 def test_an_option_of_lightning_cli(option: str, answer: str) -> None:
@@ -135,6 +146,17 @@ def test_an_option_of_lightning_cli(option: str, answer: str) -> None:
 def test_an_argument_of_from_pretrained_that_is_a_setting() -> None:
     with pytest.raises(ConfigError, match=r"^init_kwargs\.token is not taken: use the HF_TOKEN environment variable"):
         RewardModel("tiny", init_kwargs={"token": "x"})
+
+
+def test_every_switch_of_a_speedup_has_its_key_and_its_keyword() -> None:
+    rows: dict[str, tuple[str, str]] = {}
+    for key, kind in (("model.speedups", ModelSpeedups), ("generator.speedups", DecodingSpeedups)):
+        for name, usual in vars(kind()).items():
+            said = f"write speedups={{{name!r}: {not usual}}}, where {usual} is the default"
+            rows[name] = (f"{key}.{name}", said)
+    assert {
+        name: (other_names.column("key")[name], said) for name, said in other_names.column("speedups").items()
+    } == rows
 
 
 def test_keywords_in_the_table_are_of_classes_and_every_place_has_a_name() -> None:

@@ -21,45 +21,31 @@ from torch import Tensor
 
 from lit_rl.algorithms.checks.data_and_trainer import NeedsAllRows
 from lit_rl.algorithms.families.verdicts import VerdictModule
-from lit_rl.algorithms.terms.verdict_terms import DensityRatio, PromptWeights, RewardShift, prompt_embeddings
+from lit_rl.algorithms.terms.verdict_terms import PromptWeights, RewardShift, prompt_embeddings
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.examples import TokenBatch, VerdictBatch
 from lit_rl.data.example_set import Example
-from lit_rl.models.loaded_model import ModelLike
 from lit_rl.ops.preference_losses import bco
 from lit_rl.ops.reductions import Metrics
+from lit_rl.settings.algorithms import BCOConfig
+from lit_rl.settings.base import takes
 
 
 class BCO(VerdictModule):
-    """Binary classifier optimisation.
-
-    Args:
-        model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions for the completions that validation generates. Nothing is learned from it.
-        beta: Scale of the implicit reward beta (log pi - log pi_ref), above 0.
-        prompt_weights: Weights of undesirable completions by their prompts. None: all weigh the same.
-        shared: Arguments of every `OfflinePolicyModule`.
-    """
+    """Binary classifier optimisation."""
 
     couples_rows = True
 
-    def __init__(
-        self,
-        model: ModelLike,
-        reward: Any = None,
-        *,
-        beta: float = 0.1,
-        prompt_weights: DensityRatio | None = None,
-        **shared: Any,
-    ) -> None:
-        super().__init__(model, reward, beta=beta, **shared)
-        if prompt_weights is not None and self.reference.moves:
+    @takes(BCOConfig)
+    def __init__(self, settings: BCOConfig) -> None:
+        super().__init__(config=settings)
+        if settings.prompt_weights is not None and self.reference.moves:
             raise ConfigError(
                 f"algo/prompt_weights=density_ratio embeds prompts with the reference, and reference="
                 f"{type(self.reference).__name__} changes during the run. Take reference=auto or reference=frozen_copy."
             )
-        self.prompt_weights = None if prompt_weights is None else PromptWeights(prompt_weights)
+        self.prompt_weights = None if settings.prompt_weights is None else PromptWeights(settings.prompt_weights)
         self.shift = RewardShift()
         self._step_reward: Tensor | None = None
 

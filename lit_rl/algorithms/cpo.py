@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,46 +21,22 @@ from torch import Tensor
 from lit_rl.algorithms.families.pairs import ChosenRejected, Columns, PairModule, pair_metrics, policy_columns
 from lit_rl.algorithms.signatures import setting_of, unwrap
 from lit_rl.algorithms.terms.whole_step import WholeStep
-from lit_rl.core.errors import in_range
 from lit_rl.core.examples import PairBatch
 from lit_rl.models.forward import TextScores
-from lit_rl.models.loaded_model import ModelLike
-from lit_rl.ops.preference_losses import alpha_reward, alphapo, ipo, sigmoid, sigmoid_norm, simpo
+from lit_rl.ops.preference_losses import alpha_reward, alphapo
 from lit_rl.ops.reductions import Metrics
-
-PER_TOKEN = (ipo, sigmoid_norm, simpo, alphapo)
-"""Losses whose reward is a function of the log-prob per token."""
+from lit_rl.ops.traits import PreferenceTraits, traits_of
+from lit_rl.settings.algorithms import CPOConfig
+from lit_rl.settings.base import takes
 
 
 class CPO(PairModule):
-    """Contrastive preference optimisation.
+    """Contrastive preference optimisation."""
 
-    Args:
-        model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions for the completions that validation generates. Nothing is learned from it.
-        beta: Scale of the reward beta log pi, above 0. Losses of the log-prob per token need a larger one.
-        preference: The loss of a pair, or several by name, which are added with their weights.
-        preference_weights: Weight of each of them by name (1 by default).
-        nll_coef: Weight of the negative log-likelihood of the chosen completions, at least 0.
-        shared: Arguments of every `OfflinePolicyModule`.
-    """
-
-    def __init__(
-        self,
-        model: ModelLike,
-        reward: Any = None,
-        *,
-        beta: float = 0.1,
-        preference: Callable | dict[str, Callable] = sigmoid,
-        preference_weights: dict[str, float] | None = None,
-        nll_coef: float = 1.0,
-        **shared: Any,
-    ) -> None:
-        super().__init__(
-            model, reward, beta=beta, preference=preference, preference_weights=preference_weights, **shared
-        )
-        in_range("algo.nll_coef", nll_coef, low=0)
-        self.nll_coef = nll_coef
+    @takes(CPOConfig)
+    def __init__(self, settings: CPOConfig) -> None:
+        super().__init__(config=settings)
+        self.nll_coef = settings.nll_coef
         self.reward_of = _per_token_reward(list(self.preference.values()))
 
     def columns(self, batch: PairBatch, scores: TextScores) -> Columns:
@@ -89,10 +64,11 @@ class CPO(PairModule):
 
 def _per_token_reward(preferences: list[Callable]) -> Callable[[Tensor], Tensor] | None:
     """Return the reward of a log-prob per token, without beta; None if one of the losses reads sums over tokens."""
-    functions = [unwrap(function) for function in preferences]
-    if not all(function in PER_TOKEN for function in functions):
+    declared = [traits_of(function, PreferenceTraits) for function in preferences]
+    if not all(traits is not None and traits.per_token for traits in declared):
         return None
-    return partial(alpha_reward, alpha=setting_of(preferences[0], "alpha")) if functions == [alphapo] else _identity
+    is_alphapo = len(preferences) == 1 and unwrap(preferences[0]) is alphapo
+    return partial(alpha_reward, alpha=setting_of(preferences[0], "alpha")) if is_alphapo else _identity
 
 
 def _identity(mean: Tensor) -> Tensor:

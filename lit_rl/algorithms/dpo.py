@@ -12,9 +12,6 @@ likelihood under the policy (WPO, 2406.11827), and a moving reference (`referenc
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -22,60 +19,29 @@ from lit_rl.algorithms.checks import preference_checks
 from lit_rl.algorithms.families.pairs import ChosenRejected, Columns, PairModule, pair_metrics, policy_columns
 from lit_rl.algorithms.terms.precomputed_reference import PrecomputedReference
 from lit_rl.algorithms.terms.whole_step import WholeStep
-from lit_rl.core.errors import in_range
 from lit_rl.core.examples import PairBatch
 from lit_rl.models.forward import TextScores
-from lit_rl.models.loaded_model import ModelLike
 from lit_rl.models.references import ReferenceFree
-from lit_rl.ops.preference_losses import reverse_kl, sigmoid, sums_of_pairs
+from lit_rl.ops.preference_losses import sums_of_pairs
 from lit_rl.ops.reductions import Metrics, masked_mean
+from lit_rl.settings.algorithms import DPOConfig
+from lit_rl.settings.base import takes
 
 
 class DPO(PairModule):
-    """Direct preference optimisation.
+    """Direct preference optimisation."""
 
-    Args:
-        model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions for the completions that validation generates. Nothing is learned from it.
-        beta: Scale of the implicit reward beta (log pi - log pi_ref), above 0.
-        preference: The loss of a pair, or several by name, which are added with their weights (MPO, 2411.10442).
-        preference_weights: Weight of each of them by name (1 by default).
-        divergence: The divergence from the reference, as a function from a log ratio to a score.
-        tail_weight: Weight of the tokens beyond the shorter completion of a pair, in [0, 1] (LD-DPO). 1 is off.
-        likelihood_weights: Weigh a pair by the policy's own likelihood of both completions (WPO, 2406.11827, eq. 2).
-        precompute_reference: Compute the reference's log-probs of all rows once, before the first step, keep them on
-            disk, and train without the reference in memory. Batches of `data.val_batch_size` rows; the same numbers.
-        reference_cache: Folder for them; runs with the same data and reference share them. null: `cache` in `run_dir`.
-        shared: Arguments of every `OfflinePolicyModule`.
-    """
-
-    proven_with_zero = True
-    proven_with_tensor_parallel = True
-
-    def __init__(
-        self,
-        model: ModelLike,
-        reward: Any = None,
-        *,
-        beta: float = 0.1,
-        preference: Callable | dict[str, Callable] = sigmoid,
-        preference_weights: dict[str, float] | None = None,
-        divergence: Callable = reverse_kl,
-        tail_weight: float = 1.0,
-        likelihood_weights: bool = False,
-        precompute_reference: bool = False,
-        reference_cache: str | None = None,
-        **shared: Any,
-    ) -> None:
-        super().__init__(
-            model, reward, beta=beta, preference=preference, preference_weights=preference_weights, **shared
-        )
-        in_range("algo.tail_weight", tail_weight, low=0, high=1)
-        preference_checks.check_divergence(self.preference, divergence)
-        if likelihood_weights:
+    @takes(DPOConfig)
+    def __init__(self, settings: DPOConfig) -> None:
+        super().__init__(config=settings)
+        preference_checks.check_divergence(self.preference, settings.divergence)
+        if settings.likelihood_weights:
             preference_checks.check_pair_weights(self.preference)
-        self.divergence, self.tail_weight, self.likelihood_weights = divergence, tail_weight, likelihood_weights
-        self.precomputed = PrecomputedReference.of(self.reference, precompute_reference, reference_cache)
+        self.divergence, self.tail_weight = settings.divergence, settings.tail_weight
+        self.likelihood_weights = settings.likelihood_weights
+        self.precomputed = PrecomputedReference.of(
+            self.reference, settings.precompute_reference, settings.reference_cache
+        )
 
     @property
     def needs_reference(self) -> bool:

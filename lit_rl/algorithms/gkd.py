@@ -30,69 +30,41 @@ from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.loop.offline import OfflinePolicyModule
 from lit_rl.algorithms.rollouts.rollout_plan import mix
 from lit_rl.algorithms.terms.whole_step import WholeStep
-from lit_rl.core.errors import ConfigError, in_range
+from lit_rl.core.errors import ConfigError
 from lit_rl.core.examples import ExampleBatch, TextBatch, TokenBatch, Totals
 from lit_rl.core.interrupts import run_ending_hook
 from lit_rl.core.rollout import Completions, PromptBatch
 from lit_rl.models.distillation import Teacher, distillation_scores
 from lit_rl.models.forward import refuse_leaks
-from lit_rl.models.language_model import LanguageModel
-from lit_rl.models.loaded_model import ModelLike
 from lit_rl.models.references import OnCPU, Scorer
 from lit_rl.models.sharding import unsharded
 from lit_rl.ops.imitation import generalized_jsd
 from lit_rl.ops.reductions import Metrics, mean_of
+from lit_rl.settings.algorithms import GKDConfig
+from lit_rl.settings.base import takes
 
 Writer = Literal["data", "student", "teacher"]
 """The writer of the completions of an optimizer step."""
 
 
 class GKD(OfflinePolicyModule):
-    """Generalised knowledge distillation.
-
-    Args:
-        model: The student: a description, or its name, folder or hub id.
-        reward: Reward functions for the completions that validation generates. Nothing is learned from it.
-        teacher: The model to distil: a description, or its name, folder or hub id, which gets the student's dtype. It
-            must have the student's tokenizer; if their embeddings are padded to different lengths, the rows after the
-            tokenizer's last token are left out of both distributions.
-        teacher_device: "cpu" keeps the teacher on the CPU; None places it like the policy.
-        beta: The divergence, in [0, 1]: 0 the forward KL(T || S), 1 the reverse KL(S || T), 0.5 Jensen-Shannon's.
-        temperature: Divisor of both models' logits in the divergence, above 0. Sampling has its own.
-        on_policy_fraction: Share of the optimizer steps with completions of the student, in [0, 1].
-        teacher_completions: Let the teacher generate in the other steps; False takes the completions of the data.
-        shared: Arguments of every `OfflinePolicyModule`.
-    """
+    """Generalised knowledge distillation."""
 
     learns_from = "texts"
     takes_images = False
     head = "compared"
 
-    def __init__(
-        self,
-        model: ModelLike,
-        reward: Any = None,
-        *,
-        teacher: LanguageModel | str,
-        teacher_device: Literal["cpu"] | None = None,
-        beta: float = 0.5,
-        temperature: float = 1.0,
-        on_policy_fraction: float = 0.5,
-        teacher_completions: bool = False,
-        **shared: Any,
-    ) -> None:
-        super().__init__(model, reward, **shared)
-        in_range("algo.beta", beta, low=0, high=1)
-        in_range("algo.temperature", temperature, low=0, open_low=True)
-        in_range("algo.on_policy_fraction", on_policy_fraction, low=0, high=1)
-        if teacher_completions and on_policy_fraction == 1:
+    @takes(GKDConfig)
+    def __init__(self, settings: GKDConfig) -> None:
+        super().__init__(config=settings)
+        if settings.teacher_completions and settings.on_policy_fraction == 1:
             raise ConfigError(
                 "algo.teacher_completions=true lets the teacher generate where the student does not, but with "
                 "algo.on_policy_fraction=1 the student always does. Lower the fraction, or leave the other out."
             )
-        self.teacher = Teacher(teacher, self.model, teacher_device)
-        self.beta, self.temperature = beta, temperature
-        self.on_policy_fraction, self.teacher_completions = on_policy_fraction, teacher_completions
+        self.teacher = Teacher(settings.teacher, self.model, settings.teacher_device)
+        self.beta, self.temperature = settings.beta, settings.temperature
+        self.on_policy_fraction, self.teacher_completions = settings.on_policy_fraction, settings.teacher_completions
         self.teacher_policy: Scorer | None = None
         self._fresh: tuple[ExampleBatch, ...] = ()
 

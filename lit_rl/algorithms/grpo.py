@@ -16,56 +16,14 @@ further terms, off by default, are in `lit_rl.algorithms.families.policy_gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
-from lit_rl.models.loaded_model import ModelLike
-from lit_rl.ops.advantages import group_normalized
-from lit_rl.ops.engine_mismatch import auto_correction
-from lit_rl.ops.kl import corrected_k3
-from lit_rl.ops.policy_losses import clipped_policy_loss
-from lit_rl.ops.reductions import token_mean
-from lit_rl.rewards.weighted_rewards import Rewards
+from lit_rl.settings.algorithms import GRPOConfig
+from lit_rl.settings.base import takes
 
 
 class GRPO(PolicyGradient):
-    """Group-relative policy optimisation.
+    """Group-relative policy optimisation."""
 
-    Every keyword is documented in `PolicyGradient`; those that are named here have GRPO's defaults.
-
-    Args:
-        model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions and weights, or one function.
-        terms: All other arguments of `PolicyGradient`.
-    """
-
-    proven_with_zero = True
-    proven_with_tensor_parallel = True
-
-    def __init__(
-        self,
-        model: ModelLike,
-        reward: Rewards | Callable,
-        *,
-        advantage: Callable = group_normalized,
-        loss: Callable = clipped_policy_loss,
-        kl: Callable = corrected_k3,
-        reduction: Callable = token_mean,
-        correction: Callable | None = auto_correction,
-        beta: float = 0.0,
-        group_size: int = 8,
-        **terms: Any,
-    ) -> None:
-        super().__init__(
-            model,
-            reward,
-            advantage=advantage,
-            loss=loss,
-            kl=kl,
-            reduction=reduction,
-            correction=correction,
-            beta=beta,
-            group_size=group_size,
-            **terms,
-        )
+    @takes(GRPOConfig)
+    def __init__(self, settings: GRPOConfig) -> None:
+        super().__init__(config=settings)

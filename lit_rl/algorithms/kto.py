@@ -31,40 +31,25 @@ from lit_rl.core.errors import ConfigError
 from lit_rl.core.examples import VerdictBatch
 from lit_rl.data.example_set import ExampleSet
 from lit_rl.models.forward import score_texts
-from lit_rl.models.loaded_model import ModelLike
 from lit_rl.models.modes import evaluation_mode
-from lit_rl.ops.preference_losses import kto
 from lit_rl.ops.reductions import Metrics, masked_sum
+from lit_rl.settings.algorithms import KTOConfig
+from lit_rl.settings.base import takes
 
 BALANCE = (1.0, 4 / 3)
 """The range of w_d n_d / (w_u n_u) that section 4.2 of the paper recommends."""
 
 
 class KTO(VerdictModule):
-    """Kahneman-Tversky optimisation.
+    """Kahneman-Tversky optimisation."""
 
-    Args:
-        model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions for the completions that validation generates. Nothing is learned from it.
-        beta: Scale of the implicit reward beta (log pi - log pi_ref), above 0.
-        verdict: The loss of a completion, with the weights of both classes.
-        shared: Arguments of every `OfflinePolicyModule`.
-    """
-
-    def __init__(
-        self,
-        model: ModelLike,
-        reward: Any = None,
-        *,
-        beta: float = 0.1,
-        verdict: Callable = kto,
-        **shared: Any,
-    ) -> None:
-        super().__init__(model, reward, beta=beta, **shared)
+    @takes(KTOConfig)
+    def __init__(self, settings: KTOConfig) -> None:
+        super().__init__(config=settings)
         zero = torch.zeros(1)
-        baseline = [zero[0]] if _reads_baseline(verdict) else []
-        try_settings("verdict", partial(verdict, zero, zero > 0, *baseline, 0.1))
-        self.verdict = verdict
+        baseline = [zero[0]] if _reads_baseline(settings.verdict) else []
+        try_settings("verdict", partial(settings.verdict, zero, zero > 0, *baseline, 0.1))
+        self.verdict = settings.verdict
 
     @property
     def couples_rows(self) -> bool:

@@ -13,9 +13,7 @@ sum nor the mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,43 +24,24 @@ from lit_rl.algorithms.rollouts.scored import Scored, generate_opponent_pairs, p
 from lit_rl.core.rollout import Completions, PromptBatch, Rollout, select
 from lit_rl.generation.decoding import GeometricMixture
 from lit_rl.models.forward import TokenScores
-from lit_rl.models.loaded_model import ModelLike
 from lit_rl.ops.reductions import Metrics, StepTokens, StepTotals, masked_sum, mean_entropy, mean_of
-from lit_rl.rewards.judges import Judge
-from lit_rl.rewards.weighted_rewards import Rewards
+from lit_rl.settings.algorithms import NashMDConfig
+from lit_rl.settings.base import takes
 
 
 class NashMD(JudgedModule):
-    """Nash mirror descent. Each prompt has a completion of the policy, which is learned from, and one of the mixture.
-
-    Args:
-        model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions and weights, or one function, whose sum the default judge compares.
-        judge: Judge of which of two completions is better. None compares the summed rewards, with probabilities 0 and
-            1; `RewardJudge(soft=True)` gives the Bradley-Terry probability.
-        beta: Weight of the KL to the reference, above 0; or a list, one for each epoch.
-        mixture_coef: `c`, in [0, 1]: 0 is the policy itself, 1 the reference; or a list, one for each epoch.
-        shared: Arguments of every `JudgedModule`.
-    """
+    """Nash mirror descent: a prompt has a completion of the policy, which is learned from, and one of the mixture."""
 
     needs_reference = True
     opponent_writes = True
 
-    def __init__(
-        self,
-        model: ModelLike,
-        reward: Rewards | Callable | None = None,
-        *,
-        judge: Judge | Callable[..., Any] | None = None,
-        beta: float | Sequence[float] = 0.1,
-        mixture_coef: float | Sequence[float] = 0.5,
-        **shared: Any,
-    ) -> None:
-        super().__init__(model, reward, judge=judge, beta=beta, **shared)
-        self.mixture_coef = mixture_coef
+    @takes(NashMDConfig)
+    def __init__(self, settings: NashMDConfig) -> None:
+        super().__init__(config=settings)
+        self.mixture_coef = settings.mixture_coef
         preference_checks.check_two_policies(type(self).__name__, self.group_size, self.reference)
         preference_checks.check_native_generator(self.generator)
-        preference_checks.check_per_epoch("algo.mixture_coef", mixture_coef, high=1, open_low=False)
+        preference_checks.check_per_epoch("algo.mixture_coef", settings.mixture_coef, high=1, open_low=False)
 
     # ------------------------------------------------------------------ generate -> judge
 

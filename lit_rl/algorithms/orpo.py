@@ -13,7 +13,6 @@ The likelihood covers prompt and completion, as in the authors' code and in TRL,
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,30 +20,23 @@ from torch import Tensor
 from lit_rl.algorithms.families.pairs import ChosenRejected, pair_metrics
 from lit_rl.algorithms.loop.offline import OfflinePolicyModule
 from lit_rl.algorithms.terms.whole_step import WholeStep
-from lit_rl.core.errors import in_range
 from lit_rl.core.examples import PairBatch
-from lit_rl.models.loaded_model import ModelLike
 from lit_rl.ops.preference_losses import odds_ratio
 from lit_rl.ops.reductions import Metrics, masked_mean, masked_sum, mean_of
+from lit_rl.settings.algorithms import ORPOConfig
+from lit_rl.settings.base import takes
 
 
 class ORPO(OfflinePolicyModule):
-    """Odds ratio preference optimisation.
-
-    Args:
-        model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions for the completions that validation generates. Nothing is learned from it.
-        beta: Weight of the odds ratio, the paper's lambda, above 0.
-        shared: Arguments of every `OfflinePolicyModule`.
-    """
+    """Odds ratio preference optimisation."""
 
     learns_from = "pairs"
     headline = ("loss", "nll_loss", "rewards/accuracies", "log_odds_chosen")
 
-    def __init__(self, model: ModelLike, reward: Any = None, *, beta: float = 0.1, **shared: Any) -> None:
-        super().__init__(model, reward, **shared)
-        in_range("algo.beta", beta, low=0, open_low=True)
-        self.beta = beta
+    @takes(ORPOConfig)
+    def __init__(self, settings: ORPOConfig) -> None:
+        super().__init__(config=settings)
+        self.beta = settings.beta
 
     def most_scored_tokens(self) -> int:
         return self.longest_text()  # the likelihood of a chosen text is that of its prompt, too

@@ -15,7 +15,7 @@ One optimizer trains both, in two parameter groups. All further terms of the pol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,28 +25,26 @@ from torch.nn import functional as F
 
 from lit_rl.algorithms.checks import model_sizes, policy_gradient_checks
 from lit_rl.algorithms.checks.memory import AuxiliaryTexts, Network, NumberSizes
+from lit_rl.algorithms.checks.strategy_checks import Feature
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
-from lit_rl.algorithms.optim.schedules import After, FromTorch, Schedule, ScheduleLike, as_schedule
+from lit_rl.algorithms.optim.schedules import After, FromTorch, Schedule, as_schedule
 from lit_rl.algorithms.rollouts.rollout_plan import without_gradient
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.signatures import arguments_for
 from lit_rl.algorithms.terms.credit import Credit, turns_of
-from lit_rl.core.errors import ConfigError, in_range
+from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import Completions, PromptBatch, Rollout
 from lit_rl.core.transfers import to_device
 from lit_rl.data.encode import Encoder
-from lit_rl.data.supervised_text import SupervisedText
 from lit_rl.models.critics import AdapterCritic, Critic, SeparateCritic, SharedTrunk
 from lit_rl.models.forward import TokenScores, score_texts
-from lit_rl.models.loaded_model import ModelLike
 from lit_rl.models.scoring import RewardAdapter
-from lit_rl.ops.advantages import whiten_tokens
-from lit_rl.ops.engine_mismatch import auto_correction
-from lit_rl.ops.kl import corrected_k3
-from lit_rl.ops.policy_losses import MAX_LOG_RATIO, clipped_policy_loss, token_ratio
+from lit_rl.ops.policy_losses import MAX_LOG_RATIO, token_ratio
 from lit_rl.ops.reductions import Metrics, StepTokens, StepTotals, Summed, masked_moments, masked_sum, token_mean
-from lit_rl.ops.returns import clipped_value_loss, gae, value_sums
-from lit_rl.rewards.weighted_rewards import Rewards, Scores
+from lit_rl.ops.returns import clipped_value_loss, value_sums
+from lit_rl.rewards.weighted_rewards import Scores
+from lit_rl.settings.algorithms import PPOConfig
+from lit_rl.settings.base import takes
 
 _TRL_NAMES = {
     "policy/approxkl_avg": "approx_kl",
@@ -58,80 +56,23 @@ _TRL_NAMES = {
 
 
 class PPO(PolicyGradient):
-    """Proximal policy optimisation with a critic.
+    """Proximal policy optimisation with a critic."""
 
-    Args:
-        model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions and weights, or one function.
-        critic: The value function. None is a separate model that starts as a copy of the policy.
-        critic_lr: Learning rate of the critic. None: the optimizer's.
-        critic_scheduler: Schedule of the critic's learning rate. None: the policy's.
-        critic_warmup: Optimizer steps at the start in which only the critic learns.
-        advantage: `(token_rewards, values, mask) -> (advantages, returns)`, all `(b, t)`.
-        value_clip: Largest change of a value from the rollout's in its loss. None: no bound.
-        vf_coef: Weight of the critic's loss.
-        ptx: Supervised text that is learned together with the rollouts. None: none.
-        ptx_coef: Weight of the supervised loss.
-        reward_adapter: A reward model that is an adapter on the policy's base, by folder or hub id. Its score is added
-            to the rewards as the function `reward_adapter`. None: no such model.
-        reward_beta: Weight of the KL in the reward.
-        group_size: Completions a prompt, 1 or more.
-        iterations: Passes over a rollout.
-        whitening: Normalisation of the advantages to mean 0 and variance 1 over the tokens of all ranks. None: none.
-        terms: All other arguments of `PolicyGradient`.
-    """
-
-    proven_with_zero = True
-
-    def __init__(
-        self,
-        model: ModelLike,
-        reward: Rewards | Callable,
-        *,
-        critic: Critic | None = None,
-        critic_lr: float | None = None,
-        critic_scheduler: ScheduleLike | None = None,
-        critic_warmup: int = 0,
-        advantage: Callable = gae,
-        whitening: Callable | None = whiten_tokens,
-        loss: Callable = clipped_policy_loss,
-        kl: Callable = corrected_k3,
-        reduction: Callable = token_mean,
-        correction: Callable | None = auto_correction,
-        value_clip: float | None = 0.2,
-        vf_coef: float = 0.1,
-        ptx: SupervisedText | None = None,
-        ptx_coef: float = 0.0,
-        reward_adapter: str | None = None,
-        reward_beta: float = 0.05,
-        group_size: int = 1,
-        iterations: int = 4,
-        **terms: Any,
-    ) -> None:
-        super().__init__(
-            model,
-            reward,
-            advantage=advantage,
-            whitening=whitening,
-            loss=loss,
-            kl=kl,
-            reduction=reduction,
-            correction=correction,
-            reward_beta=reward_beta,
-            group_size=group_size,
-            iterations=iterations,
-            **terms,
-        )
+    @takes(PPOConfig)
+    def __init__(self, settings: PPOConfig) -> None:
+        super().__init__(config=settings)
         self.needs_greedy_rewards = False  # the critic is what an advantage is compared with
-        self.value_clip, self.vf_coef = value_clip, vf_coef
-        self.value_function: Critic = SeparateCritic() if critic is None else critic
+        self.value_clip, self.vf_coef = settings.value_clip, settings.vf_coef
+        self.value_function: Critic = SeparateCritic() if settings.critic is None else settings.critic
         self.critic: Any = None
-        self.critic_lr, self.critic_warmup = critic_lr, critic_warmup
-        of_critic = None if critic_scheduler is None else as_schedule(critic_scheduler, "critic_scheduler")
+        self.critic_lr, self.critic_warmup = settings.critic_lr, settings.critic_warmup
+        of_critic = (
+            None if settings.critic_scheduler is None else as_schedule(settings.critic_scheduler, "critic_scheduler")
+        )
         self.critic_scheduler: Schedule | FromTorch | None = of_critic
-        self.adapter = None if reward_adapter is None else RewardAdapter(reward_adapter)
+        self.adapter = None if settings.reward_adapter is None else RewardAdapter(settings.reward_adapter)
         self.reward_adapter: Any = None
-        self.ptx, self.ptx_coef = ptx, ptx_coef
+        self.ptx, self.ptx_coef = settings.ptx, settings.ptx_coef
         self._check()
 
     # ------------------------------------------------------------------ advantages
@@ -294,11 +235,16 @@ class PPO(PolicyGradient):
             # Now: a bad file ends the run before any weight is loaded.
             self.ptx.check(self._encoder, self.model.processor)
 
-    @property
-    def unproven_with_zero(self) -> Mapping[str, Any]:
-        adapts = isinstance(self.value_function, AdapterCritic)
-        own = {"algo/critic=adapter": adapts, "algo.reward_adapter": self.adapter, "algo.ptx": self.ptx}
-        return {**super().unproven_with_zero, **own, "algo.critic_warmup": self.critic_warmup}
+    def features(self) -> Iterator[Feature]:
+        yield from super().features()
+        if isinstance(self.value_function, AdapterCritic):
+            yield Feature("adapter critic", "algo/critic=adapter", "Take algo/critic=separate or shared_trunk")
+        if self.adapter is not None:
+            yield Feature("reward adapter", "algo.reward_adapter", "Leave it out")
+        if self.ptx is not None:
+            yield Feature("supervised text", "algo.ptx", "Leave it out")
+        if self.critic_warmup:
+            yield Feature("critic warmup", "algo.critic_warmup", "Set it to 0")
 
     def check_advantage(self) -> None:
         policy_gradient_checks.require_estimator(self.advantage, such_as="gae")
@@ -308,11 +254,6 @@ class PPO(PolicyGradient):
         self.value_function.check(self.model)
         if self.adapter is not None:
             self.adapter.check(self.model)
-        for key in ("critic_warmup", "vf_coef", "ptx_coef"):
-            in_range(f"algo.{key}", getattr(self, key), low=0)
-        for key in ("critic_lr", "value_clip"):
-            if (value := getattr(self, key)) is not None:
-                in_range(f"algo.{key}", value, low=0, open_low=True)
         if (self.ptx is None) != (self.ptx_coef == 0):
             raise ConfigError(
                 f"algo.ptx_coef={self.ptx_coef} and algo.ptx.path={None if self.ptx is None else self.ptx.path}: "

@@ -11,51 +11,14 @@ takes the reward of the greedy completion as baseline (2310.10505). All further 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
-from lit_rl.models.loaded_model import ModelLike
-from lit_rl.ops.engine_mismatch import auto_correction
-from lit_rl.ops.kl import corrected_k3
-from lit_rl.ops.policy_losses import clipped_policy_loss
-from lit_rl.ops.reductions import token_mean
-from lit_rl.ops.returns import reinforce_plus_plus
-from lit_rl.rewards.weighted_rewards import Rewards
+from lit_rl.settings.algorithms import ReinforceConfig
+from lit_rl.settings.base import takes
 
 
 class Reinforce(PolicyGradient):
-    """REINFORCE++ by default; REINFORCE, ReMax and the like with their advantage and loss.
+    """REINFORCE++ by default; REINFORCE, ReMax and the like with their advantage and loss."""
 
-    Args:
-        model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions and weights, or one function.
-        advantage: Estimator of advantages from rewards.
-        group_size: Completions a prompt, 1 or more.
-        terms: All other arguments of `PolicyGradient`.
-    """
-
-    def __init__(
-        self,
-        model: ModelLike,
-        reward: Rewards | Callable,
-        *,
-        advantage: Callable = reinforce_plus_plus,
-        loss: Callable = clipped_policy_loss,
-        kl: Callable = corrected_k3,
-        reduction: Callable = token_mean,
-        correction: Callable | None = auto_correction,
-        group_size: int = 1,
-        **terms: Any,
-    ) -> None:
-        super().__init__(
-            model,
-            reward,
-            advantage=advantage,
-            loss=loss,
-            kl=kl,
-            reduction=reduction,
-            correction=correction,
-            group_size=group_size,
-            **terms,
-        )
+    @takes(ReinforceConfig)
+    def __init__(self, settings: ReinforceConfig) -> None:
+        super().__init__(config=settings)

@@ -21,26 +21,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from lit_rl.algorithms.checks import argument_checks
 from lit_rl.algorithms.loop.offline import OfflineModule
-from lit_rl.algorithms.optim.optimizers import OptimizerFactory
-from lit_rl.algorithms.optim.schedules import ScheduleLike
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.core.chat_template import marks_start
-from lit_rl.core.errors import in_range
 from lit_rl.core.examples import PairBatch, StepwiseBatch, TokenBatch, Totals
 from lit_rl.models.hf_export import export_scoring
-from lit_rl.models.loaded_model import ModelLike, TokenizerLike
 from lit_rl.models.model_card import model_card
 from lit_rl.models.scoring import SEQUENCES, TOKENS, Scoring, check_scoring, load_scoring, scoring_logits
 from lit_rl.models.verified_folder import ExportReport
 from lit_rl.ops.preference_losses import bradley_terry, step_label_loss
 from lit_rl.ops.reductions import Highest, Lowest, Metrics, mean_of
+from lit_rl.settings.algorithms import ProcessRewardModelingConfig, RewardModelingConfig, ScalarConfig
+from lit_rl.settings.base import takes
 
 # transformers has no classifiers over images for most model families, so the card shows how lit_rl calls the model.
 _VISION_USAGE = """from pathlib import Path
@@ -58,38 +55,20 @@ class ScalarModule(OfflineModule, ABC):
     """Abstract base of scoring models: subclasses define what is scored, and the loss of the scores.
 
     Here the `policy` of the base classes is the scoring model.
-
-    Args:
-        model: The language model whose trunk it starts from, or a scoring model of the same kind to train further: a
-            description, or its name, folder or hub id. In Python also a classifier that is already loaded.
-        tokenizer: The tokenizer of a classifier that is already loaded.
-        optimizer: Factory of the optimizer. None is AdamW at a learning rate of 1e-6.
-        scheduler: The learning-rate schedule, or a function from an optimizer to a scheduler of torch, which steps once
-            an optimizer step. None is linear to zero.
-        seed: Seed of the fresh head.
-        router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts (2101.03961, eq. 4 to 6), which
-            is defined over a micro-batch.
-        micro_batch_size: Rows of a forward pass on each rank, instead of `trainer.accumulate_grad_batches`; "auto"
-            takes as many as fit into memory.
     """
 
     scoring: ClassVar[Scoring]
     head = "none"
 
-    def __init__(
-        self,
-        model: ModelLike,
-        *,
-        tokenizer: TokenizerLike = None,
-        optimizer: OptimizerFactory | None = None,
-        scheduler: ScheduleLike | None = None,
-        seed: int = 0,
-        router_aux_loss_coef: float = 0.0,
-        micro_batch_size: int | Literal["auto"] | None = None,
-    ) -> None:
-        shared: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler, "seed": seed}
-        shared |= {"tokenizer": tokenizer, "micro_batch_size": micro_batch_size}
-        super().__init__(model, router_aux_loss_coef=router_aux_loss_coef, **shared)
+    @takes(ScalarConfig)
+    def __init__(self, settings: ScalarConfig) -> None:
+        shared: dict[str, Any] = {
+            "optimizer": settings.optimizer,
+            "scheduler": settings.scheduler,
+            "seed": settings.seed,
+        }
+        shared |= {"tokenizer": settings.tokenizer, "micro_batch_size": settings.micro_batch_size}
+        super().__init__(config=settings)
 
     @property
     def loaded_by(self) -> str:
@@ -137,13 +116,6 @@ class RewardModeling(ScalarModule):
     """Training of a reward model, exported as a sequence classifier with one label.
 
     `lit_rl.rewards.RewardModel` loads the export, and gives the scores that were trained.
-
-    Args:
-        model: The language model whose trunk it starts from, or a reward model to train further: a description, or its
-            name, folder or hub id.
-        center_coef: Weight, at least 0, of the term that pulls the sum of a pair's two rewards to 0, which preferences
-            leave open. TRL recommends 0.01.
-        shared: Arguments of every `ScalarModule`.
     """
 
     learns_from = "pairs"
@@ -151,11 +123,10 @@ class RewardModeling(ScalarModule):
     scoring = SEQUENCES
     reads_margins = True
 
-    def __init__(self, model: ModelLike, *, center_coef: float = 0.0, **shared: Any) -> None:
-        argument_checks.check_keywords(type(self), shared, ScalarModule)
-        super().__init__(model, **shared)
-        in_range("algo.center_coef", center_coef, low=0)
-        self.center_coef = center_coef
+    @takes(RewardModelingConfig)
+    def __init__(self, settings: RewardModelingConfig) -> None:
+        super().__init__(config=settings)
+        self.center_coef = settings.center_coef
 
     def rewards(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
         """Return the rewards of the chosen and of the rejected completions, `(b,)` each, with gradient."""
@@ -195,20 +166,15 @@ class ProcessRewardModeling(ScalarModule):
     """Training of a process reward model, exported as a token classifier with the labels "wrong" and "right".
 
     `lit_rl.rewards.ProcessRewardModel` loads the export, and scores the steps of completions with it.
-
-    Args:
-        model: The language model whose trunk it starts from, or a process reward model to train further: a description,
-            or its name, folder or hub id.
-        shared: Arguments of every `ScalarModule`.
     """
 
     learns_from = "stepwise"
     headline = ("loss", "accuracy")
     scoring = TOKENS
 
-    def __init__(self, model: ModelLike, **shared: Any) -> None:
-        argument_checks.check_keywords(type(self), shared, ScalarModule)
-        super().__init__(model, **shared)
+    @takes(ProcessRewardModelingConfig)
+    def __init__(self, settings: ProcessRewardModelingConfig) -> None:
+        super().__init__(config=settings)
 
     def denominator(self, totals: Totals) -> int:
         return max(1, totals.tokens)

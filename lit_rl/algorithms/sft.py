@@ -9,55 +9,31 @@ noise on the embeddings in training (NEFTune, 2310.05914).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from torch import Tensor
 
 from lit_rl.algorithms.loop.offline import OfflinePolicyModule
 from lit_rl.algorithms.rollouts.rollout_plan import mix
 from lit_rl.algorithms.terms.whole_step import WholeStep
-from lit_rl.core.errors import in_range
 from lit_rl.core.examples import TextBatch, Totals
 from lit_rl.models.forward_inputs import noisy_embeddings
 from lit_rl.models.language_model import ForwardOptions
-from lit_rl.models.loaded_model import ModelLike
-from lit_rl.ops.imitation import cross_entropy
 from lit_rl.ops.reductions import Metrics, masked_sum, mean_entropy, mean_of
+from lit_rl.settings.algorithms import SFTConfig
+from lit_rl.settings.base import takes
 
 
 class SFT(OfflinePolicyModule):
-    """Supervised fine-tuning.
-
-    Args:
-        model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions for the completions that validation generates. Nothing is learned from it.
-        imitation: The loss of each token, from the log-probs `(b, t)` of the texts' tokens.
-        neftune_alpha: Scale of uniform noise on the embeddings in training, above 0 (NEFTune; 5 in the paper). None:
-            no noise.
-        shared: Arguments of every `OfflinePolicyModule`.
-    """
+    """Supervised fine-tuning."""
 
     learns_from = "texts"
     headline = ("loss", "mean_token_accuracy")
 
-    proven_with_zero = True
-    proven_with_tensor_parallel = True
-
-    def __init__(
-        self,
-        model: ModelLike,
-        reward: Any = None,
-        *,
-        imitation: Callable = cross_entropy,
-        neftune_alpha: float | None = None,
-        **shared: Any,
-    ) -> None:
-        super().__init__(model, reward, **shared)
-        if neftune_alpha is not None:
-            in_range("algo.neftune_alpha", neftune_alpha, low=0, open_low=True)
-        self.imitation, self.neftune_alpha = imitation, neftune_alpha
+    @takes(SFTConfig)
+    def __init__(self, settings: SFTConfig) -> None:
+        super().__init__(config=settings)
+        self.imitation, self.neftune_alpha = settings.imitation, settings.neftune_alpha
 
     def denominator(self, totals: Totals) -> int:
         return max(1, totals.tokens)

@@ -12,9 +12,6 @@ ones. A tie, and a pair without a verdict, is in neither the sum nor the mean, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 from torch import Tensor
 
 from lit_rl.algorithms.checks import preference_checks
@@ -22,43 +19,22 @@ from lit_rl.algorithms.families.judged import JudgedPairs, learned_pairs
 from lit_rl.algorithms.rollouts.scored import generate_opponent_pairs
 from lit_rl.core.rollout import Completions, PromptBatch, Rollout
 from lit_rl.models.forward import TokenScores
-from lit_rl.models.loaded_model import ModelLike
-from lit_rl.ops.preference_losses import sigmoid
 from lit_rl.ops.reductions import Metrics, StepTokens, StepTotals, masked_sum, mean_of
-from lit_rl.rewards.judges import Judge
-from lit_rl.rewards.weighted_rewards import Rewards
+from lit_rl.settings.algorithms import XPOConfig
+from lit_rl.settings.base import takes
 
 
 class XPO(JudgedPairs):
-    """Exploratory preference optimisation. Each prompt has a completion of the policy and one of the reference.
-
-    Args:
-        model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions and weights, or one function, whose sum the default judge compares.
-        judge: Judge of which of two completions is better. None compares the summed rewards.
-        beta: Scale of the implicit reward beta (log pi - log pi_ref), above 0; or a list, one for each epoch.
-        alpha: Weight of the exploration bonus, at least 0; or a list, one for each epoch, the last for all after it.
-        preference: The loss of a pair, or several by name, which are added with their weights.
-        shared: Arguments of every `JudgedPairs` and `JudgedModule`.
-    """
+    """Exploratory preference optimisation. Each prompt has a completion of the policy and one of the reference."""
 
     opponent_writes = True
 
-    def __init__(
-        self,
-        model: ModelLike,
-        reward: Rewards | Callable | None = None,
-        *,
-        judge: Judge | Callable[..., Any] | None = None,
-        beta: float | Sequence[float] = 0.1,
-        alpha: float | Sequence[float] = 1e-5,
-        preference: Callable | dict[str, Callable] = sigmoid,
-        **shared: Any,
-    ) -> None:
-        super().__init__(model, reward, judge=judge, beta=beta, preference=preference, **shared)
-        self.alpha = alpha
+    @takes(XPOConfig)
+    def __init__(self, settings: XPOConfig) -> None:
+        super().__init__(config=settings)
+        self.alpha = settings.alpha
         preference_checks.check_two_policies(type(self).__name__, self.group_size, self.reference)
-        preference_checks.check_per_epoch("algo.alpha", alpha, open_low=False)
+        preference_checks.check_per_epoch("algo.alpha", settings.alpha, open_low=False)
 
     def draw_rollout(self, batch: PromptBatch) -> Completions:
         """Generate a completion of the policy and one of the reference for each prompt."""

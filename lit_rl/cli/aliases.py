@@ -24,7 +24,7 @@ from lit_rl.cli.listing import (
 )
 from lit_rl.cli.typed_words import quoted, readable, unquoted
 from lit_rl.core.errors import ConfigError, did_you_mean, nearest
-from lit_rl.core.other_names import column, from_page, may_mean, meaning, near_name, unknown_key
+from lit_rl.core.other_names import column, from_page, may_mean, meaning, near_name, not_a_key, unknown_key
 
 _BETA_OF_RLOO = "algo.reward_beta, the KL in the reward (TRL's beta of RLOO), or algo.beta, the KL in the loss"
 
@@ -100,7 +100,7 @@ def expand_aliases(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if key in column("may_mean"):
             raise unknown_key(key)
         if key == "beta" and any(w.startswith("algo=rloo") for w in words):
-            raise ConfigError(f"beta is not a key.{may_mean(_BETA_OF_RLOO)}")
+            raise not_a_key(key, may_mean(_BETA_OF_RLOO))
         read = _read(keys.get(key, key), value, typed, found)
         if read != [word]:
             new += read
@@ -213,7 +213,7 @@ def _check(key: str, value: str, found: Mapping[str, Mapping[str, str]], choices
         raise unknown_key(head, beside=_near(head, known, choices))
     said = "" if head in {*known, "hydra"} else did_you_mean(head, tops) or meaning(key)
     if dot and head.isidentifier() and said:  # others wait for the whole config
-        raise ConfigError(f"{key} is not a key.{said}")
+        raise not_a_key(key, said)
     if dot and choices and choices.get(head) in found.get(head, {}):
         _check_in_group(key, head, rest.partition(".")[0], choices[head])
 

@@ -20,9 +20,9 @@ from lit_rl.cli.key_checks import typed_value
 from lit_rl.cli.run_info import is_over_a_run, training_command
 from lit_rl.cli.targets import ALLOWED, check_target
 from lit_rl.core.errors import ConfigError, DataError, did_you_mean
-from lit_rl.data.first_row import first_row
 from lit_rl.data.kinds import COLUMNS, Kind, format_for, is_verdict, kind_of
 from lit_rl.data.rows import row_function
+from lit_rl.data.splits import first_row
 
 GROUPS: dict[Kind | None, str] = {
     "texts": "texts",

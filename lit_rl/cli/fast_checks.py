@@ -25,6 +25,7 @@ from lit_rl.cli.run_info import folder_of, is_launched, is_over_a_run, is_sweep,
 from lit_rl.core.errors import ConfigError, check_betas, check_draws, check_strings, in_range, one_of
 from lit_rl.core.machine import require_vllm
 from lit_rl.core.model_paths import check_model_is_readable, resolve_model_path
+from lit_rl.core.speedups import DecodingSpeedups, ModelSpeedups
 from lit_rl.core.user_functions import check_function, weights_by_name
 from lit_rl.data.sources import local_path
 from lit_rl.reports.run_files import (
@@ -312,6 +313,8 @@ LISTS = (
     ("lit_rl.algorithms.optim.optimizers.AdamW", "optimizer.betas", check_betas),
     ("lit_rl.core.rollout.Sampling", "sampling.stop", check_strings),
     ("lit_rl.core.rollout.Sampling", "sampling.bad_words", check_strings),
+    ("lit_rl.models.LanguageModel", "model.speedups", ModelSpeedups.read),
+    ("lit_rl.generation.native.NativeGenerator", "generator.speedups", DecodingSpeedups.read),
 )
 """Keys of several values, which no schema checks: the beginning of their target's path, and the check of the value."""
 

@@ -33,7 +33,7 @@ from lit_rl.cli import (
 from lit_rl.cli.messages import describe, report_errors
 from lit_rl.cli.run_info import TOLD_CHECKPOINT, TOLD_FOLDER, folder_of, is_launched, is_sweep, writes_nothing
 from lit_rl.cli.targets import ALLOWED, check_target, find_here, targets
-from lit_rl.cli.typed_words import with_line_breaks
+from lit_rl.cli.typed_words import as_addition, check_speedups, with_line_breaks
 from lit_rl.core import upstream
 from lit_rl.core.errors import INTERRUPTED, BackendError, ConfigError, did_you_mean, seed_in_range
 from lit_rl.core.machine import is_rank_zero
@@ -307,13 +307,14 @@ def load_checked(
     compose: Callable[..., DictConfig], config_name: str | None, overrides: list[str], *rest: Any, **named: Any
 ) -> DictConfig:
     """Compose a config, and check it before anything reads it."""
-    read = with_line_breaks(overrides)
-    config = compose(config_name, read, *rest, **named)
-    check_hydra_node(config, read)
+    check_speedups(overrides)
+    read = [as_addition(word) for word in with_line_breaks(overrides)]
+    config = compose(config_name, [each for words in read for each in words], *rest, **named)
+    check_hydra_node(config, overrides)
     # The record holds words as they were typed: jobs of a sweep, and a config with more groups, are composed of it.
-    typed = dict(zip(read, overrides, strict=True))
+    typed = {words[-1]: word for words, word in zip(read, overrides, strict=True)}
     with flag_override(config.hydra, ["readonly", "struct"], [False, False]):
-        config.hydra.overrides.task = [typed.get(word, word) for word in config.hydra.overrides.task]
+        config.hydra.overrides.task = [typed[word] for word in config.hydra.overrides.task if word in typed]
     # To find out whether it is a sweep at all, Hydra composes as for one and takes any override.
     if RunMode.MULTIRUN in (*rest, *named.values()) and named.get("validate_sweep_overrides", True):
         sweep_began(config)

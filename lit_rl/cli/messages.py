@@ -132,7 +132,7 @@ def _hydra(error: BaseException) -> LitRLError | None:
                 return ConfigError(f"{key} is not a key yet. To add it: +{key}=...")
             head, _, name = key.rpartition(".")
             if (choices := of_other_choices(key)) and not other_names.meaning(key):
-                return ConfigError(f"{key} is not a key.{choices}")
+                return other_names.not_a_key(key, choices)
             near = did_you_mean(name, names) or _elsewhere(link)
             return other_names.unknown_key(key, beside=f"{near}{neighbouring_keys(head, name, names)}")
         if isinstance(link, ValidationError) and link.full_key:

@@ -177,7 +177,7 @@ OPS = (
 WIDER: dict[tuple[str, str], Any] = {("lightning.Trainer", "accumulate_grad_batches"): Any}
 """Types of keys that allow more than the parameter they end in: `auto`, see `lit_rl.cli.trainer_settings`."""
 
-PYTHON_ONLY = frozenset({"tokenizer"})
+PYTHON_ONLY = frozenset({"tokenizer", "config"})
 """Parameters for objects that no config can name."""
 
 _PLAIN = (int, float, bool, str)

@@ -168,6 +168,36 @@ def _breaks(text: str) -> str:
     return _ESCAPE.sub(lambda found: _ESCAPES[found[0]], text)
 
 
+_SPEEDUPS = re.compile(r"((?:\w+\.)*speedups)(?:\.\w+=[^,(]*|=\{[^{}]*\})")
+"""One or several switches of a setting such as `generator.speedups`, and no sweep over them."""
+
+
+def as_addition(word: str) -> list[str]:
+    """Return the words by which Hydra sets single speedups where a word, such as `auto`, or a mapping stood.
+
+    Hydra adds no key to either. So an empty mapping comes first, which is refused where there is no such setting.
+    Other words stay as they are.
+    """
+    found = _SPEEDUPS.fullmatch(word)
+    return [word] if found is None else [f"{found[1]}={{}}", f"++{word}"]
+
+
+def check_speedups(words: Sequence[str]) -> None:
+    """Refuse single speedups beside a word for all of them: `generator.speedups=off generator.speedups.NAME=true`.
+
+    Raises:
+        ConfigError: names both.
+    """
+    single = {found[1]: word for word in words if (found := _SPEEDUPS.fullmatch(word))}
+    for word in words:
+        key, _, value = word.partition("=")
+        if key in single and not value.startswith("{"):
+            raise ConfigError(
+                f"{word} and {single[key]} exclude each other: leave one of them out. Switches that are not typed are "
+                "as in auto."
+            )
+
+
 # ---------------------------------------------------------------------- options
 
 

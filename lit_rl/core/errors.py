@@ -207,6 +207,35 @@ def check_betas(key: str, betas: object) -> None:
         in_range(f"{key}[{i}]", beta, low=0, high=1, open_high=True)
 
 
+def check_function_setting(key: str, value: object, *, optional: bool) -> None:
+    """Refuse a setting that is not a function of tensors.
+
+    Args:
+        key: The setting.
+        value: Its value.
+        optional: Whether None is allowed.
+
+    Raises:
+        ConfigError: it cannot be called, or is None where a function is needed.
+    """
+    if not callable(value) and not (optional and value is None):
+        or_none = ", or None" if optional else ""
+        raise ConfigError(
+            f"{key} is {value!r:.60}. Allowed is a function of tensors{or_none}: one of lit_rl.ops, such as "
+            "lit_rl.clipped_policy_loss for loss, functools.partial of one, or your own (docs/architecture.md)."
+        )
+
+
+def check_instance(key: str, value: Any, kind: type, example: str) -> None:
+    """Refuse a setting of another type.
+
+    Raises:
+        ConfigError: says what came, and an example of what to write.
+    """
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ConfigError(f"{key} is {value!r:.60}, a {type(value).__name__}. Write {example}.")
+
+
 def seed_in_range(key: str, seed: int) -> None:
     """Refuse a seed that a random generator of PyTorch or NumPy cannot take.
 

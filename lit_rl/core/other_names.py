@@ -7,6 +7,7 @@
   (`scripts/source_pages.py names` writes these two columns, and leaves the others).
 - `algorithm`, `data`, `optimizer`, `sampling`: what it is in the constructor of one. A list has keywords of ours, of
   which the first that the class takes is meant; a word of `PLACES` stands for its sentence.
+- `speedups`: what it is in the constructor of a model or a generator, where it is the name of a switch.
 - `model`, `reward_model`: what to set in place of an argument of `from_pretrained`.
 
 Nothing heavy is loaded, so a refusal comes at once.
@@ -64,11 +65,17 @@ PLACES = {
 }
 """Sentences for many names, by the word that stands for them in the table."""
 
-ROLLOUT = {"module": "RolloutDataModule", "length": "max_prompt_tokens", "batch": "prompts_per_rollout"}
-"""What stands in the brackets of these, for an algorithm that draws its own completions."""
+ROLLOUT = {
+    "module": "RolloutDataModule",
+    "length": "max_prompt_tokens",
+    "batch": "prompts_per_rollout",
+    "config": "GRPOConfig",
+}
+"""Words for the brackets in these sentences, for an algorithm that draws its own completions."""
 
 _OF_FIT = {
     "algo": "model",
+    "generator": "model.generator",
     "model": "model.model",
     "reward": "model.reward",
     "run_dir": "trainer.default_root_dir",
@@ -111,7 +118,12 @@ def hint(
 
 def unknown_key(key: str, door: str = "train", taken: Iterable[str] = (), beside: str = "") -> ConfigError:
     """Return the error about a key that there is not, of arguments like those of `hint`."""
-    return ConfigError(f"{key} is not a key.{hint(key, door, taken, beside)}")
+    return not_a_key(key, hint(key, door, taken, beside))
+
+
+def not_a_key(key: str, said: str) -> ConfigError:
+    """Return the error about a key that there is not; `said` has a space in front."""
+    return ConfigError(f"{key} is not a key.{said}")
 
 
 def meaning(key: str, door: str = "train", taken: Iterable[str] = (), facts: Mapping[str, str] = ROLLOUT) -> str:

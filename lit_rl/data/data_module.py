@@ -1,22 +1,25 @@
-"""The base of all data modules: where rows come from, and what it may ask of the Trainer and of the module."""
+"""The base of all data modules: rows, their order, the size of a step, and what is asked of Trainer and module."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_rl.core.errors import ConfigError, DataError, in_range, seed_in_range
 from lit_rl.core.other_names import refuse_unknown_keywords
-from lit_rl.data.corpus import Report, list_counts
-from lit_rl.data.loaders import plain_settings
+from lit_rl.core.vision_inputs import PromptVision
+from lit_rl.data.corpus import Corpus, CorpusReader, Report
+from lit_rl.data.loaders import EvalLoader, plain_settings
 from lit_rl.data.order import DEFAULT_STEP_ROWS, RolloutOrder, fit_step_rows
+from lit_rl.data.prompt_set import PromptSet
 from lit_rl.data.readers import OnBadRow
 from lit_rl.data.row_visuals import MAX_IMAGE_PIXELS
 from lit_rl.data.rows import row_function
+from lit_rl.data.set_reader import list_counts
 from lit_rl.data.sources import SEVERAL_PATHS, GivenRows, Rows, is_data_set
 from lit_rl.data.splits import RowSource, check_rows, parse_sources, refuse_text, require_exactly_one, val_sources
 from lit_rl.data.tasks import Task
@@ -83,11 +86,19 @@ class SourcedDataModule(L.LightningDataModule):
         allow_changed: Resume though the data or its order is no longer the checkpoint's.
     """
 
-    _fitted: int | None = None
-    """Rows of a step that replace the default for a small set."""
+    size_name: ClassVar[str]
+    """Name of the attribute and the setting that say how many rows a step has."""
 
     size_is_given: bool
     """True if the user chose the number of rows of a step; otherwise it is known once the rows are."""
+
+    options: Any
+    """Settings by which a row becomes an example: `PromptOptions` or `ExampleOptions`."""
+
+    _fitted: int | None = None
+    """Rows of a step that replace the default for a small set."""
+
+    _corpus: Corpus[Any] | None = None
 
     def __init__(
         self,
@@ -168,14 +179,77 @@ class SourcedDataModule(L.LightningDataModule):
         rows = self.task.val()
         return {"": check_rows("data.task.val()", rows)} if rows else {}
 
-    def made_by(self, options: Any, tokenizer: Any) -> dict[str, Any]:
+    def read_whole(self, reader: CorpusReader[Any, Any], val: dict[str, Rows]) -> Corpus[Any]:
+        """Read the training rows, and hold some out where `val` has none."""
+        self.log_if_unvalidated(val)
+        return reader.whole(self.train_rows(), val, val_fraction=self.held_out(val), seed=self.seed)
+
+    @property
+    def sets(self) -> Corpus[Any]:
+        """Everything that was read; without the training rows, where they are a stream.
+
+        Raises:
+            ConfigError: nothing was, yet.
+        """
+        if self._corpus is None:
+            raise ConfigError("The data is not loaded yet: call `prepare(tokenizer)`; a Trainer does it by itself.")
+        return self._corpus
+
+    @property
+    def train_prompts(self) -> PromptSet:
+        """Prompts of the training rows."""
+        raise NotImplementedError
+
+    @property
+    def val_prompts(self) -> dict[str, PromptSet]:
+        """Prompts of the validation sets that are generated from, in the order of the loaders; a single unnamed set has
+        an empty name."""
+        raise NotImplementedError
+
+    @property
+    def val_names(self) -> list[str]:
+        """Names of `val_prompts`."""
+        return list(self.val_prompts)
+
+    @property
+    def val_columns(self) -> dict[str, list[str]]:
+        """Columns of `val_prompts`, by name."""
+        return {name: list(prompts.columns) for name, prompts in self.val_prompts.items()}
+
+    @property
+    def longest_val_prompt(self) -> int:
+        """Tokens of the longest validation prompt of any set; 0 where there is none."""
+        return max((len(ids) for prompts in self.val_prompts.values() for ids in prompts.prompt_ids), default=0)
+
+    def first_shown(self) -> tuple[list[int], PromptVision | None] | None:
+        """Return tokens and vision inputs of the first training prompt that shows images; None where none does."""
+        return self.train_prompts.first_shown()
+
+    def prompt_loaders(self) -> list[EvalLoader]:
+        """Return the loaders of `val_prompts`."""
+        sets, (rank, world_size) = self.val_prompts, self.rank()
+        how = {"batch_size": self.val_batch_size, "rank": rank, "world_size": world_size}
+        limit = self.module_attribute("evaluation").limit if sets else None
+        return [EvalLoader(prompts, limit=limit, **how) for prompts in sets.values()]
+
+    def place(self) -> dict[str, Any]:
+        """Return the arguments of training loaders that are the same for rows of every kind: see `SlottedLoader`."""
+        rank, world_size = self.rank()
+        return {
+            "rank": rank,
+            "world_size": world_size,
+            "limit": self.trainer_of_run().limit_train_batches,
+            "allow_changed": self.allow_changed,
+            "row_settings": self.made_by(self.module_attribute("tokenizer")),
+        }
+
+    def made_by(self, tokenizer: Any) -> dict[str, Any]:
         """Return what makes the training rows, by the names of settings: for a checkpoint, see `SlottedLoader`.
 
         Args:
-            options: `PromptOptions` or `ExampleOptions`.
             tokenizer: Tokenizer of the policy.
         """
-        named = {f"data.{each.name}": getattr(options, each.name) for each in dataclasses.fields(options)}
+        named = {f"data.{each.name}": getattr(self.options, each.name) for each in dataclasses.fields(self.options)}
         places = [(source.path, source.split, source.name) for source in self.sources]
         task = (
             None
@@ -241,52 +315,57 @@ class SourcedDataModule(L.LightningDataModule):
     def _share_of(self, rows: int) -> int:
         return max(1, round(rows * self.val_fraction))
 
-    def make_order(
-        self, sizes: tuple[int, ...], size: int, shuffle: bool, key: str, counts: Mapping[str, int]
-    ) -> RolloutOrder:
-        """Return the order of rows in every epoch, `size` of them a step.
-
-        Args:
-            sizes: Rows of each source that are left.
-            size: Rows of one step.
-            shuffle: A new order in every epoch.
-            key: Name of the setting that `size` is.
-            counts: Counts of every filter, and of rows held out.
+    def choose_step_rows(self, given: int | None) -> int:
+        """Note the user's number of rows of a step, and return the number until the rows are known.
 
         Raises:
-            DataError: the rows do not fill one step, or a source has none left.
+            ConfigError: it is below 1.
         """
-        if sum(sizes) < size:
-            counted = f"{sum(sizes)} rows are left for training: {list_counts(counts)}"
-            if (held := counts.get("held_out", 0)) > self._share_of(counts["kept"] + held):
-                counted += ". Rows of equal prompts are held out together, or none of them is, and there are such rows"
-            raise DataError(f"{key}={size}, and {counted}. {self._more_rows(sum(sizes), size, key, counts)}.")
-        if 0 in sizes:
-            raise DataError(f"data.sources[{sizes.index(0)}]: the filters left no row of it.")
-        return RolloutOrder(sizes, size, self.seed, shuffle, self.weights)
+        self.size_is_given = given is not None
+        rows = DEFAULT_STEP_ROWS if given is None else given
+        in_range(f"data.{self.size_name}", rows, low=1)
+        return rows
 
-    def fitted(self, size: int | None, current: int, rows: int, key: str) -> int:
-        """Return the rows of a step: `size` where the user chose it. Otherwise as many as there are and as divide into
-        the parts of a step, at most `DEFAULT_STEP_ROWS` or, where there are more parts than that, one for each.
+    def fit_step_to(self, rows: int) -> None:
+        """Set the rows of a step where the user chose none: as many as there are and as divide into the parts of a
+        step, at most `DEFAULT_STEP_ROWS` or, where there are more parts than that, one for each.
 
         Args:
-            size: The constructor's setting; None where the user chose none.
-            current: The latest size.
             rows: Rows left for training.
-            key: Key of the setting.
         """
-        if size is not None or current not in (DEFAULT_STEP_ROWS, self._fitted):
-            return current  # set by the user
+        current = getattr(self, self.size_name)
+        if self.size_is_given or current not in (DEFAULT_STEP_ROWS, self._fitted):
+            return  # set by the user
         unit = self._unit()
         fits = fit_step_rows(rows, DEFAULT_STEP_ROWS, unit)
         if fits is not None and fits != current:
             parts = f", and a step divides into {unit} parts (minibatches, micro-batches, ranks)" if unit > 1 else ""
             rank_zero_info(
-                f"{key}={fits}: nobody set it, and the rows left for training are {rows}{parts} (else "
+                f"data.{self.size_name}={fits}: nobody set it, and the rows left for training are {rows}{parts} (else "
                 f"{DEFAULT_STEP_ROWS})."
             )
         self._fitted = fits
-        return fits or DEFAULT_STEP_ROWS
+        setattr(self, self.size_name, fits or DEFAULT_STEP_ROWS)
+
+    def order(self, shuffle: bool) -> RolloutOrder:
+        """Return the order of the training rows in every epoch.
+
+        Args:
+            shuffle: A new order in every epoch.
+
+        Raises:
+            DataError: the rows do not fill one step, or a source has none left.
+        """
+        sizes, counts = self.sets.sizes, self.sets.report["train"]
+        left, size = sum(sizes), getattr(self, self.size_name)
+        if left < size:
+            counted = f"{left} rows are left for training: {list_counts(counts)}"
+            if (held := counts.get("held_out", 0)) > self._share_of(counts["kept"] + held):
+                counted += ". Rows of equal prompts are held out together, or none of them is, and there are such rows"
+            raise DataError(f"data.{self.size_name}={size}, and {counted}. {self._more_rows(left, size, held)}.")
+        if 0 in sizes:
+            raise DataError(f"data.sources[{sizes.index(0)}]: the filters left no row of it.")
+        return RolloutOrder(sizes, size, self.seed, shuffle, self.weights)
 
     def _unit(self) -> int:
         """Return what the rows of a step have to be a multiple of, as far as a Trainer is there."""
@@ -295,9 +374,9 @@ class SourcedDataModule(L.LightningDataModule):
             return 1
         return getattr(trainer.lightning_module, "parts_of_step", 1) * self.rank()[1]
 
-    def _more_rows(self, left: int, size: int, key: str, counts: Mapping[str, int]) -> str:
+    def _more_rows(self, left: int, size: int, held: int) -> str:
         """Return the advice for rows that do not fill a step."""
-        held, unit = counts.get("held_out", 0), self._unit()
+        unit, key = self._unit(), f"data.{self.size_name}"
         chosen = size != DEFAULT_STEP_ROWS or self.size_is_given
         fixes = ["add rows", "loosen a filter"]
         if held and (left + held >= size or left < unit <= left + held):
@@ -316,14 +395,15 @@ class SourcedDataModule(L.LightningDataModule):
     def processor_of_run(self) -> Processor | None:
         """Return the vision processor of the run's policy; None for a policy over text, or a module of the user's
         without any."""
-        model = getattr(self.trainer_of_run().lightning_module, "model", None)
-        return getattr(model, "processor", None)
+        return getattr(self._model_of_run(), "processor", None)
 
     def eos_ids_of_run(self) -> tuple[int, ...] | None:
         """Return every token at which the policy's generation ends; None where a module of the user's does not have
         them."""
-        model = getattr(self.trainer_of_run().lightning_module, "model", None)
-        return getattr(model, "eos_ids", None)
+        return getattr(self._model_of_run(), "eos_ids", None)
+
+    def _model_of_run(self) -> Any:
+        return getattr(self.trainer_of_run().lightning_module, "model", None)
 
     def trainer_of_run(self) -> L.Trainer:
         if self.trainer is None:

@@ -33,6 +33,7 @@ from lit_rl.data.rendering import (
     marked_characters,
     refuse_control_tokens,
     render,
+    render_prompt,
     require_chat_template,
     tokens_with_places,
     turn_end,
@@ -216,6 +217,24 @@ class Encoder:
             learned += [False] * (len(tokens) - 1) + [True]
         return Encoded(ids, learned, count)
 
+    def render_prompt(self, prompt: list[Message], where: str, *, tools: Sequence[Any] | None = None) -> str:
+        """Render a prompt by `rendering.render_prompt` with the settings of this encoder."""
+        return render_prompt(self.tokenizer, prompt, where, self._kwargs(tools), self.control, self.left_out)
+
+    def refuse_unseen(self, text: str, where: str) -> None:
+        """Refuse a row without images where the policy cannot read it so.
+
+        Args:
+            text: Plain text of the row; a placeholder in it would be taken for an image.
+            where: The row, for messages.
+
+        Raises:
+            DataError: the text holds a placeholder, or the model takes no prompt without images.
+        """
+        if self.processor is not None:
+            refuse_reserved(self.processor, text, where)
+            self.processor.refuse_without_images(where)
+
     def prompt_ids(self, prompt: Prompt, where: str, *, tools: Sequence[Any] | None = None) -> list[int]:
         """Encode a prompt by `encode_prompt` with the settings of this encoder."""
         kwargs = self._kwargs(tools)
@@ -234,9 +253,7 @@ class Encoder:
                 f"{where}: data.learn=assistant needs rows of chat messages, and this one is plain text: set "
                 "data.learn=completion."
             )
-        if self.processor is not None:
-            refuse_reserved(self.processor, (prompt or "") + completion, where)
-            self.processor.refuse_without_images(where)
+        self.refuse_unseen((prompt or "") + completion, where)
         if prompt and prompt != self.latest[0]:
             self.latest = (prompt, self.prompt_ids(prompt, where))
         begin = self.latest[1] if prompt else []
@@ -281,8 +298,8 @@ class Encoder:
             text = Encoded(ids, flags, ends[0])
         if self.processor is not None and images:
             text = self._shown(self.processor, rendered, text, images, where)
-        elif self.processor is not None:
-            self.processor.refuse_without_images(where)
+        else:
+            self.refuse_unseen("", where)
         if self.learn != "all":
             text = replace(text, learned=self._up_to_ends(text))
         if rendered.closes:

@@ -17,8 +17,7 @@ from lit_rl.core.visuals import Visual
 from lit_rl.data.kinds import COLUMNS, USABLE, Kind, format_for, is_verdict, parse_verdict
 from lit_rl.data.message_forms import parse_list, read_tools
 from lit_rl.data.rendering import KWARGS_COLUMN, row_template_kwargs
-from lit_rl.data.row_visuals import text_of
-from lit_rl.data.rows import add_system_prompt, check_message, split_prompt
+from lit_rl.data.rows import add_system_prompt, check_message, is_blank, split_prompt
 
 Text = str | list[Message]
 """A string, or chat messages."""
@@ -45,21 +44,6 @@ def check_conversation(value: Any, where: str, *, prompt: bool = False) -> Text:
     if prompt or isinstance(value, str):
         return split_prompt({"prompt": value}, where)[0]
     return [check_message(message, f"{where}: message {i}") for i, message in enumerate(value)]
-
-
-def is_blank(text: Text) -> bool:
-    """Tell whether a text is blank: white space, or messages without words and tool calls, the system's left out."""
-    if isinstance(text, str):
-        return not text.strip()
-    spoken = (m for m in text if m["role"] not in ("system", "developer"))
-    return not any(
-        text_of(m["content"]).strip() or isinstance(m["content"], list) or m.get("tool_calls") for m in spoken
-    )
-
-
-def with_system(prompt: Prompt, system_prompt: str | None) -> Prompt:
-    """Add the system prompt, unless the prompt is empty."""
-    return add_system_prompt(prompt, system_prompt) if prompt else prompt
 
 
 def check_completions(
@@ -90,7 +74,7 @@ def as_messages(prompt: Prompt, texts: Sequence[Text], system: str | None) -> tu
         [{"role": "assistant", "content": text}] if isinstance(text, str) and text.strip() else text or []
         for text in texts
     )
-    return with_system(messages, system), tuple(reply if isinstance(reply, list) else [] for reply in replies)
+    return add_system_prompt(messages, system), tuple(reply if isinstance(reply, list) else [] for reply in replies)
 
 
 def is_whole(text: Text) -> bool:
@@ -144,6 +128,9 @@ def _continues_word(character: str) -> bool:
 IGNORED = -100
 """The label of a token that is not learned."""
 
+OTHER_MASKS = ("labels", "completion_mask", "assistant_masks", "attention_mask")
+"""Columns beside `input_ids` that say which tokens are learned, or there at all."""
+
 
 def masked_tokens(found: Mapping[str, Any], where: str, learn: str) -> tuple[list[int], list[bool]]:
     """Return the ids of a row, and the mask of those that are learned.
@@ -157,11 +144,7 @@ def masked_tokens(found: Mapping[str, Any], where: str, learn: str) -> tuple[lis
             `assistant_masks` is missing.
     """
     ids = _integers(found, "input_ids", where, None)
-    masks = {
-        name: _integers(found, name, where, len(ids))
-        for name in ("labels", "completion_mask", "assistant_masks", "attention_mask")
-        if name in found
-    }
+    masks = {name: _integers(found, name, where, len(ids)) for name in OTHER_MASKS if name in found}
     for name, mask in masks.items():
         if name != "labels" and not set(mask) <= {0, 1}:
             raise DataError(f"{where}: {name} holds {excerpt(repr(mask))}; only 0 and 1 are allowed.")
@@ -196,9 +179,6 @@ def _integers(found: Mapping[str, Any], name: str, where: str, size: int | None)
     if size is not None and len(values) != size:
         raise DataError(f"{where}: {name} has {len(values)} values, input_ids has {size}; they must be as many.")
     return [int(value) for value in values]
-
-
-OTHER_MASKS = ("labels", "completion_mask", "assistant_masks", "attention_mask")
 
 
 @dataclass(frozen=True)
@@ -312,7 +292,7 @@ def _stepwise(found: Mapping[str, Any], where: str, system: str | None, more: di
         raise DataError(f"{where}: labels must be a list of as many booleans as completions ({len(steps)}): {count}.")
     labels = tuple(_flag(flag, f"{where}: labels[{i}]") for i, flag in enumerate(flags))
     texts = tuple(check_conversation(step, f"{where}: completions[{i}]") for i, step in enumerate(steps))
-    prompt = with_system(check_conversation(found["prompt"], f"{where}: prompt", prompt=True), system)
+    prompt = add_system_prompt(check_conversation(found["prompt"], f"{where}: prompt", prompt=True), system)
     return ExampleRecord(_format_title("stepwise", prompt), prompt, texts, labels=labels, **more)
 
 
@@ -325,7 +305,7 @@ def _language(
         wanted = "a string" if column == "text" else "a list of chat messages"
         raise DataError(f"{where}: {column} is {excerpt(repr(text))}; it must be {wanted}.")
     if isinstance(text, list):
-        messages = with_system(text, system)
+        messages = add_system_prompt(text, system)
         assert isinstance(messages, list)
         start = len(messages) - 1 if messages and messages[-1]["role"] == "assistant" else 0
         return ExampleRecord(name, messages[:start] or None, (messages[start:],), **more)

@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import lightning as L
 
-from lit_rl.core.errors import ConfigError, in_range
+from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import PromptForm
-from lit_rl.core.vision_inputs import PromptVision
-from lit_rl.data.corpus import ExampleCorpus, read_example_corpus, streamed_corpus
+from lit_rl.data.corpus import Corpus, example_reader
 from lit_rl.data.data_module import SourcedDataModule, check_keywords
 from lit_rl.data.encode import Encoder
 from lit_rl.data.example_reader import ExampleOptions
 from lit_rl.data.example_set import ExampleSet
 from lit_rl.data.kinds import Kind
 from lit_rl.data.loaders import EvalLoader, ExampleEvalLoader, ExampleLoader
-from lit_rl.data.order import DEFAULT_STEP_ROWS, RolloutOrder
+from lit_rl.data.prompt_set import PromptSet
 from lit_rl.data.sources import GivenRows
 from lit_rl.data.streams import (
     RowStream,
@@ -69,6 +68,9 @@ class ExampleDataModule(SourcedDataModule):
     serves: ClassVar[tuple[Kind, ...]] = ()
     """The kinds of examples that it can make."""
 
+    size_name = "batch_size"
+    options: ExampleOptions
+
     def __init__(
         self,
         rows: GivenRows | None = None,
@@ -86,9 +88,7 @@ class ExampleDataModule(SourcedDataModule):
     ) -> None:
         check_keywords(type(self), source, SourcedDataModule)
         super().__init__(rows, val_batch_size=val_batch_size, **source)
-        self.size_is_given, self._size = batch_size is not None, batch_size
-        self.batch_size = DEFAULT_STEP_ROWS if batch_size is None else batch_size
-        in_range("data.batch_size", self.batch_size, low=1)
+        self.batch_size = self.choose_step_rows(batch_size)
         self.group_by_length = group_by_length
         self.options = ExampleOptions(
             max_length=max_length,
@@ -104,7 +104,6 @@ class ExampleDataModule(SourcedDataModule):
         self._encoder: Encoder | None = None
         self._kind: Kind | None = None
         self._windows: Windows | None = None
-        self._corpus: ExampleCorpus | None = None
 
     def prepare(
         self,
@@ -145,10 +144,10 @@ class ExampleDataModule(SourcedDataModule):
             self._encoder, self._kind = encoder, kind
         if stage == "fit":
             if self._windows is None:
-                self.batch_size = self.fitted(self._size, self.batch_size, sum(self._sets.sizes), "data.batch_size")
-                self._order(self.shuffle)
+                self.fit_step_to(sum(self.sets.sizes))
+                self.order(self.shuffle)
             else:
-                check_first_window(self._sets.sizes, self.batch_size, self.report["train"])
+                check_first_window(self.sets.sizes, self.batch_size, self.report["train"])
 
     def setup(self, stage: str) -> None:
         if stage == "fit":
@@ -169,28 +168,28 @@ class ExampleDataModule(SourcedDataModule):
 
     @property
     def report(self) -> dict[str, dict[str, int]]:
-        """Counts of each set, `train` and `val` or `val/<name>`, by filter: see `read_example_corpus`."""
-        report = self._sets.report
+        """Counts of each set, `train` and `val` or `val/<name>`, by filter: see `CorpusReader.whole`."""
+        report = self.sets.report
         return report if self._windows is None else {**report, "train": self._windows.counts}
 
     @property
     def prompt_form(self) -> PromptForm | None:
         """The form of the first source's prompts; None where rows are tokens, whose form is unknown."""
-        name, examples = self._sets.formats[0], self.corpus.train.examples
+        name, examples = self.sets.formats[0], self.corpus.train.examples
         if name == "tokenised" or not examples:
             return None
         return "messages" if isinstance(examples[0].prompt, list) or "messages" in name else "text"
 
     @property
-    def corpus(self) -> ExampleCorpus:
+    def corpus(self) -> Corpus[ExampleSet]:
         """All examples that were read; of a stream its first window, read again if the stream has moved on.
 
         Raises:
             ConfigError: nothing was, yet.
         """
         if self._windows is None:
-            return self._sets
-        return replace(self._sets, train=self._windows.at(self._windows.start).data)
+            return self.sets
+        return replace(self.sets, train=self._windows.at(self._windows.start).data)
 
     def unread_columns(self, *, margins: bool) -> list[str]:
         """Return the columns that rows have beside those that examples are made of; rewards may read them.
@@ -208,13 +207,6 @@ class ExampleDataModule(SourcedDataModule):
             names["margin"] = None
         return [*names]
 
-    @property
-    def _sets(self) -> ExampleCorpus:
-        """Everything that was read; without the training rows, where they are a stream."""
-        if self._corpus is None:
-            raise ConfigError("The data is not loaded yet: call `prepare(tokenizer)`; a Trainer does it by itself.")
-        return self._corpus
-
     def check_trainer(self, trainer: L.Trainer) -> None:
         """Refuse Trainer settings that no stream can be learned with. Needs no data.
 
@@ -225,11 +217,14 @@ class ExampleDataModule(SourcedDataModule):
             check_stream_trainer(trainer)
 
     @property
-    def val_names(self) -> list[str]:
-        """Names of the validation sets that have prompts to generate from, in the order of the first loaders."""
+    def train_prompts(self) -> PromptSet:
+        return self.corpus.train.prompts
+
+    @property
+    def val_prompts(self) -> dict[str, PromptSet]:
         if not self._generates:
-            return []
-        return [name for name, examples in self._sets.val.items() if len(examples.prompts)]
+            return {}
+        return {name: examples.prompts for name, examples in self.sets.val.items() if len(examples.prompts)}
 
     @property
     def _generates(self) -> bool:
@@ -238,14 +233,9 @@ class ExampleDataModule(SourcedDataModule):
         return module is None or hasattr(module, "evaluation")
 
     @property
-    def val_columns(self) -> dict[str, list[str]]:
-        """Columns of the validation sets that have prompts, by name."""
-        return {name: list(self._sets.val[name].prompts.columns) for name in self.val_names}
-
-    @property
     def loss_names(self) -> list[str]:
         """Names of all validation sets, in the order of the loaders after those of prompts."""
-        return list(self._sets.val)
+        return list(self.sets.val)
 
     @property
     def longest_text(self) -> int:
@@ -258,76 +248,45 @@ class ExampleDataModule(SourcedDataModule):
         return self._most(lambda examples: examples.most_learned)
 
     def _most(self, count: Callable[[ExampleSet], int]) -> int:
-        train = count(self._sets.train) if self._windows is None else self.options.max_length or 0
-        return max(train, *map(count, self._sets.val.values()), 0)
-
-    @property
-    def longest_val_prompt(self) -> int:
-        """Tokens of the longest validation prompt of any set; 0 where there is none."""
-        sets = (self._sets.val[name].prompts for name in self.val_names)
-        return max((len(ids) for prompts in sets for ids in prompts.prompt_ids), default=0)
-
-    def first_shown(self) -> tuple[list[int], PromptVision | None] | None:
-        """Return tokens and vision inputs of the first training prompt that shows images; None where none does."""
-        return self.corpus.train.prompts.first_shown()
+        train = count(self.sets.train) if self._windows is None else self.options.max_length or 0
+        return max(train, *map(count, self.sets.val.values()), 0)
 
     def train_dataloader(self) -> ExampleLoader | StreamLoader:
-        trainer, (rank, world_size) = self.trainer_of_run(), self.rank()
-        place: dict[str, Any] = {
-            "accumulate": trainer.accumulate_grad_batches,
-            "group_by_length": self.group_by_length and not self.module_attribute("router_aux_loss_coef"),
-            "rank": rank,
-            "world_size": world_size,
-            "limit": trainer.limit_train_batches,
-            "allow_changed": self.allow_changed,
-        }
+        trainer, place = self.trainer_of_run(), self.place()
+        place["row_settings"] |= {"data.stream_buffer": self.stream_buffer}
+        place["accumulate"] = trainer.accumulate_grad_batches
+        place["group_by_length"] = self.group_by_length and not self.module_attribute("router_aux_loss_coef")
         if self._windows is None:
-            order, epoch = self._order(self.shuffles()), trainer.current_epoch
-            loader: ExampleLoader | StreamLoader = ExampleLoader(self.corpus.train, order, epoch=epoch, **place)
-        else:
-            loader = StreamLoader(
-                self._windows,
-                length=trainer.max_steps * trainer.accumulate_grad_batches,
-                seed=self.seed,
-                shuffle=self.shuffles(),
-                overfit=bool(getattr(trainer, "overfit_batches", 0)),
-                **place,
-            )
-        made_by = self.made_by(self.options, self.module_attribute("tokenizer"))
-        loader.row_settings = made_by | {"data.stream_buffer": self.stream_buffer}
-        return loader
+            order = self.order(self.shuffles())
+            return ExampleLoader(self.corpus.train, order, epoch=trainer.current_epoch, **place)
+        return StreamLoader(
+            self._windows,
+            length=trainer.max_steps * trainer.accumulate_grad_batches,
+            seed=self.seed,
+            shuffle=self.shuffles(),
+            overfit=bool(getattr(trainer, "overfit_batches", 0)),
+            **place,
+        )
 
     def val_dataloader(self) -> list[EvalLoader | ExampleEvalLoader]:
-        return [*self._prompt_loaders(), *self._example_loaders()]
+        return [*self.prompt_loaders(), *self._example_loaders()]
 
     test_dataloader = val_dataloader
 
     def predict_dataloader(self) -> list[EvalLoader | ExampleEvalLoader]:
-        return [*(self._prompt_loaders() if self._generates else self._example_loaders())]
+        return [*(self.prompt_loaders() if self._generates else self._example_loaders())]
 
     def _example_loaders(self) -> list[ExampleEvalLoader]:
         (rank, world_size), size = self.rank(), self.val_batch_size
         return [
             ExampleEvalLoader(examples, batch_size=size, rank=rank, world_size=world_size)
-            for examples in self._sets.val.values()
+            for examples in self.sets.val.values()
         ]
 
-    def _prompt_loaders(self) -> list[EvalLoader]:
-        if not self._generates:
-            return []
-        limit, (rank, world_size) = self.module_attribute("evaluation").limit, self.rank()
-        sets = (self._sets.val[name].prompts for name in self.val_names)
-        return [
-            EvalLoader(prompts, batch_size=self.val_batch_size, limit=limit, rank=rank, world_size=world_size)
-            for prompts in sets
-        ]
-
-    def _read(self, encoder: Encoder, kind: Kind) -> ExampleCorpus:
-        val = self.val_rows()
+    def _read(self, encoder: Encoder, kind: Kind) -> Corpus[ExampleSet]:
+        val, reader = self.val_rows(), example_reader(encoder, kind, self.options)
         if self.stream_buffer is None:
-            self.log_if_unvalidated(val)
-            how: dict[str, Any] = {"val_fraction": self.held_out(val), "seed": self.seed}
-            corpus = read_example_corpus(self.train_rows(), val, encoder, kind, self.options, **how)
+            corpus = self.read_whole(reader, val)
         elif encoder.processor is not None:
             raise ConfigError("data.stream_buffer reads rows of text alone: leave it out with a model over images.")
         else:
@@ -337,22 +296,18 @@ class ExampleDataModule(SourcedDataModule):
                 self.weights or (1.0,),
             )
             windows = Windows(sources, self.stream_buffer, weights, encoder, kind, self.options, self.batch_size)
-            if self._size is None:
-                rows = len(windows.at(windows.start).data)
-                self.batch_size = self.fitted(None, self.batch_size, rows, "data.batch_size")
+            if not self.size_is_given:
+                self.fit_step_to(len(windows.at(windows.start).data))
                 if self.batch_size != windows.batch_size:
                     windows.set_batch_size(self.batch_size)
             first = windows.at(windows.start)  # bad data shows at once
-            corpus = streamed_corpus(first.data, first.sizes, windows.formats, val, encoder, self.options)
+            keys = {example.key for example in first.data.examples}
+            corpus = reader.streamed(first.data, first.sizes, keys, windows.formats, val)
             corpus = replace(corpus, train=replace(first.data, examples=(), packs=None))
             self._windows = windows
         report = corpus.report if self._windows is None else {**corpus.report, "train": self._windows.counts}
         self.log_row_counts(report, f"data.max_length={self.options.max_length}")
         return corpus
-
-    def _order(self, shuffle: bool) -> RolloutOrder:
-        corpus = self.corpus
-        return self.make_order(corpus.sizes, self.batch_size, shuffle, "data.batch_size", corpus.report["train"])
 
 
 class SupervisedDataModule(ExampleDataModule):

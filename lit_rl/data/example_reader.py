@@ -1,9 +1,10 @@
-"""Rows become examples, one at a time: the options, and the reader."""
+"""Rows become examples that are learned from as they are, and examples of all sources one set, packed or not."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,36 +20,31 @@ from lit_rl.data.encode import (
     Overlong,
     Packing,
     kept_windows,
+    pack_examples,
     truncate,
     truncate_labels,
 )
-from lit_rl.data.example_formats import ExampleRecord, is_blank, read_record
-from lit_rl.data.example_set import Encoded, Example
+from lit_rl.data.example_formats import ExampleRecord, read_record
+from lit_rl.data.example_set import Encoded, Example, ExampleSet
 from lit_rl.data.kinds import Kind
-from lit_rl.data.readers import ON_BAD_ROW, OnBadRow
-from lit_rl.data.rendering import KWARGS_COLUMN, check_template_kwargs
-from lit_rl.data.row_visuals import MAX_IMAGE_PIXELS, MOST_IMAGE_PIXELS
-from lit_rl.data.rows import RowFunction, RowReader
-from lit_rl.data.visual_prompts import EqualVideos, PromptVisuals
+from lit_rl.data.rendering import KWARGS_COLUMN
+from lit_rl.data.rows import is_blank
+from lit_rl.data.set_reader import RowOptions, SetReader, list_counts, read_source
+from lit_rl.data.sources import Rows
+from lit_rl.data.visual_prompts import PromptVisuals
 
 
-@dataclass(frozen=True)
-class ExampleOptions:
+@dataclass(frozen=True, kw_only=True)
+class ExampleOptions(RowOptions):
     """Settings by which a row becomes an example; the fields are those of the data modules.
 
     Args:
-        rename: New names of columns, old to new.
-        map_row: A function from row to row, applied first.
-        system_prompt: Opens every prompt that has no system message of its own; a string prompt becomes messages.
-        chat_template_kwargs: Further arguments of the chat template.
         max_length: Longest text, prompt and completion together, in tokens, at least 2; None is no limit.
         max_completion_tokens: Longest completion (a text without a prompt is one), in tokens, at least 1; None is no
             limit of its own.
         keep: The end of a too long text that stays; see `kept_windows`.
         overlong: Action for a row over either limit: `truncate` cuts it in token space, and drops it where nothing
             learned is left; `drop` leaves the row out and counts it; `error` refuses it.
-        on_bad_row: Action for a row that cannot be read: `error` raises, `skip` counts it.
-        max_image_pixels: Width times height of an image, at most.
         max_dropped: Share of the rows that may be dropped as empty, equal or without a common prompt, in [0, 1].
         learn: Texts: which tokens are learned; see `Encoder`. Of a row of `messages`, `completion` is the last message,
             and `assistant` all that the assistant says. Of other rows both learn nothing of the prompt.
@@ -58,16 +54,10 @@ class ExampleOptions:
         last_step_only: Labelled steps: learn the last label only.
     """
 
-    rename: Mapping[str, str] = field(default_factory=dict)
-    map_row: RowFunction | None = None
-    system_prompt: str | None = None
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_length: int | None = 1024
     max_completion_tokens: int | None = None
     keep: Keep = "start"
     overlong: Overlong = "truncate"
-    on_bad_row: OnBadRow = "error"
-    max_image_pixels: int = MAX_IMAGE_PIXELS
     max_dropped: float = 0.1
     learn: Learn = "completion"
     packing: Packing = "none"
@@ -75,14 +65,13 @@ class ExampleOptions:
     last_step_only: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for key, low in (("max_length", 2), ("max_completion_tokens", 1)):
             if getattr(self, key) is not None:
                 in_range(f"data.{key}", getattr(self, key), low=low)
-        in_range("data.max_image_pixels", self.max_image_pixels, low=1, high=MOST_IMAGE_PIXELS)
         in_range("data.max_dropped", self.max_dropped, low=0, high=1)
         one_of("data.keep", self.keep, KEEP)
         one_of("data.overlong", self.overlong, OVERLONG)
-        one_of("data.on_bad_row", self.on_bad_row, ON_BAD_ROW)
         one_of("data.learn", self.learn, LEARN)
         one_of("data.packing", self.packing, PACKING)
         if self.keep != "start" and self.overlong != "truncate":
@@ -92,7 +81,6 @@ class ExampleOptions:
             )
         if self.packing != "none" and self.max_length is None:
             raise ConfigError(f"data.packing={self.packing} needs data.max_length, the tokens of a row, which is null.")
-        check_template_kwargs(self.chat_template_kwargs)
 
     @property
     def text_limit(self) -> int | None:
@@ -121,33 +109,64 @@ COMPLETIONS = ("completion", "chosen", "rejected", "completions")
 """Columns that show no images: what is answered is text."""
 
 
-class ExampleReader:
-    """A reader of rows one at a time, which remembers what only all rows together can prove wrong."""
+class ExampleReader(SetReader[Example, tuple[ExampleRecord, tuple[Encoded, ...]]]):
+    """A reader of rows that are learned from; see `SetReader`.
+
+    A row is one example. A pair that serves verdicts gives two, the chosen one first; of a pair that serves texts only
+    the chosen side is taken. Rows that hold nothing are `empty` (a prompt, a text or one side of a pair says nothing),
+    `equal` (both sides say the same, also once cut) or `promptless` (an implicit prompt, and nothing in common);
+    `overlong` are also those of which a cut leaves nothing to learn.
+
+    Args:
+        kind: Kind of the examples.
+    """
+
+    label = "tokenising"
+    filters = ("empty", "equal", "promptless")
 
     def __init__(
-        self,
-        encoder: Encoder,
-        kind: Kind,
-        options: ExampleOptions,
-        folder: Path | None = None,
-        chat: bool = False,
+        self, encoder: Encoder, kind: Kind, options: ExampleOptions, folder: Path | None = None, chat: bool = False
     ) -> None:
+        super().__init__(encoder, options, folder, chat)
         self.kind: Kind = kind
-        self.encoder = encoder
-        processor = encoder.processor
-        self.options, self.processor = options, processor
-        self.rows = RowReader(options, processor is not None, folder, chat)
+        self.options = options
         self.vocabulary = len(encoder.tokenizer)
-        self.videos = EqualVideos(processor)
         self.formats: dict[str, str] = {}
         self.margins: dict[bool, str] = {}
+
+    @property
+    def format(self) -> str:
+        """The detected format of the source; empty where no row that holds something was met yet."""
+        return next(iter(self.formats), "")
+
+    def read(self, rows: Rows, met: Mapping[str, int] | None = None) -> tuple[list[Example], Counter[str]]:
+        """Read the next rows as `SetReader.read` does.
+
+        Raises:
+            DataError: also more than `max_dropped` of all rows met hold nothing.
+        """
+        kept, counts = super().read(rows, met)
+        dropped = sum(counts[reason] for reason in self.filters)
+        if dropped > self.options.max_dropped * counts["rows"]:
+            raise DataError(
+                f"{rows.name}: {dropped} of {counts['rows']} rows hold nothing to learn from, more than "
+                f"data.max_dropped={self.options.max_dropped}: {list_counts(counts)}. Look at the columns, or raise "
+                "data.max_dropped."
+            )
+        return kept, counts
+
+    def encode(self, row: dict[str, Any], where: str) -> tuple[str, tuple[ExampleRecord, tuple[Encoded, ...]], int]:
+        record = self.record(row, where)
+        fate = reason_to_drop(record)
+        texts = () if fate else self.texts(record, where)
+        return fate, (record, texts), max(map(len, texts), default=0)
 
     def record(self, row: dict[str, Any], where: str) -> ExampleRecord:
         """Return the row after `map_row` and `rename`, recognised and checked."""
         options = self.options
-        row, images = self.rows.read(row, where, "prompt", "messages", without=COMPLETIONS)
+        row, images = self.take(row, where, "prompt", "messages", without=COMPLETIONS)
         record = read_record(row, where, self.kind, system_prompt=options.system_prompt, learn=options.learn)
-        self.rows.note_system(record.prompt, options.system_prompt, where)
+        self.note_system(record.prompt, where)
         record = replace(record, images=images) if images else record
         if self.kind == "texts" and record.format.startswith("preference ("):
             return replace(record, completions=record.completions[:1])
@@ -158,7 +177,7 @@ class ExampleReader:
         self.formats.setdefault(record.format, where)
         self.margins.setdefault(record.margin is not None, where)
         if record.template_kwargs and not record.conversational:
-            self.rows.note(f"the column {KWARGS_COLUMN} does nothing: no chat template renders the row", where)
+            self.note(f"the column {KWARGS_COLUMN} does nothing: no chat template renders the row", where)
         if record.tokens is not None:
             return (self._tokenised(record.tokens[0], record.tokens[1], where),)
         self.videos.check(record.images, where)
@@ -186,9 +205,8 @@ class ExampleReader:
         images = record.images
         return (encoder.encode(prompt, parts[0], where, tools=tools, every_turn=whole, images=images),)
 
-    def examples(self, record: ExampleRecord, texts: tuple[Encoded, ...], where: str) -> tuple[str, list[Example]]:
-        """Return the fate of a row, as its counts name it, and its examples."""
-        options = self.options
+    def keep(self, found: tuple[ExampleRecord, tuple[Encoded, ...]], where: str) -> tuple[str, list[Example]]:
+        (record, texts), options = found, self.options
         labels = tuple(map(float, record.labels))
         if options.last_step_only and self.kind == "stepwise":
             last = max(i for i, flag in enumerate(texts[0].learned) if flag)
@@ -219,9 +237,7 @@ class ExampleReader:
             examples = [replace(common, texts=(text,), desirable=good) for text, good in zip(short, (True, False))]
         return "kept" if whole else "kept truncated", examples
 
-    def check_whole(self) -> None:
-        """Raise DataError for rows of several formats, or margins in some rows only; log what was noted."""
-        self.encoder.left_out.warn()
+    def check_alike(self) -> None:
         if len(self.formats) > 1:
             (one, here), (other, there), *_ = self.formats.items()
             raise DataError(
@@ -233,8 +249,6 @@ class ExampleReader:
                 f"Column 'margin': {self.margins[True]} has a number, {self.margins[False]} has none. Give every row "
                 "one, or none with data.map_row."
             )
-        self.rows.check_renamed()
-        self.rows.log_notes()
 
     def _tokenised(self, ids: list[int], learned: list[bool], where: str) -> Encoded:
         if max(ids) >= self.vocabulary:
@@ -271,3 +285,43 @@ def reason_to_drop(record: ExampleRecord) -> str:
     if record.format.startswith("language") or not is_blank(record.prompt or ""):
         return ""
     return "promptless" if "implicit" in record.format else "empty"
+
+
+def read_examples(
+    rows: Rows, encoder: Encoder, kind: Kind, options: ExampleOptions
+) -> tuple[list[Example], Counter[str], str]:
+    """Return every row that passes the filters, the counts of `ExampleReader`, and the name of the format.
+
+    `rows = bad + empty + equal + promptless + overlong + kept`.
+
+    Raises:
+        DataError: as `ExampleReader.read`; rows of several formats, or margins in some rows only; an overlong row where
+            `overlong` is `error`.
+        ConfigError: an option that this kind has no use for, or that the chat template does not allow.
+    """
+    options.check_kind(kind)
+    kept, counts, reader = read_source(rows, lambda chat: ExampleReader(encoder, kind, options, rows.folder, chat))
+    return kept, counts, reader.format
+
+
+def example_set(
+    sources: Sequence[Sequence[Example]], encoder: Encoder, kind: Kind, options: ExampleOptions
+) -> tuple[ExampleSet, tuple[int, ...]]:
+    """Return the rows of all sources, each packed by itself where rows are packed, and the size of each.
+
+    Raises:
+        ConfigError: rows that are packed have images.
+        DataError: videos cannot be read together.
+    """
+    pad: Any = encoder.tokenizer.pad_token_id
+    whole = [example for examples in sources for example in examples]
+    if options.packing == "none":
+        return ExampleSet(kind, whole, pad, processor=encoder.processor), tuple(map(len, sources))
+    if seeing := next((example for example in whole if example.shown), None):
+        raise ConfigError(
+            f"{seeing.where}: the row has images, and data.packing={options.packing} packs text only. Set "
+            "data.packing=none."
+        )
+    assert options.max_length is not None
+    packs = [pack_examples(examples, options.max_length, options.packing) for examples in sources]
+    return ExampleSet(kind, whole, pad, [row for rows in packs for row in rows]), tuple(map(len, packs))

@@ -19,8 +19,6 @@ from lit_rl.data.prompt_set import PromptExample, PromptSet
 from lit_rl.data.splits import prompt_key
 from lit_rl.data.visual_prompts import Processor, PromptVisuals, refuse_unequal_videos
 
-KINDS = ("texts", "pairs", "verdicts", "stepwise")
-
 
 @dataclass(frozen=True)
 class Encoded:
@@ -58,6 +56,11 @@ class Example:
     """The visuals of the prompt; None: no images."""
     labels: tuple[float, ...] = ()
     """Labelled steps: 1 or 0 for each learned token of the text, in their order."""
+
+    @property
+    def key(self) -> str:
+        """A text that is equal for rows of equal prompts and images; a text without a prompt is its own."""
+        return json.dumps(self.texts[0].ids) if self.prompt is None else prompt_key(self.prompt, self.shown)
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class ExampleSet:
         first: dict[str, Example] = {}
         for example in self.examples:
             if example.prompt is not None:
-                first.setdefault(prompt_key(example.prompt, example.shown), example)
+                first.setdefault(example.key, example)
         examples = []
         for each in first.values():
             ids = each.texts[0].ids[: each.texts[0].prompt_tokens]

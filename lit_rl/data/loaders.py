@@ -11,7 +11,6 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from lightning.pytorch.utilities import rank_zero_info
@@ -46,6 +45,8 @@ class SlottedLoader(ABC, Generic[Batch]):
         limit: `trainer.limit_train_batches`: a number of batches, or a share of them if a float. It only tells which
             batch is an epoch's last.
         allow_changed: Load a state also where the data, its order or the slots are no longer those of the state.
+        row_settings: Settings that made the rows, by name, as plain values: they name the cause where a checkpoint's
+            rows were others.
     """
 
     size_key = "data.prompts_per_rollout"
@@ -65,6 +66,7 @@ class SlottedLoader(ABC, Generic[Batch]):
         epoch: int = 0,
         limit: int | float = 1.0,
         allow_changed: bool = False,
+        row_settings: Mapping[str, Any] | None = None,
     ) -> None:
         if order.prompts_per_rollout % world_size:
             below = order.prompts_per_rollout // world_size * world_size
@@ -73,20 +75,14 @@ class SlottedLoader(ABC, Generic[Batch]):
             raise ConfigError(
                 f"{self.size_key}={order.prompts_per_rollout} does not divide over {world_size} ranks: {near}."
             )
-        self.order = order
-        self.slots = slots
-        self.rank = rank
-        self.world_size = world_size
-        self.allow_changed = allow_changed
+        self.order, self.slots, self.rank, self.world_size = order, slots, rank, world_size
+        self.allow_changed, self.row_settings = allow_changed, row_settings or {}
+        self.position = 0
+        """Batches of the epoch that were taken."""
         self._data = fingerprint
-        self._last = int(len(self) * limit) if isinstance(limit, float) else min(limit, len(self))
+        self._last = last_batch(len(self), limit)
         self._epoch = epoch
-        self._position = 0
         self._continues = False
-
-    row_settings: Mapping[str, Any] = MappingProxyType({})
-    """Settings that made the rows, by name, as plain values. The data module sets them: they name the cause where a
-    checkpoint's rows were others."""
 
     @abstractmethod
     def batches(self, rows: list[int], number: int) -> Sequence[Batch]:
@@ -119,21 +115,28 @@ class SlottedLoader(ABC, Generic[Batch]):
         # All of this runs at the first `next`: Lightning may make an iterator that it never uses.
         if self._continues:
             self._continues = False
-        elif self._position:
-            self._epoch, self._position = self._epoch + 1, 0
-        rows, size, steps = self.order.epoch(self._epoch), self.order.prompts_per_rollout, self.order.rollouts_per_epoch
-        step, first_slot = divmod(self._position, self.slots)
-        for index in range(step, steps):
+        elif self.position:
+            self._epoch, self.position = self._epoch + 1, 0
+        yield from self.rest_of_epoch(self._epoch, self._epoch * self.order.rollouts_per_epoch)
+
+    def rest_of_epoch(self, epoch: int, first_step: int) -> Iterator[Batch]:
+        """Yield the batches of an epoch after `position`.
+
+        Args:
+            epoch: Number of the epoch, which decides its order.
+            first_step: Number of its first step, over the run.
+        """
+        rows, size = self.order.epoch(epoch), self.order.prompts_per_rollout
+        step, first_slot = divmod(self.position, self.slots)
+        for index in range(step, self.order.rollouts_per_epoch):
             whole = rows[index * size : (index + 1) * size]
-            for batch in self.batches(whole, self._epoch * steps + index)[first_slot:]:
-                self._position += 1
+            for batch in self.batches(whole, first_step + index)[first_slot:]:
+                self.position += 1
                 yield batch
             first_slot = 0
 
     def state_dict(self) -> dict[str, Any]:
-        cut = {"slots": self.slots, "world_size": self.world_size}
-        where = {"position": self._position, "epoch": self._epoch}
-        return where | {"fingerprint": self.fingerprint, "made_by": self.made_by(self.slots), **cut}
+        return {"position": self.position, "epoch": self._epoch, **self.identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the saved loader was.
@@ -146,15 +149,49 @@ class SlottedLoader(ABC, Generic[Batch]):
                 "The checkpoint's run streamed its rows (data.stream_buffer), and this run reads all of them at once. "
                 "Set data.stream_buffer to the value of the checkpoint's run."
             )
-        other = world_size_changed(state, self.world_size)
+        (self.position,) = self.batches_of(state, "position")
+        self._epoch, self._continues = state["epoch"], True
+        if self.position >= self._last:
+            self.position, self._epoch = 0, self._epoch + 1
+
+    def identity(self) -> dict[str, Any]:
+        """Return the part of a state that `batches_of` compares."""
+        made_by = self.made_by(self.slots)
+        return {"fingerprint": self.fingerprint, "made_by": made_by, "slots": self.slots, "world_size": self.world_size}
+
+    def batches_of(self, state: Mapping[str, Any], *counts: str) -> list[int]:
+        """Return numbers of batches in a state; with another number of ranks those of whole steps of this run.
+
+        Args:
+            state: State of the loader of the checkpoint's run.
+            counts: Names of the numbers.
+
+        Raises:
+            DataError: the state belongs to other data, and `allow_changed` is off. The message names the settings that
+                changed; where none did, the rows themselves.
+        """
+        other = state["world_size"] != self.world_size
         slots = state["slots"] if other else self.slots
         if state["fingerprint"] != self.fingerprint_of(slots):
-            accept_changed_data(self, state, slots, allowed=self.allow_changed)
-        position = state["position"]
-        self._position = whole_steps(position, slots) * self.slots if other else position
-        self._epoch, self._continues = state["epoch"], True
-        if self._position >= self._last:
-            self._position, self._epoch = 0, self._epoch + 1
+            self._accept_changed_data(state["made_by"], self.made_by(slots))
+        return [whole_steps(state[name], slots) * self.slots if other else state[name] for name in counts]
+
+    def _accept_changed_data(self, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+        """Refuse data that are not the checkpoint's, or say what is other about them."""
+        changed = [name for name in current if name in saved and name != "rows" and saved[name] != current[name]]
+        changes = [f"{name} {_describe_change(saved[name], current[name])}" for name in changed]
+        if not changes and saved["rows"] != current["rows"]:
+            changes = [f"the rows themselves, {saved['rows']} -> {current['rows']} of them"]
+        elif not changes:
+            changes = ["the rows themselves (as many as before: their texts, their columns or their order in the file)"]
+        if not self.allow_changed:
+            raise DataError(
+                f"The data is not the checkpoint's: {', '.join(changes)}. So the run cannot go on exactly. Restore "
+                f"{'it' if len(changes) == 1 else 'them'}, or accept it with data.allow_changed=true."
+            )
+        rank_zero_info(
+            f"Going on with other data than the checkpoint's run (data.allow_changed=true): {', '.join(changes)}."
+        )
 
     def made_by(self, slots: int) -> dict[str, Any]:
         """Return what decides which row is in which batch, by the names of settings, as plain values."""
@@ -181,35 +218,6 @@ class SlottedLoader(ABC, Generic[Batch]):
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def accept_changed_data(loader: SlottedLoader[Any], state: Mapping[str, Any], slots: int, *, allowed: bool) -> None:
-    """Refuse data that are not the checkpoint's, or say what is other about them.
-
-    Args:
-        loader: Loader of this run.
-        state: State of the loader of the checkpoint's run.
-        slots: Slots of the checkpoint's run.
-        allowed: `data.allow_changed`.
-
-    Raises:
-        DataError: names the settings that changed; where none did, the rows themselves.
-    """
-    saved, current = state["made_by"], loader.made_by(slots)
-    changed = [name for name in current if name in saved and name != "rows" and saved[name] != current[name]]
-    changes = [f"{name} {_describe_change(saved[name], current[name])}" for name in changed]
-    if not changes and saved["rows"] != current["rows"]:
-        changes = [f"the rows themselves, {saved['rows']} -> {current['rows']} of them"]
-    elif not changes:
-        changes = ["the rows themselves (as many as before: their texts, their columns or their order in the file)"]
-    if not allowed:
-        raise DataError(
-            f"The data is not the checkpoint's: {', '.join(changes)}. So the run cannot go on exactly. Restore "
-            f"{'it' if len(changes) == 1 else 'them'}, or accept it with data.allow_changed=true."
-        )
-    rank_zero_info(
-        f"Going on with other data than the checkpoint's run (data.allow_changed=true): {', '.join(changes)}."
-    )
-
-
 def _describe_change(before: Any, now: Any) -> str:
     """Return a change of a setting in words; of strings a mark is noted, so that no secret is in a checkpoint."""
     marked = any(isinstance(each, str) and each.startswith("#") for each in (before, now))
@@ -228,9 +236,10 @@ def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def world_size_changed(state: Mapping[str, Any], world_size: int) -> bool:
-    """Tell whether a loader's state was taken with another world size."""
-    return state["world_size"] != world_size
+def last_batch(batches: int, limit: int | float) -> int:
+    """Return the number of batches of an epoch that `trainer.limit_train_batches` leaves: a number of them, or a share
+    if it is a float."""
+    return int(batches * limit) if isinstance(limit, float) else min(limit, batches)
 
 
 def whole_steps(batches: int, slots: int) -> int:

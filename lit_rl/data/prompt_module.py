@@ -6,14 +6,14 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from lit_rl.core.errors import ConfigError, in_range
 from lit_rl.core.rollout import PromptBatch, PromptForm
 from lit_rl.core.vision_inputs import PromptVision
-from lit_rl.data.corpus import PromptCorpus, read_prompt_corpus
+from lit_rl.data.corpus import Corpus, prompt_reader
 from lit_rl.data.data_module import SourcedDataModule, check_keywords
+from lit_rl.data.encode import Encoder
 from lit_rl.data.loaders import EvalLoader, RolloutLoader, SparePrompts
-from lit_rl.data.order import DEFAULT_STEP_ROWS, RolloutOrder
-from lit_rl.data.prompt_set import PromptOptions
+from lit_rl.data.prompt_reader import PromptOptions
+from lit_rl.data.prompt_set import PromptSet
 from lit_rl.data.rendering import warn_unknown_end
 from lit_rl.data.sources import GivenRows
 from lit_rl.data.tasks import Repeated
@@ -40,6 +40,9 @@ class RolloutDataModule(SourcedDataModule):
         source: Further arguments of `SourcedDataModule`.
     """
 
+    size_name = "prompts_per_rollout"
+    options: PromptOptions
+
     def __init__(
         self,
         rows: GivenRows | None = None,
@@ -52,15 +55,12 @@ class RolloutDataModule(SourcedDataModule):
     ) -> None:
         check_keywords(type(self), source, SourcedDataModule)
         super().__init__(rows, **source)
-        self.size_is_given, self._size = prompts_per_rollout is not None, prompts_per_rollout
-        self.prompts_per_rollout = DEFAULT_STEP_ROWS if prompts_per_rollout is None else prompts_per_rollout
-        in_range("data.prompts_per_rollout", self.prompts_per_rollout, low=1)
+        self.prompts_per_rollout = self.choose_step_rows(prompts_per_rollout)
         self.options = PromptOptions(
             prompt_key=prompt_key, max_prompt_tokens=max_prompt_tokens, overlong=overlong, **self.reading
         )
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._warned_of_end = False
-        self._corpus: PromptCorpus | None = None
 
     def prepare(
         self,
@@ -91,9 +91,8 @@ class RolloutDataModule(SourcedDataModule):
             self._warned_of_end = True
             warn_unknown_end(tokenizer, self.options.chat_template_kwargs, eos_ids)
         if stage == "fit":
-            rows, key = sum(self._prepared().sizes), "data.prompts_per_rollout"
-            self.prompts_per_rollout = self.fitted(self._size, self.prompts_per_rollout, rows, key)
-            self._order(self.shuffle)
+            self.fit_step_to(sum(self.sets.sizes))
+            self.order(self.shuffle)
 
     def setup(self, stage: str) -> None:
         how: dict[str, Any] = {"processor": self.processor_of_run(), "eos_ids": self.eos_ids_of_run()}
@@ -101,72 +100,59 @@ class RolloutDataModule(SourcedDataModule):
 
     @property
     def report(self) -> dict[str, dict[str, int]]:
-        """Counts of each set, `train` and `val` or `val/<name>`, by filter: see `read_prompt_corpus`."""
-        return self._prepared().report
+        """Counts of each set, `train` and `val` or `val/<name>`, by filter: see `CorpusReader.whole`."""
+        return self.sets.report
+
+    @property
+    def train_prompts(self) -> PromptSet:
+        return self.sets.train
+
+    @property
+    def val_prompts(self) -> dict[str, PromptSet]:
+        return dict(self.sets.val)
 
     @property
     def prompt_form(self) -> PromptForm:
         """The form of the training prompts."""
-        return "text" if isinstance(self._prepared().train.prompts[0], str) else "messages"
+        return "text" if isinstance(self.train_prompts.prompts[0], str) else "messages"
 
     @property
     def columns(self) -> list[str]:
         """Columns of the training rows beside the prompt; None fills a row that lacks one."""
-        return list(self._prepared().train.columns)
-
-    @property
-    def val_names(self) -> list[str]:
-        """Names of the validation sets, in the order of the loaders; a single unnamed one is an empty name."""
-        return list(self._prepared().val)
-
-    @property
-    def val_columns(self) -> dict[str, list[str]]:
-        """Columns of each validation set, by its name."""
-        return {name: list(rows.columns) for name, rows in self._prepared().val.items()}
+        return list(self.train_prompts.columns)
 
     @property
     def longest_prompt(self) -> int:
         """Tokens of the longest training prompt that is left."""
-        return max(map(len, self._prepared().train.prompt_ids))
-
-    @property
-    def longest_val_prompt(self) -> int:
-        """Tokens of the longest validation prompt of any set; 0 where there is none."""
-        return max((len(ids) for rows in self._prepared().val.values() for ids in rows.prompt_ids), default=0)
+        return max(map(len, self.train_prompts.prompt_ids))
 
     @property
     def prompt_keys(self) -> list[str]:
         """A text for each training row, equal for rows of equal prompts and images."""
-        return self._prepared().train.keys
+        return self.train_prompts.keys
 
     def columns_of_sets(self) -> list[Mapping[str, Sequence[Any]]]:
         """Return the columns of the training rows and of each validation set, with their values."""
-        corpus = self._prepared()
-        return [corpus.train.columns, *(rows.columns for rows in corpus.val.values())]
+        return [self.train_prompts.columns, *(rows.columns for rows in self.val_prompts.values())]
 
     def peek(self, count: int) -> PromptBatch:
         """Return the first training rows, in the order of the data."""
-        data = self._prepared().train
+        data = self.train_prompts
         return data.batch(range(min(count, len(data))))
 
     def train_dataloader(self) -> RolloutLoader:
-        trainer, (rank, world_size) = self.trainer_of_run(), self.rank()
+        trainer = self.trainer_of_run()
         generator = getattr(trainer.lightning_module, "generator", None)  # a user's own module may have none
         lag = 0 if generator is None else generator.lag
-        loader = RolloutLoader(
-            self._prepared().train,
-            self._order(self.shuffles()),
+        return RolloutLoader(
+            self.train_prompts,
+            self.order(self.shuffles()),
             repeat=self.module_attribute("slots_per_rollout"),
             ahead=lag,
             run=self._length() if lag else (math.inf, math.inf),
-            rank=rank,
-            world_size=world_size,
             epoch=trainer.current_epoch,
-            limit=trainer.limit_train_batches,
-            allow_changed=self.allow_changed,
+            **self.place(),
         )
-        loader.row_settings = self.made_by(self.options, self._tokenizer)
-        return loader
 
     def _length(self) -> tuple[float, float]:
         """Return the rollouts and epochs after which the run ends; infinite where it has no such limit."""
@@ -176,13 +162,7 @@ class RolloutDataModule(SourcedDataModule):
         return rollouts, math.inf if trainer.max_epochs in (None, -1) else trainer.max_epochs
 
     def val_dataloader(self) -> list[EvalLoader]:
-        sets = self._prepared().val
-        limit = self.module_attribute("evaluation").limit
-        rank, world_size = self.rank()
-        return [
-            EvalLoader(rows, batch_size=self.val_batch_size, limit=limit, rank=rank, world_size=world_size)
-            for rows in sets.values()
-        ]
+        return self.prompt_loaders()
 
     test_dataloader = val_dataloader
     predict_dataloader = val_dataloader
@@ -190,36 +170,20 @@ class RolloutDataModule(SourcedDataModule):
     @property
     def spare(self) -> SparePrompts:
         """Training prompts beyond those of the epochs, for what a rollout drops."""
-        return SparePrompts(self._prepared().train, self._order(self.shuffle))
+        return SparePrompts(self.train_prompts, self.order(self.shuffle))
 
     @property
     def fingerprint(self) -> str:
         """A digest of the training rows, their tokens and images: equal for the same rows in the same order."""
-        return self._prepared().train.fingerprint
+        return self.train_prompts.fingerprint
 
     def vision(self, row: int) -> PromptVision | None:
         """Return the vision inputs of a training prompt."""
-        return self._prepared().train.vision(row)
+        return self.train_prompts.vision(row)
 
-    def first_shown(self) -> tuple[list[int], PromptVision | None] | None:
-        """Return tokens and vision inputs of the first training prompt that shows images; None where none does."""
-        return self._prepared().train.first_shown()
-
-    def _read(self, tokenizer: PreTrainedTokenizerBase, processor: Processor | None) -> PromptCorpus:
-        val = self.val_rows()
-        self.log_if_unvalidated(val)
-        fraction = self.held_out(val)
-        how = {"processor": processor, "val_fraction": fraction, "seed": self.seed}
-        corpus = read_prompt_corpus(self.train_rows(), val, tokenizer, self.options, **how)
+    def _read(self, tokenizer: PreTrainedTokenizerBase, processor: Processor | None) -> Corpus[PromptSet]:
+        encoder = Encoder(tokenizer, self.options.chat_template_kwargs, processor=processor)
+        corpus = self.read_whole(prompt_reader(encoder, self.options), self.val_rows())
         limit = f"data.max_prompt_tokens={self.options.max_prompt_tokens}"
         self.log_row_counts(corpus.report, limit, repeats=isinstance(self.task, Repeated))
         return corpus
-
-    def _order(self, shuffle: bool) -> RolloutOrder:
-        corpus, key = self._prepared(), "data.prompts_per_rollout"
-        return self.make_order(corpus.sizes, self.prompts_per_rollout, shuffle, key, corpus.report["train"])
-
-    def _prepared(self) -> PromptCorpus:
-        if self._corpus is None:
-            raise ConfigError("The data is not loaded yet: call `prepare(tokenizer)`; a Trainer does it by itself.")
-        return self._corpus

@@ -1,65 +1,20 @@
-"""Rows of one set, formatted, tokenised once and counted."""
+"""Prompts to be answered, tokenised once, and the set that makes batches of them."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 from lit_rl.core.episode import Prompt
-from lit_rl.core.errors import ConfigError, DataError, in_range, one_of
-from lit_rl.core.progress_bar import delayed_progress
+from lit_rl.core.errors import DataError
 from lit_rl.core.rollout import PromptBatch
 from lit_rl.core.vision_inputs import PromptVision
-from lit_rl.data.message_forms import read_tools
-from lit_rl.data.readers import ON_BAD_ROW, OnBadRow
-from lit_rl.data.rendering import (
-    KWARGS_COLUMN,
-    TemplateOmissions,
-    check_template_kwargs,
-    control_tokens,
-    encode_prompt,
-    render_prompt,
-    row_template_kwargs,
-)
-from lit_rl.data.row_visuals import MAX_IMAGE_PIXELS, MOST_IMAGE_PIXELS
-from lit_rl.data.rows import RowFunction, RowReader, add_system_prompt, is_empty, split_prompt
-from lit_rl.data.sources import Rows
 from lit_rl.data.splits import prompt_key
-from lit_rl.data.visual_prompts import EqualVideos, Processor, PromptVisuals, refuse_reserved, refuse_unequal_videos
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-Overlong = Literal["drop", "truncate_left", "error"]
-OVERLONG = ("drop", "truncate_left", "error")
-
-
-@dataclass(frozen=True)
-class PromptOptions:
-    """Settings by which a row becomes a prompt; the fields are those of `RolloutDataModule`."""
-
-    prompt_key: str = "prompt"
-    rename: Mapping[str, str] = field(default_factory=dict)
-    map_row: RowFunction | None = None
-    system_prompt: str | None = None
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    max_prompt_tokens: int = 512
-    overlong: Overlong = "drop"
-    on_bad_row: OnBadRow = "error"
-    max_image_pixels: int = MAX_IMAGE_PIXELS
-
-    def __post_init__(self) -> None:
-        in_range("data.max_prompt_tokens", self.max_prompt_tokens, low=1)
-        in_range("data.max_image_pixels", self.max_image_pixels, low=1, high=MOST_IMAGE_PIXELS)
-        one_of("data.overlong", self.overlong, OVERLONG)
-        one_of("data.on_bad_row", self.on_bad_row, ON_BAD_ROW)
-        check_template_kwargs(self.chat_template_kwargs)
+from lit_rl.data.visual_prompts import Processor, PromptVisuals, refuse_unequal_videos
 
 
 @dataclass(frozen=True)
@@ -72,6 +27,11 @@ class PromptExample:
     where: str
     shown: PromptVisuals | None = None
     """None: a prompt without images."""
+
+    @property
+    def key(self) -> str:
+        """A text that is equal for rows of equal prompts and images."""
+        return prompt_key(self.prompt, self.shown)
 
 
 @dataclass(frozen=True)
@@ -158,159 +118,6 @@ class PromptSet:
             slot=slot,
             vision=self.visions if self.shown else None,
         )
-
-
-def read_prompts(
-    rows: Rows,
-    tokenizer: PreTrainedTokenizerBase,
-    options: PromptOptions,
-    processor: Processor | None = None,
-    left_out: TemplateOmissions | None = None,
-    chat: bool = False,
-) -> tuple[list[PromptExample], Counter[str]]:
-    """Return every row that passes the filters, and the number that each filter took. With `chat` plain texts are read
-    as messages; where one of them comes with images, the set is read again that way.
-
-    The counts are `rows` (met), `bad`, `empty`, `overlong` (left out), `truncated` (kept, cut), `kept`, `longest`
-    (tokens of the longest prompt met, before any cut); `rows = bad + empty + overlong + kept`.
-
-    Raises:
-        DataError: a bad row where `on_bad_row` is `error`; where it is `skip`, the first of them if all are bad; texts
-            and messages mixed; an overlong prompt where `overlong` is `error`; `rename` of a column that no row has.
-    """
-    counts = Counter(
-        rows=len(rows) + rows.skipped, bad=rows.skipped, empty=0, overlong=0, truncated=0, kept=0, longest=0
-    )
-    left_out = left_out or TemplateOmissions(tokenizer, options.chat_template_kwargs)
-    reader = _PromptReader(tokenizer, options, processor, rows.folder, left_out, chat)
-    kept, first_error = [], None
-    for i in delayed_progress(range(len(rows)), "tokenising prompts", "row"):
-        try:
-            example = reader.example(rows[i], rows.where(i))
-        except DataError as error:
-            if options.on_bad_row == "error":
-                raise
-            counts["bad"] += 1
-            first_error = first_error or error
-            continue
-        if example is None:
-            counts["empty"] += 1
-            continue
-        counts["longest"] = max(counts["longest"], len(example.prompt_ids))
-        if len(example.prompt_ids) <= options.max_prompt_tokens:
-            if example.shown is not None:
-                reader.videos.add(example.shown.visuals, example.where)
-            kept.append(example)
-        elif options.overlong == "truncate_left" and example.shown:
-            raise ConfigError(
-                f"{example.where}: the prompt has {len(example.prompt_ids)} tokens with its images, "
-                f"data.max_prompt_tokens={options.max_prompt_tokens}, and data.overlong=truncate_left would cut "
-                "through an image. Use drop or error, raise the limit, or make images smaller."
-            )
-        elif options.overlong == "truncate_left":
-            counts["truncated"] += 1
-            tail = example.prompt_ids[-options.max_prompt_tokens :]
-            kept.append(PromptExample(example.prompt, tail, example.columns, example.where))
-        elif options.overlong == "drop":
-            counts["overlong"] += 1
-        else:
-            raise DataError(
-                f"{example.where}: the prompt has {len(example.prompt_ids)} tokens, "
-                f"data.max_prompt_tokens={options.max_prompt_tokens}. Raise it, or set data.overlong to drop or "
-                "truncate_left."
-            )
-    if first_error and counts["bad"] - rows.skipped == len(rows):
-        raise first_error
-    if reader.rows.mixed:
-        return read_prompts(rows, tokenizer, options, processor, left_out, chat=True)
-    reader.check_whole()
-    counts["kept"] = len(kept)
-    return kept, counts
-
-
-class _PromptReader:
-    """A reader of rows one at a time, which remembers what only all rows together can prove wrong."""
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        options: PromptOptions,
-        processor: Processor | None,
-        folder: Path | None,
-        left_out: TemplateOmissions,
-        chat: bool,
-    ) -> None:
-        self.tokenizer, self.processor, self.left_out = tokenizer, processor, left_out
-        self.options = options
-        self.rows = RowReader(options, processor is not None, folder, chat)
-        self.control = control_tokens(tokenizer)
-        if processor is not None:
-            self.control = sorted({*self.control, *processor.reserved})
-        self.videos = EqualVideos(processor)
-        self.kinds: dict[type, str] = {}
-
-    def example(self, row: dict[str, Any], where: str) -> PromptExample | None:
-        """Return the row formatted and tokenised, or None where its prompt is empty."""
-        options = self.options
-        row, images = self.rows.read(row, where, options.prompt_key)
-        prompt, columns = split_prompt(row, where, prompt_key=options.prompt_key)
-        self.kinds.setdefault(type(prompt), where)
-        if is_empty(prompt):
-            return None
-        self.rows.note_system(prompt, options.system_prompt, where)
-        prompt = add_system_prompt(prompt, options.system_prompt)
-        own = row_template_kwargs(columns, where)
-        if own and isinstance(prompt, str):
-            self.rows.note(
-                f"the column {KWARGS_COLUMN} does nothing: the prompt is plain text, without a chat template", where
-            )
-        columns |= {KWARGS_COLUMN: own or None} if KWARGS_COLUMN in columns else {}
-        kwargs = {**options.chat_template_kwargs, **own}
-        if tools := self._tools(prompt, columns.get("tools"), where):
-            columns["tools"], kwargs = tools, {**kwargs, "tools": tools}
-        if images and self.processor is not None and not isinstance(prompt, str):
-            text = render_prompt(self.tokenizer, prompt, where, kwargs, self.control, self.left_out)
-            self.videos.check(images, where)
-            ids, _ = self.processor.process(text, images, where)
-            return PromptExample(prompt, ids, columns, where, PromptVisuals(text, images, where))
-        if self.processor is not None:
-            if isinstance(prompt, str):
-                refuse_reserved(self.processor, prompt, where)
-            self.processor.refuse_without_images(where)
-        ids = encode_prompt(
-            self.tokenizer,
-            prompt,
-            where=where,
-            chat_template_kwargs=kwargs,
-            control=self.control,
-            left_out=self.left_out,
-        )
-        return PromptExample(prompt, ids, columns, where)
-
-    def _tools(self, prompt: Prompt, column: Any, where: str) -> list[Any] | None:
-        """Return the schemas for the chat template; a column of anything else is for rewards alone."""
-        if not column:
-            return None
-        try:
-            tools = read_tools(column, where)
-        except DataError:
-            self.rows.note("the column tools holds no JSON schemas: rewards see it, the chat template does not", where)
-            return None
-        if isinstance(prompt, str):
-            self.rows.note("the column tools is not shown: the prompt is plain text, without a chat template", where)
-            return None
-        return tools
-
-    def check_whole(self) -> None:
-        """Raise DataError for prompts of two kinds; log what was noted."""
-        self.left_out.warn()
-        if len(self.kinds) > 1:
-            raise DataError(
-                f"Prompts of two kinds: {self.kinds[str]} is a string, {self.kinds[list]} a list of messages. "
-                "Make all of them one kind, for example with data.map_row."
-            )
-        self.rows.check_renamed()
-        self.rows.log_notes()
 
 
 def _column(name: str, examples: Sequence[PromptExample]) -> list[Any]:

@@ -1,8 +1,8 @@
 """Readers of files: JSON Lines, tables of text cells and parquet, row by row.
 
-No type is guessed from other lines, and a bad line is named by file and number. `JsonlReader` reads a whole file;
-the `rows_of_*` generators start at any row without parsing the rows before it. They yield a bad row as its error and
-do not raise it, because a generator that has raised cannot go on.
+No type is guessed from other lines, and a bad line is named by file and number. The `rows_of_*` generators start at any
+row without parsing the rows before it. They yield a bad row as its error and do not raise it, because a generator that
+has raised cannot go on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from lit_rl.core.errors import DataError, excerpt, one_of
+from lit_rl.core.errors import DataError, excerpt
 
 _BEGINNINGS = {
     b"\x1f\x8b": "packed by gzip: unpack it first",
@@ -52,43 +52,6 @@ def refuse_other_files(path: Path, beginning: bytes, named: str = "text in UTF-8
 
 OnBadRow = Literal["error", "skip"]
 ON_BAD_ROW = ("error", "skip")
-
-
-class JsonlReader:
-    """The `(line number, row)` pairs of a file of one JSON object a line, of which one line at a time is held.
-
-    UTF-8. A byte order mark, CRLF line ends and blank lines are accepted. A line that is not one JSON object, holds the
-    literals NaN or Infinity, a number too large for a float, or one of its own keys twice, is bad. Deeper in it the
-    last of two equal keys counts, as in Python.
-
-    Args:
-        path: The file.
-        on_bad_row: `error` raises at the first bad line, `skip` counts bad lines in `skipped`.
-    """
-
-    def __init__(self, path: str | Path, *, on_bad_row: OnBadRow = "error") -> None:
-        one_of("data.on_bad_row", on_bad_row, ON_BAD_ROW)
-        self.path = Path(path)
-        self.on_bad_row = on_bad_row
-        self.skipped = 0
-        """Bad lines met by the latest iteration."""
-
-    def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield the rows of the file, one a line.
-
-        Raises:
-            DataError: the file cannot be read, or a line is bad and `on_bad_row` is `error`.
-        """
-        self.skipped = 0
-        for number, line in numbered_lines(self.path):
-            try:
-                row = parse_line(self.path, number, line)
-            except DataError:
-                if self.on_bad_row == "error":
-                    raise
-                self.skipped += 1
-                continue
-            yield number, row
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -222,7 +185,11 @@ RawRow = tuple[int, dict[str, Any] | DataError]
 
 
 def rows_of_lines(path: Path, skip: int = 0) -> Iterator[RawRow]:
-    """Yield the rows of JSON Lines; blank lines are none.
+    """Yield the rows of a file of one JSON object a line, of which one line at a time is held.
+
+    UTF-8. A byte order mark, CRLF line ends and blank lines are accepted. A line that is not one JSON object, holds the
+    literals NaN or Infinity, a number too large for a float, or one of its own keys twice, is bad. Deeper in it the
+    last of two equal keys counts, as in Python.
 
     Raises:
         DataError: the file cannot be read.
@@ -236,7 +203,7 @@ def rows_of_lines(path: Path, skip: int = 0) -> Iterator[RawRow]:
         yield number, row
 
 
-def rows_of_cells(path: Path, delimiter: str, skip: int = 0) -> Iterator[RawRow]:
+def rows_of_cells(delimiter: str, path: Path, skip: int = 0) -> Iterator[RawRow]:
     """Yield the rows of a table of text cells under a header; blank lines are none.
 
     Raises:

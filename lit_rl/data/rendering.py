@@ -61,12 +61,7 @@ def render_prompt(
     control = control_tokens(tokenizer) if control is None else control
     refuse_control_tokens(control, messages, where, tokenizer=tokenizer, tools=kwargs.get("tools"))
     check_template_kwargs(kwargs)
-    try:
-        text = str(apply_chat_template(tokenizer, messages, tokenize=False, add_generation_prompt=True, **kwargs))
-    except ConfigError:
-        raise
-    except Exception as error:  # a template may raise anything
-        raise DataError(f"{where}: the chat template refuses the messages: {excerpt(str(error), 200)}") from error
+    text = str(render(tokenizer, messages, where, kwargs, add_generation_prompt=True))
     if left_out is not None:
         left_out.compare(messages, text, where, kwargs)
     return text
@@ -212,10 +207,8 @@ def turn_end(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> s
     """Return what the chat template writes after the words of the last turn; nothing where it takes no such turn."""
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE_REPLY}]
     try:
-        text = str(apply_chat_template(tokenizer, messages, **{**kwargs, "tokenize": False}))
-    except ConfigError:
-        raise
-    except Exception:  # a template may raise anything, such as for these messages
+        text = str(render(tokenizer, messages, "", kwargs))
+    except DataError:  # the template refuses these messages
         return ""
     return text.rpartition(_PROBE_REPLY)[2] if _PROBE_REPLY in text else ""
 
@@ -503,15 +496,12 @@ class TemplateOmissions:
         if self._opens_turn is not None:
             return
         user = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
-        arguments = {**self._kwargs, "tokenize": False}
+        begin = list(messages[: user + 1])
         try:
             plain, opened = (
-                apply_chat_template(self._tokenizer, messages[: user + 1], add_generation_prompt=opens, **arguments)
-                for opens in (False, True)
+                render(self._tokenizer, begin, "", self._kwargs, add_generation_prompt=opens) for opens in (False, True)
             )
-        except ConfigError:
-            raise
-        except Exception:  # a template may raise anything, such as for too few messages
+        except DataError:  # the template refuses so few messages
             return
         self._opens_turn = plain != opened
 

@@ -422,38 +422,32 @@ def images_in(row: Mapping[str, Any], *keys: str) -> str:
     return ", ".join([*held, *(f"parts of {key!r}" for key in shown)])
 
 
-class RowImages:
-    """Images and videos of rows for a policy, which sees them or not.
+def read_images(
+    reader: ImageReader | None, row: dict[str, Any], where: str, *keys: str, without: Sequence[str] = ()
+) -> tuple[dict[str, Any], tuple[Visual, ...]]:
+    """Read a row by an `ImageReader`, and refuse images in the columns `without`.
 
     Args:
-        sees: True for a policy over images.
-        folder: See `ImageReader`.
-        max_pixels: See `ImageReader`.
-        chat: See `ImageReader`.
+        reader: The reader; None for a policy over text, whose rows may have no images.
+        row: The row.
+        where: The row, for messages.
+        keys: Columns of messages that may show images.
+        without: Columns that may show none.
+
+    Raises:
+        ConfigError: the row has images or videos, and the policy reads text.
+        DataError: as `ImageReader.read`; or there are images where none may be.
     """
-
-    def __init__(self, sees: bool, folder: Path | None, max_pixels: int, chat: bool = False) -> None:
-        self._reader = ImageReader(folder, max_pixels, chat) if sees else None
-
-    def read(
-        self, row: dict[str, Any], where: str, *keys: str, without: Sequence[str] = ()
-    ) -> tuple[dict[str, Any], tuple[Visual, ...]]:
-        """Read a row by `ImageReader.read`, and refuse images in the columns `without`.
-
-        Raises:
-            ConfigError: the row has images or videos, and the policy reads text.
-            DataError: as `ImageReader.read`; or there are images where none may be.
-        """
-        if self._reader is None:
-            if held := images_in(row, *keys, *without):
-                raise ConfigError(
-                    f"{where}: the row has images or videos ({held}), and the policy is a language model over text. "
-                    "Set model= to one that sees, such as smolvlm_256m, or take them out with data.map_row."
-                )
-            return row, ()
-        if held := images_in({name: row[name] for name in without if name in row}, *without):
-            raise DataError(f"{where}: there are images in what is answered ({held}). They belong to the prompt.")
-        return self._reader.read(row, where, *keys)
+    if reader is None:
+        if held := images_in(row, *keys, *without):
+            raise ConfigError(
+                f"{where}: the row has images or videos ({held}), and the policy is a language model over text. "
+                "Set model= to one that sees, such as smolvlm_256m, or take them out with data.map_row."
+            )
+        return row, ()
+    if held := images_in({name: row[name] for name in without if name in row}, *without):
+        raise DataError(f"{where}: there are images in what is answered ({held}). They belong to the prompt.")
+    return reader.read(row, where, *keys)
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:

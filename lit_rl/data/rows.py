@@ -5,18 +5,16 @@ Every refusal names the row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from lit_rl.core.episode import Message, Prompt
 from lit_rl.core.errors import ConfigError, DataError, LitRLError, describe_error, did_you_mean, excerpt
 from lit_rl.core.process_state import is_raised_by_user_code, mix_seed, temporarily_seeded
 from lit_rl.core.user_functions import FUNCTION_FORM, is_file_path, load_by_path
-from lit_rl.core.visuals import Visual
 from lit_rl.data.message_forms import normalize_messages, to_plain
-from lit_rl.data.row_visuals import KEYS_OF_IMAGES, RowImages, check_parts, text_of
+from lit_rl.data.row_visuals import check_parts, text_of
 
 RowFunction = Callable[[dict[str, Any]], dict[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -142,9 +140,9 @@ def split_prompt(row: Mapping[str, Any], where: str, *, prompt_key: str = "promp
 def add_system_prompt(prompt: Prompt, system_prompt: str | None) -> Prompt:
     """Put the system prompt in front of messages that have no system message of their own.
 
-    A text becomes the user's message. Without a system prompt the prompt stays what it was.
+    A text becomes the user's message. Without a system prompt, and where it is empty, the prompt stays what it was.
     """
-    if system_prompt is None:
+    if system_prompt is None or not prompt:
         return prompt
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if messages[0]["role"] in ("system", "developer"):
@@ -152,14 +150,13 @@ def add_system_prompt(prompt: Prompt, system_prompt: str | None) -> Prompt:
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
-def is_empty(prompt: Prompt) -> bool:
-    """Tell whether a prompt asks nothing: a blank text, or messages without any words but the system's."""
-    if isinstance(prompt, str):
-        return not prompt.strip()
+def is_blank(text: str | list[Message]) -> bool:
+    """Tell whether a text is blank: white space, or messages without words and tool calls, the system's left out."""
+    if isinstance(text, str):
+        return not text.strip()
+    spoken = (m for m in text if m["role"] not in ("system", "developer"))
     return not any(
-        text_of(m["content"]).strip() or isinstance(m["content"], list) or m.get("tool_calls")
-        for m in prompt
-        if m["role"] not in ("system", "developer")
+        text_of(m["content"]).strip() or isinstance(m["content"], list) or m.get("tool_calls") for m in spoken
     )
 
 
@@ -224,112 +221,3 @@ def _sound_text(text: str, where: str) -> str:
     if bad:
         raise DataError(f"{where} holds {bad}, which no tokenizer keeps: {excerpt(text)}")
     return text
-
-
-class RowSettings(Protocol):
-    """Settings of a data module for reading rows of any kind."""
-
-    @property
-    def map_row(self) -> RowFunction | None: ...
-    @property
-    def rename(self) -> Mapping[str, str]: ...
-    @property
-    def max_image_pixels(self) -> int: ...
-
-
-class RowReader:
-    """A reader of rows one at a time, which remembers their columns, and notes for the user on converted forms.
-
-    Args:
-        how: The settings.
-        sees: True if the policy is a model over images.
-        folder: Folder of the data set's file, which relative paths of images begin at. None: it is no file.
-        chat: Plain texts become messages of the user, for a set in which some come with images.
-    """
-
-    def __init__(self, how: RowSettings, sees: bool, folder: Path | None, chat: bool = False) -> None:
-        self._map_row, self._rename = how.map_row, how.rename
-        self._images = RowImages(sees, folder, how.max_image_pixels, chat)
-        self._texts = {"kept": False, "became a message": False}
-        self._columns: dict[str, None] = {}
-        self._notes: dict[str, str | None] = {}
-
-    def read(
-        self, row: dict[str, Any], where: str, *keys: str, without: Sequence[str] = ()
-    ) -> tuple[dict[str, Any], tuple[Visual, ...]]:
-        """Return the row, and what it shows.
-
-        Args:
-            row: The raw row; it is not changed.
-            where: The row, for messages.
-            keys: Columns of messages that may show images.
-            without: Columns that may show none.
-
-        Raises:
-            DataError: `map_row` raised or returned no dict, names clash, messages are of no known form, or images
-                cannot be used.
-            ConfigError: the row has images, and the policy reads text.
-        """
-        read = read_row(row, where, rename=self._rename, map_row=self._map_row, keys=keys)
-        self._columns.update(dict.fromkeys(read.raw_columns))
-        shown, images = self._images.read(read.row, where, *keys, without=without)
-        notes = list(read.notes)
-        if unread := _unread_keys_of_parts(read.row.get(key) for key in keys):
-            notes.append(f"parts of messages have keys that are not read: {', '.join(unread)}")
-        for key in keys:
-            if isinstance(read.row.get(key), str):
-                became = isinstance(shown.get(key), list)
-                self._texts["became a message" if became else "kept"] = True
-                if became and images:
-                    notes.append(f"{key} is text beside images: it is read as a message of the user, images first")
-        for note in notes:
-            self.note(note, where)
-        return shown, images
-
-    def note_system(self, prompt: Any, given: str | None, where: str) -> None:
-        """Remember where `data.system_prompt` gives way to a system message of the row."""
-        if given is None or not isinstance(prompt, list) or not prompt:
-            return
-        if prompt[0]["role"] in ("system", "developer") and prompt[0]["content"] != given:
-            self.note("the row has a system message of its own, and data.system_prompt is not put before it", where)
-
-    @property
-    def mixed(self) -> bool:
-        """True if some plain texts came with images and became messages, and others did not: all have to."""
-        return all(self._texts.values())
-
-    def note(self, what: str, where: str) -> None:
-        """Remember a note for the user, with the first row that it holds for."""
-        self._notes.setdefault(what, where)
-
-    def check_renamed(self) -> None:
-        """Raise DataError where `rename` names a column that no row has."""
-        for old in self._rename:
-            if old not in self._columns:
-                found, hint = ", ".join(self._columns), did_you_mean(old, self._columns)
-                raise DataError(f"data.rename: no row has a column {old!r}; columns found: {found}.{hint}")
-
-    def log_notes(self) -> None:
-        """Log each note once."""
-        from lightning.pytorch.utilities import rank_zero_info
-
-        for note, where in self._notes.items():
-            if where is not None:
-                rank_zero_info(f"{where}: {note}.")
-                self._notes[note] = None
-
-
-def _unread_keys_of_parts(columns: Iterable[Any]) -> list[str]:
-    """Return the keys that hold something, in parts of text and of images."""
-    messages = (message for column in columns if isinstance(column, list) for message in column)
-    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
-    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, Mapping)]
-    unread: dict[str, None] = {}
-    for part in parts:
-        if "video" in str(part.get("type")):  # any other key is refused
-            continue
-        read = ("type", "text") if part.get("type") == "text" else KEYS_OF_IMAGES
-        unread.update(dict.fromkeys(key for key, value in part.items() if value is not None and key not in read))
-        if isinstance(held := part.get("image_url"), Mapping):
-            unread.update(dict.fromkeys(f"image_url.{key}" for key in held if key != "url"))
-    return [*unread]

@@ -6,10 +6,14 @@ has no loading scripts.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import suppress
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -18,15 +22,17 @@ from lit_rl.core.machine import go_offline_if_unreachable
 from lit_rl.data.kinds import COLUMNS
 from lit_rl.data.message_forms import MESSAGES, SHAREGPT
 from lit_rl.data.readers import (
+    BATCH,
     ON_BAD_ROW,
-    JsonlReader,
     OnBadRow,
+    RawRow,
     parse_json,
     refuse_duplicate_key,
     refuse_other_files,
-    refuse_other_parquet,
     row_of_table,
     rows_of_cells,
+    rows_of_lines,
+    rows_of_parquet,
 )
 
 if TYPE_CHECKING:
@@ -57,6 +63,8 @@ class Rows(Sequence[dict[str, Any]]):
         lines: Line number of each row, where the source is a file of lines.
         indices: Number of each row in the source, from 0, where these are not all of its rows.
         skipped: Number of bad rows that the reader left out.
+        folder: The folder of the source on this machine, which relative paths of its rows begin at; None where it has
+            none.
     """
 
     def __init__(
@@ -67,15 +75,19 @@ class Rows(Sequence[dict[str, Any]]):
         lines: Sequence[int] | None = None,
         indices: Sequence[int] | None = None,
         skipped: int = 0,
+        folder: Path | None = None,
     ) -> None:
-        self.name = name
-        self.folder: Path | None = None
-        """The folder of the source on this machine, which relative paths of its rows begin at; None where it has none.
-        """
-        self.skipped = skipped
+        self.name, self.skipped, self.folder = name, skipped, folder
         self._rows = rows
+        self._change: Callable[[dict[str, Any], str], dict[str, Any]] | None = None
         self._lines = lines
         self._indices = range(len(rows)) if indices is None else indices
+
+    def changed_by(self, change: Callable[[dict[str, Any], str], dict[str, Any]]) -> Rows:
+        """Return the rows as `change` makes them of a row and its place, each when it is read."""
+        changed = copy(self)
+        changed._change = change
+        return changed
 
     def where(self, index: int) -> str:
         """Return the place of a row for a message: `file:line`, or `source[index]` counted from 0."""
@@ -91,13 +103,106 @@ class Rows(Sequence[dict[str, Any]]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[dict[str, Any]]: ...
     def __getitem__(self, index: int | slice) -> dict[str, Any] | Sequence[dict[str, Any]]:
-        return self._rows[index]
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return self._rows[index] if self._change is None else self._change(self._rows[index], self.where(index))
+
+
+@dataclass(frozen=True)
+class OpenSource:
+    """A source that is ready to be read from any row on: the one place that knows its kind."""
+
+    name: str
+    """Name of the source in messages."""
+    read: Callable[[int], Iterator[RawRow]]
+    """Reads the rows after as many that are skipped; a bad row is one of them."""
+    has_lines: bool
+    """True if the numbers of its rows are those of lines; otherwise rows are counted from 0."""
+    folder: Path | None = None
+    """See `Rows.folder`."""
+    data: IterableDataset | None = None
+    """The data set, where `datasets` streams it: its state finds a place again, see `RowStream`."""
+
+    def collect(self, rows: Iterable[RawRow], on_bad_row: OnBadRow, most: float = float("inf")) -> Rows:
+        """Return rows that were read here, at most `most` of them.
+
+        Raises:
+            DataError: the first bad row, where `on_bad_row` is `error`; where it is `skip`, such rows are counted.
+        """
+        found, places, skipped = [], [], 0
+        for place, row in rows:
+            if not isinstance(row, DataError):
+                found.append(row)
+                places.append(place)
+            elif on_bad_row == "error":
+                raise row
+            else:
+                skipped += 1
+            if len(found) == most:
+                break
+        where = {"lines": places} if self.has_lines else {"indices": places}
+        return Rows(self.name, found, skipped=skipped, folder=self.folder, **where)
+
+
+def open_source(
+    path: str | Path, *, split: str | None = None, name: str | None = None, streaming: bool = False
+) -> OpenSource:
+    """Open a file, a folder or a hub data set. Nothing of a file is parsed yet.
+
+    Args:
+        path: See `load_rows`, also for `split` and `name`.
+        split: The split.
+        name: The configuration.
+        streaming: Refuse what can only be read whole, and let `datasets` stream.
+
+    Raises:
+        DataError: nothing is there, or it cannot be read.
+        BackendError: the hub cannot be reached, or does not give the data set.
+        ConfigError: `split` or `name` is set for a source that has none; or it cannot be streamed: a .json array, or a
+            slice of a split.
+    """
+    local = local_path(path)
+    if local is not None and local.is_file():
+        suffix = suffix_of(local, split, name)
+        if suffix == ".json" and is_one_value(local):
+            if streaming:
+                raise ConfigError(
+                    f"data.stream_buffer with data.path={local}: a .json file of one value is read whole. Write one "
+                    "object a line (.jsonl), or leave data.stream_buffer out."
+                )
+            return OpenSource(str(local), partial(_rows_of_value, local), False, local.parent)
+        return OpenSource(str(local), partial(_READERS[suffix], local), suffix != ".parquet", local.parent)
+    if streaming and split is not None and "[" in split:
+        raise ConfigError(
+            f"data.split={split!r} with data.stream_buffer: a slice needs all rows. Name a whole split, or leave "
+            "data.stream_buffer out."
+        )
+    how = {"streaming": True} if streaming else {}
+    if local is not None:
+        data, title = open_saved(local, split=split, name=name, **how), str(local)
+    else:
+        data, title = open_hub(str(path), split=split, name=name, **how), f"{path}[{split}]" if split else str(path)
+    streamed = None if isinstance(data, Sized) else data
+    return OpenSource(title, partial(rows_of_data, data, title), False, local, streamed)
+
+
+_READERS: dict[str, Callable[[Path, int], Iterator[RawRow]]] = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), rows_of_lines),
+    ".csv": partial(rows_of_cells, ","),
+    ".tsv": partial(rows_of_cells, "\t"),
+    ".parquet": rows_of_parquet,
+}
 
 
 def load_rows(
-    path: str | Path, *, split: str | None = None, name: str | None = None, on_bad_row: OnBadRow = "error"
+    path: str | Path,
+    *,
+    split: str | None = None,
+    name: str | None = None,
+    on_bad_row: OnBadRow = "error",
+    most: float = float("inf"),
 ) -> Rows:
-    """Read every row of a file, a folder or a hub data set.
+    """Read the rows of a file, a folder or a hub data set.
 
     Args:
         path: A .jsonl, .ndjson, .json, .parquet, .csv or .tsv file; a folder written by `datasets.save_to_disk`, or one
@@ -105,6 +210,7 @@ def load_rows(
         split: The split, for what has splits; a hub id and a folder of data files take slices: `train[:100]`.
         name: The configuration, for what has several on the hub.
         on_bad_row: Action for a row that cannot be read: `error` raises, `skip` counts it in `.skipped`.
+        most: Number of rows after which the rest is not read.
 
     Raises:
         DataError: nothing is there, it cannot be read, or no row is left.
@@ -112,23 +218,8 @@ def load_rows(
         ConfigError: `split` or `name` is set for a source that has none.
     """
     one_of("data.on_bad_row", on_bad_row, ON_BAD_ROW)
-    local = local_path(path)
-    if local is None:
-        rows = Rows(hub_name(path, split), _all_rows(open_hub(str(path), split=split, name=name)))
-    elif local.is_dir():
-        rows = Rows(str(local), _all_rows(open_saved(local, split=split, name=name)))
-    else:
-        suffix = suffix_of(local, split, name)
-        if suffix in (".jsonl", ".ndjson"):
-            rows = _read_lines(local, on_bad_row)
-        elif suffix == ".json":
-            rows = _read_json(local, on_bad_row)
-        elif suffix == ".parquet":
-            rows = Rows(str(local), _read_parquet(local))
-        else:
-            rows = _read_csv(local, on_bad_row, "," if suffix == ".csv" else "\t")
-    if local is not None:
-        rows.folder = local if local.is_dir() else local.parent
+    source = open_source(path, split=split, name=name)
+    rows = source.collect(source.read(0), on_bad_row, most)
     if not len(rows):
         left_out = f" ({rows.skipped} bad rows were left out)" if rows.skipped else ""
         raise DataError(f"data.path={path}: no rows{left_out}.")
@@ -166,11 +257,6 @@ def local_path(path: str | Path) -> Path | None:
     raise DataError(f"data.path={path}: no such file or folder.{hint}")
 
 
-def hub_name(path: str | Path, split: str | None) -> str:
-    """Return the name of a hub data set in messages."""
-    return f"{path}[{split}]" if split else str(path)
-
-
 def suffix_of(path: Path, split: str | None, name: str | None) -> str:
     """Return the suffix of a file, one of `SUFFIXES`.
 
@@ -189,22 +275,12 @@ def suffix_of(path: Path, split: str | None, name: str | None) -> str:
     return suffix
 
 
-def _all_rows(data: Any) -> list[dict[str, Any]]:
-    return [row_of_table(row) for row in data.to_list()]
+def _rows_of_value(path: Path, skip: int = 0) -> Iterator[RawRow]:
+    """Yield the rows of a .json file of one value.
 
-
-def _read_lines(path: Path, on_bad_row: OnBadRow) -> Rows:
-    reader = JsonlReader(path, on_bad_row=on_bad_row)
-    lines, rows = [], []
-    for line, row in reader:
-        lines.append(line)
-        rows.append(row)
-    return Rows(str(path), rows, lines=lines, skipped=reader.skipped)
-
-
-def _read_json(path: Path, on_bad_row: OnBadRow) -> Rows:
-    if not is_one_value(path):
-        return _read_lines(path, on_bad_row)
+    Raises:
+        DataError: the file cannot be read, or holds no rows.
+    """
     try:
         data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     except OSError as error:
@@ -223,18 +299,16 @@ def _read_json(path: Path, on_bad_row: OnBadRow) -> Rows:
             f"{path}: {error}; a .json file holds an array of objects, one object with such an array or of columns, or "
             "one object a line."
         ) from error
-    rows = []
-    for index, item in enumerate(items):
+    for index, item in enumerate(items[skip:], skip):
+        row: dict[str, Any] | DataError
         try:
             if not isinstance(item, dict):
                 raise ValueError(f"expected an object {{...}}, found {excerpt(repr(item))}")
             refuse_duplicate_key(item)
+            row = item
         except ValueError as error:
-            if on_bad_row == "error":
-                raise DataError(f"{path}[{index}]: {error}") from error
-            continue
-        rows.append(item)
-    return Rows(str(path), rows, skipped=len(items) - len(rows))
+            row = DataError(f"{path}[{index}]: {error}")
+        yield index, row
 
 
 def is_one_value(path: Path) -> bool:
@@ -311,30 +385,6 @@ def _width(column: Any) -> int:
     return len(column) if counts else 0
 
 
-def _read_parquet(path: Path) -> list[dict[str, Any]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        refuse_other_parquet(path)
-        return [row_of_table(row) for row in pyarrow.parquet.read_table(path).to_pylist()]
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: cannot be read as parquet: {excerpt(str(error), 200)}") from error
-
-
-def _read_csv(path: Path, on_bad_row: OnBadRow, delimiter: str) -> Rows:
-    lines, rows, skipped = [], [], 0
-    for line, row in rows_of_cells(path, delimiter):
-        if isinstance(row, DataError):
-            if on_bad_row == "error":
-                raise row
-            skipped += 1
-        else:
-            lines.append(line)
-            rows.append(row)
-    return Rows(str(path), rows, lines=lines, skipped=skipped)
-
-
 MANY = 1_000_000
 """Rows of a stream after which the user is warned that it may be endless."""
 LONG = 30.0
@@ -357,35 +407,74 @@ def rows_of_object(key: str, value: Any) -> Any:
 
     Raises:
         DataError: it has several splits, or a row cannot be read.
+        BackendError: the source of a stream stopped.
     """
     datasets = sys.modules.get("datasets")
     if datasets is not None and isinstance(value, datasets.DatasetDict | datasets.IterableDatasetDict):
         raise DataError(f"{key} is a {type(value).__name__} with the splits {', '.join(value)}: give one of them.")
     if datasets is None or not is_data_set(value):
         return value
-    try:
-        rows = value.to_list() if isinstance(value, datasets.Dataset) else _all_of_stream(key, value)
-    except Exception as error:  # `datasets` raises errors of many classes for bad data
-        raise DataError(f"{key}: cannot be read: {excerpt(str(error), 300)}") from error
-    return [row_of_table(row) for row in rows]
+    rows = rows_of_data(value, key)
+    return [row for _, row in (rows if isinstance(value, datasets.Dataset) else _noting_its_length(key, rows))]
 
 
-def _all_of_stream(key: str, stream: IterableDataset) -> list[dict[str, Any]]:
-    """Return all rows of a stream. It may be endless, so a warning tells meanwhile how to cut it."""
+def _noting_its_length(key: str, stream: Iterator[RawRow]) -> Iterator[RawRow]:
+    """Yield all rows of a stream. It may be endless, so a warning tells meanwhile how to cut it."""
     from lightning.pytorch.utilities import rank_zero_info  # loads torch, which the command line's first checks do not
 
     from lit_rl.core.progress_bar import delayed_progress
 
-    rows, began, times = [], time.monotonic(), 1
-    for row in delayed_progress(stream, f"reading the stream {key}", "row"):
-        rows.append(dict(row))
-        if len(rows) >= MANY * times or time.monotonic() - began >= LONG * times:
+    began, times = time.monotonic(), 1
+    for count, row in enumerate(delayed_progress(stream, f"reading the stream {key}", "row"), 1):
+        if count >= MANY * times or time.monotonic() - began >= LONG * times:
             times *= 2  # warn at doubling intervals
             rank_zero_info(
-                f"Reading the stream {key}: {len(rows):,} rows so far, all kept in memory. A stream that does not end "
+                f"Reading the stream {key}: {count:,} rows so far, all kept in memory. A stream that does not end "
                 "must be cut: hand over stream.take(N)."
             )
-    return rows
+        yield row
+
+
+def rows_of_data(data: Any, name: str, skip: int = 0) -> Iterator[RawRow]:
+    """Yield rows of a data set of `datasets`, mapped into memory or streamed.
+
+    Raises:
+        DataError: a row cannot be read. The message opens with `name` and the number of the row.
+        BackendError: the source of a stream stopped.
+    """
+    import datasets
+
+    if isinstance(data, datasets.Dataset):
+        table = data.with_format("arrow")
+        for start in range(skip, len(data), BATCH):
+            rows: Any = table[start : start + BATCH]
+            yield from enumerate(map(row_of_table, rows.to_pylist()), start)
+    else:
+        yield from rows_of_stream(data.skip(skip), name, skip)
+
+
+def rows_of_stream(data: IterableDataset, name: str, first: int) -> Iterator[RawRow]:
+    """Yield the rows that `datasets` streams.
+
+    Args:
+        data: The data set, which begins with the first row to yield.
+        name: Name of the source in messages.
+        first: Number of that row in the source.
+
+    Raises:
+        DataError, BackendError: as `rows_of_data`.
+    """
+    streamed = iter(data)
+    for index in itertools.count(first):
+        try:
+            row = next(streamed, None)
+        except OSError as error:
+            raise BackendError(f"{name}[{index}]: the source stopped: {excerpt(str(error), 200)}") from error
+        except Exception as error:  # `datasets` raises errors of many classes for bad data
+            raise DataError(f"{name}[{index}]: cannot be read: {excerpt(str(error), 200)}") from error
+        if row is None:
+            return
+        yield index, row_of_table(row)
 
 
 def open_saved(path: Path, *, split: str | None = None, name: str | None = None, **how: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Training and validation rows: the sources that settings name, their columns, and what is held out."""
+"""Training and validation rows: the sources that settings name, their first rows, columns, and what is held out."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lit_rl.core.episode import Prompt
 from lit_rl.core.errors import ConfigError, DataError, did_you_mean, in_range
 from lit_rl.data.message_forms import to_plain
 from lit_rl.data.readers import OnBadRow
-from lit_rl.data.rows import RowFunction, apply_map_row, rename_columns, row_function
+from lit_rl.data.rows import RowFunction, apply_map_row, read_row, rename_columns, row_function
 from lit_rl.data.sources import Rows, load_rows, rows_of_object
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class SourceColumns:
 
     def of(self, rows: Rows) -> Rows:
         """Return all rows of a source with these columns, each changed when it is read."""
-        return _MappedRows(rows, self) if self else rows
+        return rows.changed_by(self) if self else rows
 
     def check(self, rows: Rows) -> None:
         """Raise DataError where a column is named that none of the first rows has."""
@@ -92,32 +92,6 @@ class SourceColumns:
         return row if self.map_row is None else apply_map_row(self.map_row, row, where, f"{self.key}.map_row")
 
 
-class _MappedRows(Rows):
-    """Rows of a source, changed one at a time.
-
-    Args:
-        rows: The rows as read.
-        columns: Changes to each row.
-    """
-
-    def __init__(self, rows: Rows, columns: SourceColumns) -> None:
-        super().__init__(rows.name, rows, skipped=rows.skipped)
-        self.folder = rows.folder
-        self._rows, self._columns = rows, columns
-
-    def where(self, index: int) -> str:
-        return self._rows.where(index)
-
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[dict[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> dict[str, Any] | Sequence[dict[str, Any]]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        return self._columns(self._rows[index], self._rows.where(index))
-
-
 Row = TypeVar("Row")
 
 _ROWS_OF = {
@@ -142,6 +116,35 @@ class RowSource:
         rows = load_rows(self.path, split=self.split, name=self.name, on_bad_row=on_bad_row)
         self.own.check(rows)
         return self.own.of(rows)
+
+
+def first_row(
+    path: str,
+    *,
+    split: str | None = None,
+    name: str | None = None,
+    on_bad_row: OnBadRow = "error",
+    own: SourceColumns | None = None,
+    rename: Mapping[str, str] | None = None,
+    map_row: RowFunction | None = None,
+) -> tuple[dict[str, Any], str]:
+    """Return the first row of `path` under the names that it is read by, and its place.
+
+    Only the beginning of a file is read; a .json array, a folder and the hub are opened as for a training.
+
+    Args:
+        path: As `data.path`; the other settings are those of `SourcedDataModule` too.
+        own: Changes to rows that its source alone makes.
+
+    Raises:
+        DataError: nothing is there, it cannot be read, or it has no row.
+        BackendError: the hub cannot be reached.
+        ConfigError: `split` or `name` is set for a source that has none.
+    """
+    rows = load_rows(path, split=split, name=name, on_bad_row=on_bad_row, most=1)
+    row, where = rows[0], rows.where(0)
+    row = row if own is None else own(row, where)
+    return read_row(row, where, rename=rename, map_row=map_row).row, where
 
 
 def require_exactly_one(**given: Any) -> None:

@@ -1,4 +1,4 @@
-"""Faster decode steps over a grouped cache: lean steps (``generator.lean_steps``), and CUDA graphs of them.
+"""Faster decode steps over a grouped cache: lean steps (``generator.speedups.lean_steps``), and CUDA graphs of them.
 
 A decode step of a small model is hundreds of operations on a few rows, and the code around them takes as long as they
 do: modules within modules, masks that are not needed, cosines of every token. A lean step is the operations alone, for
@@ -19,11 +19,11 @@ positions could begin far behind the few tokens of a proof. Then they are proven
 module, and the logits of the whole with those of the model. Llama, Qwen2, Qwen3, Mistral and SmolLM2 fit; any other
 model decodes over the grouped cache without lean steps, and so does one with hooks, a compiled or a sharded one.
 
-A CUDA graph (``generator.cuda_graphs``) holds the launches of one lean step, because a host takes longer to launch some
-thousand operations on few rows than a GPU to compute them. The newest tokens are given to the model, the next ones are
-drawn and written, and turns that an EOS or a length ends are marked. A graph is replayed by one call, as often as there
-are steps between two looks of the decode loop. Looks, stop strings, rows that leave, join or read an answer, and growth
-of the buffer for own tokens stay with the host.
+A CUDA graph (``generator.speedups.cuda_graphs``) holds the launches of one lean step, because a host takes longer to
+launch some thousand operations on few rows than a GPU to compute them. The newest tokens are given to the model, the
+next ones are drawn and written, and turns that an EOS or a length ends are marked. A graph is replayed by one call, as
+often as there are steps between two looks of the decode loop. Looks, stop strings, rows that leave, join or read an
+answer, and growth of the buffer for own tokens stay with the host.
 
 A graph reads and writes the memory and the shapes that it was captured with. So
 
@@ -319,7 +319,9 @@ def _is_hooked(module: nn.Module) -> bool:
     return bool(hooks) or module._compiled_call_impl is not None or not computes_as_its_class(module)
 
 
-_LEAN_TRIAL = EquivalenceTrial("generator.lean_steps", "The model's own modules take its decode steps", most=1e-3)
+_LEAN_TRIAL = EquivalenceTrial(
+    "generator.speedups.lean_steps", "The model's own modules take its decode steps", most=1e-3
+)
 """On deterministic kernels the logits of the two ways are equal."""
 
 _ROUNDINGS = 8
@@ -516,7 +518,7 @@ def _capture_stream(device: torch.device) -> Any:
 
 
 _GRAPH_TRIAL = EquivalenceTrial(
-    "generator.cuda_graphs", "The host launches each operation of its decode steps", most=1e-3
+    "generator.speedups.cuda_graphs", "The host launches each operation of its decode steps", most=1e-3
 )
 """The same kernels on the same shapes: the logits of the two ways are equal."""
 

@@ -1,4 +1,4 @@
-"""The grouped cache (``generator.grouped_cache``): keys and values of a prompt held once for all samples of its group.
+"""The grouped cache (``generator.speedups.grouped_cache``): keys and values of a prompt held once a group.
 
 A decode step has one query a row. With ``n`` prompts, ``m`` rows of each, ``k`` key heads that serve ``r`` query heads
 each, prompts of ``p`` tokens and ``t`` tokens drawn so far, the scores of a layer are two products and one softmax:
@@ -59,7 +59,7 @@ class NotGrouped(GenerationError, Unfit):
     """A model whose attention needs more than one query a row over all cached keys."""
 
     def __init__(self, why: str) -> None:
-        super().__init__(f"generator.grouped_cache=true cannot decode this model: {why}. Set it to false.")
+        super().__init__(f"generator.speedups.grouped_cache=true cannot decode this model: {why}. Set it to false.")
         self.why = why
 
 
@@ -559,7 +559,7 @@ def fits_grouped_cache(policy: nn.Module, length: int) -> bool:
 # ------------------------------------------------------------------ the proof of a model
 
 _GROUPED_TRIAL = EquivalenceTrial(
-    "generator.grouped_cache", "Each sample has its prompt's keys and values for itself", most=0.01
+    "generator.speedups.grouped_cache", "Each sample has its prompt's keys and values for itself", most=0.01
 )
 """On deterministic kernels the logits of the two ways are equal."""
 

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from lit_rl.core.episode import EnvironmentTurn, Responder
 from lit_rl.core.errors import ConfigError
+from lit_rl.core.other_names import reject_unknown_keywords
 from lit_rl.core.rollout import Prompts, Sampling
+from lit_rl.core.speedups import DecodingSpeedups, SpeedupsSetting
 from lit_rl.core.vision_inputs import Later
 from lit_rl.generation.decode_batches import DecodeBatch, Decoded, WaitingRows, decode_batches
 from lit_rl.generation.decoding import DecodingSteps, empty_cache, keeps_all
@@ -32,6 +34,7 @@ MakeSteps = Callable[[nn.Module, DecodeBatch, int], DecodingSteps]
 """A function that makes the steps of a policy for a batch of rows and their number of new tokens."""
 
 
+@reject_unknown_keywords("speedups")
 class NativeGenerator(InProcessGenerator):
     """A generator that decodes in this process with the live policy: no copy, no server, nothing to install.
 
@@ -41,22 +44,9 @@ class NativeGenerator(InProcessGenerator):
     Args:
         batch_size: Sequences that are decoded at a time; None decodes all at once. Bounds memory: samples do not depend
             on it.
-        grouped_cache: Hold the keys and values of a prompt once a group, with an attention of our own that reads them
-            for all its rows together: less memory, and faster. Only where a model is proven to attend so. Switched off,
-            and for any other model, transformers' own attention and cache decode, in which a prompt is repeated for
-            each sample.
-        lean_steps: Take decode steps over such a cache by operations on the model's weights, past transformers'
-            modules: faster for small models. Only where a model is proven to be made of the same operations (Llama,
-            Qwen2, Qwen3, Mistral, SmolLM2, with LoRA or without). Switched off, and for any other model, its own
-            modules take the steps.
-        cuda_graphs: Capture lean steps, draws included, as CUDA graphs, and replay them: where the host cannot launch
-            the operations of a step as fast as a GPU computes them, that is faster. No card has shown yet that it is,
-            nor that samples stay as they are: off by default. Only where lean steps are taken on a CUDA device, and a
-            model is proven to be captured right; not with images. Switched off, and for any other model, the host
-            launches each operation of each step.
-        continuous_batching: Let groups that wait take the places of rows that ended, in the middle of a batch. Only
-            where every layer of a model's cache keeps all of a text. Switched off, and for any other model, the next
-            groups begin when all rows of those before are over. Samples do not depend on it.
+        speedups: Faster ways to draw the same samples: "auto" (all of them, each where it fits, but for CUDA graphs),
+            "off", or a mapping such as {"lean_steps": False}, for benchmarks. See
+            `lit_rl.core.speedups.DecodingSpeedups` for the names.
     """
 
     sees = True
@@ -64,19 +54,18 @@ class NativeGenerator(InProcessGenerator):
     def __init__(
         self,
         batch_size: int | None = None,
-        grouped_cache: bool = True,
-        lean_steps: bool = True,
-        continuous_batching: bool = True,
-        cuda_graphs: bool = False,
+        speedups: SpeedupsSetting = "auto",
     ) -> None:
         super().__init__(batch_size)
-        self.grouped_cache = grouped_cache
-        self.lean_steps = lean_steps
-        self.continuous_batching = continuous_batching
-        self.cuda_graphs = cuda_graphs
+        self.speedups = DecodingSpeedups.read("generator.speedups", speedups)
         self.steps: str | None = None
         """The steps of the last batch: `cuda_graphs` of lean steps, `lean_steps`, a `grouped_cache` without them, or,
         with none of these, the model's `own` attention and cache."""
+
+    @property
+    def grouped_cache(self) -> bool:
+        """True if a prompt's keys and values are held once a group, where the model fits: a memory plan asks."""
+        return self.speedups.grouped_cache
 
     def _decode(
         self, policy: nn.Module, prompts: Prompts, sampling: Sampling, device: torch.device
@@ -109,7 +98,7 @@ class NativeGenerator(InProcessGenerator):
             sampling,
             places,
             whole,
-            continuous=self.continuous_batching,
+            continuous=self.speedups.continuous_batching,
             graphs=graphs,
         )
         yield whole.rows, loop.run()
@@ -125,10 +114,10 @@ class NativeGenerator(InProcessGenerator):
         )
         from lit_rl.generation.grouped_cache import GroupedSteps, grouped_cache_proven
 
-        grouped = self.grouped_cache and grouped_cache_proven(policy, length)
-        lean = grouped and self.lean_steps and lean_steps_proven(policy)
+        grouped = self.speedups.grouped_cache and grouped_cache_proven(policy, length)
+        lean = grouped and self.speedups.lean_steps and lean_steps_proven(policy)
         model = LeanModel(policy, length) if lean else None
-        graphed = self.cuda_graphs and step_graphs_proven(policy, lean=lean)
+        graphed = self.speedups.cuda_graphs and step_graphs_proven(policy, lean=lean)
         if model is not None:
             return partial(GraphedSteps if graphed else LeanSteps, model)
         return GroupedSteps if grouped else DecodingSteps

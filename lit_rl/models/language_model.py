@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lit_rl.core.errors import ConfigError, did_you_mean, one_of
 from lit_rl.core.model_paths import SHIPPED
-from lit_rl.core.other_names import column
+from lit_rl.core.other_names import column, reject_unknown_keywords
+from lit_rl.core.speedups import ModelSpeedups, SpeedupsSetting
 from lit_rl.models import hub_files
 from lit_rl.models import tokenizer as tokenizers
 from lit_rl.models.adapters import Adapter, as_adapter
@@ -32,25 +33,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ForwardOptions:
+class ForwardOptions(ModelSpeedups):
     """Choices for computing a forward pass. Every choice gives the same numbers, but for rounding.
 
     Args:
-        fused_head: Compute log-probs without the logits in memory (`lit_rl.ops.fused_head`).
-        shared_prompts: Compute the prompt of a group once (`lit_rl.models.shared_prefix`).
-        rows_by_length: Run rows of like length together (`lit_rl.models.forward_inputs`).
-        folded_attention: Where a prompt is shared, attend to its keys where they lie
-            (`lit_rl.models.shared_attention`).
-        fused_accumulation: Sum what the calls of a pass give the embedding and the head in one place
-            (`lit_rl.models.head`).
         most_rows: Texts of a call without gradient, at most; None: all.
     """
 
-    fused_head: bool = True
-    shared_prompts: bool = True
-    rows_by_length: bool = True
-    folded_attention: bool = True
-    fused_accumulation: bool = True
     most_rows: int | None = None
 
     @property
@@ -104,6 +93,7 @@ _LOADING = (
 """Other arguments of from_pretrained, which are no fields of a config."""
 
 
+@reject_unknown_keywords("speedups")
 class LanguageModel:
     """A Hugging Face causal language model by name, and how to hold it. Nothing heavy happens before `load`.
 
@@ -124,13 +114,8 @@ class LanguageModel:
             its features to the width of the text. Not for a model over text.
         disable_dropout: Set every dropout probability of the model to 0.
         lm_head_fp32: Compute the logits in float32, whatever the type of the weights and of autocast.
-        fused_head: Compute log-probs from hidden states, without the logits in memory. The same numbers.
-        shared_prompts: Compute the prompt of a group once in training too, where that is exact. The same numbers.
-        rows_by_length: Run rows of like length together, with less padding. The same numbers.
-        folded_attention: Attend to the keys of a shared prompt where they lie, in models in which a trial shows that
-            it is exact, on a CPU, where a group has enough of them for that to be faster. The same numbers.
-        fused_accumulation: Sum what the calls of a micro-batch give the embedding and the head in one tensor, on a
-            CPU. The same numbers.
+        speedups: Faster ways to compute the same numbers: "auto" (all of them, each where it fits), "off", or a mapping
+            such as {"fused_head": False}, for benchmarks. See `lit_rl.core.speedups.ModelSpeedups` for the names.
         use_liger_kernel: Compute norms, rotary embedding and MLP by Liger's kernels, on a CUDA device (extra `liger`).
             The same numbers.
         compile: Compute, where the model is trained, norms, rotary embedding, the MLP's product and the softmax behind
@@ -164,11 +149,7 @@ class LanguageModel:
         disable_dropout: bool = False,
         lm_head_fp32: bool = False,
         gradient_checkpointing: bool | Literal["auto", "offload"] = "auto",
-        fused_head: bool = True,
-        shared_prompts: bool = True,
-        rows_by_length: bool = True,
-        folded_attention: bool = True,
-        fused_accumulation: bool = True,
+        speedups: SpeedupsSetting = "auto",
         use_liger_kernel: bool = False,
         compile: bool = False,
         init_kwargs: dict[str, Any] | None = None,
@@ -190,9 +171,7 @@ class LanguageModel:
         self.disable_dropout = disable_dropout
         self.lm_head_fp32 = lm_head_fp32
         self.gradient_checkpointing = gradient_checkpointing
-        self.forward_options = ForwardOptions(
-            fused_head, shared_prompts, rows_by_length, folded_attention, fused_accumulation
-        )
+        self.forward_options = ForwardOptions(**vars(ModelSpeedups.read("model.speedups", speedups)))
         self.use_liger_kernel = use_liger_kernel
         self.compile = compile
         self.init_kwargs = dict(init_kwargs or {})

@@ -9,6 +9,7 @@ from weakref import WeakSet
 import torch
 
 from lit_rl.core.errors import ConfigError, did_you_mean
+from lit_rl.core.speedups import ModelSpeedups
 from lit_rl.models import loading
 from lit_rl.models.adapters import PeftAdapter
 from lit_rl.models.language_model import LanguageModel
@@ -33,11 +34,7 @@ _SETTINGS = (
     "lora",
     "disable_dropout",
     "gradient_checkpointing",
-    "fused_head",
-    "shared_prompts",
-    "rows_by_length",
-    "folded_attention",
-    "fused_accumulation",
+    "speedups",
     "eos_token",
     "pad_token",
     "allow_changed",
@@ -73,9 +70,10 @@ class LoadedModel(LanguageModel):
         _check_tokenizer(model, tokenizer)
         for name in settings:
             if name not in _SETTINGS:
+                hint = f" It is one of the speedups={{{name!r}: ...}}." if name in ModelSpeedups.names() else ""
                 raise ConfigError(
                     f"{name} is no setting of a model that is loaded already. Allowed are {', '.join(_SETTINGS)}."
-                    f"{did_you_mean(name, _SETTINGS)}"
+                    f"{hint or did_you_mean(name, _SETTINGS)}"
                 )
         base = base_of(model)
         _check_base(base)

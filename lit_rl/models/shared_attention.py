@@ -116,7 +116,7 @@ class NotFolded(ConfigError, Unfit):
     """The error for a model whose attention is more than causal attention over prompt and own tokens."""
 
     def __init__(self, why: str) -> None:
-        super().__init__(f"model.folded_attention=true cannot run this model: {why}. Set it to false.")
+        super().__init__(f"model.speedups.folded_attention=true cannot run this model: {why}. Set it to false.")
         self.why = why
 
 

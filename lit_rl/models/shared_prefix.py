@@ -239,7 +239,9 @@ def _repeated(past: DynamicCache, prompt_of_row: Tensor) -> DynamicCache:
     return repeated
 
 
-_TRIAL = EquivalenceTrial("model.folded_attention", "Each row has its prompt's keys and values for itself", most=0.01)
+_TRIAL = EquivalenceTrial(
+    "model.speedups.folded_attention", "Each row has its prompt's keys and values for itself", most=0.01
+)
 """The bound: on deterministic kernels the log-probs of the two ways are equal."""
 
 

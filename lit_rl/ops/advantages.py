@@ -25,6 +25,9 @@ from jaxtyping import Bool, Float, Float64, Int, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
+from lit_rl.ops.ranges import NotNegative, Positive
+from lit_rl.ops.traits import AdvantageTraits
+
 __all__ = [
     "batch_normalized",
     "centered",
@@ -112,7 +115,7 @@ def divide(deviation: Float[Tensor, " b"], std: Float[Tensor, " b"], eps: float)
 
 
 def missing_eos(
-    rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"], ended: Bool[Tensor, " b"], *, penalty: float = 1.0
+    rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"], ended: Bool[Tensor, " b"], *, penalty: Positive = 1.0
 ) -> Float[Tensor, " b"]:
     """``r - penalty`` where the response did not end by itself: `missing_eos_penalty` of TRL's PPO.
 
@@ -131,7 +134,7 @@ def missing_eos(
 
 
 def relative_length_penalty(
-    rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"], lengths: Int[Tensor, " b"], *, weight: float = 0.25
+    rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"], lengths: Int[Tensor, " b"], *, weight: NotNegative = 0.25
 ) -> Float[Tensor, " b"]:
     """``r - weight mean_group(r) length / longest of the group``: longer is worse, more so where the task is easy.
 
@@ -158,7 +161,7 @@ def relative_length_reward(
     group_id: Int[Tensor, " b"],
     lengths: Int[Tensor, " b"],
     *,
-    weight: float = 1.0,
+    weight: NotNegative = 1.0,
     threshold: float = 0.5,
 ) -> Float[Tensor, " b"]:
     """``r + weight s`` with ``s = 1/2 - (length - shortest) / (longest - shortest)``: Kimi k1.5 (2501.12599, 2.3.3).
@@ -196,11 +199,13 @@ def _check_weight(weight: float) -> None:
         raise ValueError(f"weight={weight} would reward length; it has to be at least 0.")
 
 
+@AdvantageTraits(compares_group=False)
 def raw(rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
     """``r``: REINFORCE (Williams, 1992) without a baseline, for rewards that are already centred."""
     return rewards.nan_to_num(0.0)
 
 
+@AdvantageTraits(compares_group=True)
 def group_normalized(
     rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"], *, eps: float = 1e-4
 ) -> Float[Tensor, " b"]:
@@ -215,6 +220,7 @@ def group_normalized(
     return divide(groups.deviation, groups.std(), eps).to(rewards.dtype)
 
 
+@AdvantageTraits(compares_group=True)
 def batch_normalized(
     rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"], *, eps: float = 1e-4
 ) -> Float[Tensor, " b"]:
@@ -229,17 +235,20 @@ def batch_normalized(
     return divide(Groups.of(rewards, group_id).deviation, batch.std(), eps).to(rewards.dtype)
 
 
+@AdvantageTraits(compares_group=True)
 def centered(rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
     """``r - mean_group``: Dr. GRPO (2503.20783), which divides by no deviation."""
     return Groups.of(rewards, group_id).deviation.to(rewards.dtype)
 
 
+@AdvantageTraits(compares_group=True)
 def leave_one_out(rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
     """``r - mean of the group's other rows``: RLOO (2402.14740). Equals ``n / (n - 1)`` times :func:`centered`."""
     groups = Groups.of(rewards, group_id)
     return (groups.deviation * groups.size / (groups.size - 1).clamp(min=1)).to(rewards.dtype)
 
 
+@AdvantageTraits(compares_group=True, reads_rewards=False, reads_kl=False)
 def normalize_then_sum(
     rewards: Float[Tensor, " b"],
     group_id: Int[Tensor, " b"],
@@ -271,6 +280,7 @@ def normalize_then_sum(
     return divide(batch.deviation, batch.std(), eps).to(rewards.dtype)
 
 
+@AdvantageTraits(compares_group=True)
 def opo(rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"], lengths: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
     """``r - sum(length r) / sum(length)`` over the group: the baseline of least variance of OPO (2505.23585).
 
@@ -284,6 +294,7 @@ def opo(rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"], lengths: Int[
     return (groups.deviation - offset).masked_fill(~groups.scored | (total == 0), 0.0).to(rewards.dtype)
 
 
+@AdvantageTraits(compares_group=True)
 def pass_at_k(rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"], *, eps: float = 1e-6) -> Float[Tensor, " b"]:
     """``(r_max - r_second) / (std_group + eps)`` for the best row of a group, 0 for the others (2503.19595, as verl).
 
@@ -304,6 +315,7 @@ def pass_at_k(rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"], *, eps:
     return divide(lead, groups.std(), eps).to(rewards.dtype)
 
 
+@AdvantageTraits(compares_group=True)
 def gpg(rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
     """``alpha (r - mean_group)`` with ``alpha = rows / rows of groups with spread``: GPG (2504.02546).
 
@@ -316,6 +328,7 @@ def gpg(rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"]) -> Float[Tens
     return (groups.deviation * groups.scored.sum() / useful.clamp(min=1)).to(rewards.dtype)
 
 
+@AdvantageTraits(compares_group=True)
 def maxrl(rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
     """``(r - mean_group) / mean_group``, 0 where the mean is not above 0: MaxRL (2602.02710).
 
@@ -327,6 +340,7 @@ def maxrl(rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"]) -> Float[Te
     return (groups.deviation / groups.mean.masked_fill(~positive, torch.inf)).to(rewards.dtype)
 
 
+@AdvantageTraits(compares_group=False)
 def remax(
     rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"], greedy_rewards: Float[Tensor, " b"]
 ) -> Float[Tensor, " b"]:
@@ -337,6 +351,7 @@ def remax(
     return (rewards - greedy_rewards).nan_to_num(0.0)
 
 
+@AdvantageTraits(compares_group=True)
 def cpgd(rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"], *, eps: float = 1e-6) -> Float[Tensor, " b"]:
     """``(r - mean_group) / (std_group + eps)`` with ``n``, not ``n - 1``, in the deviation: CPGD (2505.12504).
 
@@ -390,6 +405,7 @@ def whiten_tokens(
     return out
 
 
+@AdvantageTraits(compares_group=False, reads_rewards=False, reads_kl=False)
 def constant(rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
     """Return 1 for every scored row, 0 for the others: with the loss ``-lp A`` the cross-entropy of the samples.
 

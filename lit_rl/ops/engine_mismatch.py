@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lit_rl.ops.policy_losses import MAX_LOG_RATIO
 from lit_rl.ops.reductions import Highest, Lowest, Metrics, WeightTotals, masked_mean, masked_sum
+from lit_rl.ops.traits import CorrectionTraits, StatisticTraits, traits_of
 
 __all__ = [
     "auto_correction",
@@ -77,6 +78,7 @@ def _exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
+@CorrectionTraits(of_rows=False)
 def token_truncate(
     old_logprobs: PerToken, sampler_logprobs: PerToken, mask: Mask, *, low: Bound = None, high: Bound = 3.0
 ) -> PerToken:
@@ -92,6 +94,7 @@ def token_truncate(
     return _clamped(engine_ratios(old_logprobs, sampler_logprobs, mask)[0], mask, low, high)
 
 
+@CorrectionTraits(of_rows=False)
 def token_mask(
     old_logprobs: PerToken, sampler_logprobs: PerToken, mask: Mask, *, low: Bound = None, high: Bound = 3.0
 ) -> PerToken:
@@ -107,6 +110,7 @@ def token_mask(
     return _zero_outside(engine_ratios(old_logprobs, sampler_logprobs, mask)[0], mask, low, high)
 
 
+@CorrectionTraits(of_rows=True)
 def sequence_truncate(
     old_logprobs: PerToken, sampler_logprobs: PerToken, mask: Mask, *, low: Bound = None, high: Bound = 3.0
 ) -> PerToken:
@@ -122,6 +126,7 @@ def sequence_truncate(
     return _clamped(engine_ratios(old_logprobs, sampler_logprobs, mask)[1], mask, low, high)
 
 
+@CorrectionTraits(of_rows=True)
 def sequence_mask(
     old_logprobs: PerToken, sampler_logprobs: PerToken, mask: Mask, *, low: Bound = None, high: Bound = 3.0
 ) -> PerToken:
@@ -264,6 +269,7 @@ def _check_bounds(low: Bound, high: Bound) -> None:
         raise ValueError(f"low={low} high={high}: a ratio is never below 0, and low has to be below high.")
 
 
+@CorrectionTraits(of_rows=False)
 def auto_correction(
     old_logprobs: Float[Tensor, "b t"], sampler_logprobs: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"]
 ) -> Float[Tensor, "b t"]:
@@ -287,16 +293,19 @@ Statistic = Callable[[Tensor], Tensor]
 """A function from d to a distance, token by token."""
 
 
+@StatisticTraits(signed=True)
 def k1_statistic(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """``-d``: of either sign, so it has two bounds. ``-log(high) <= d <= -log(low)`` in ratios."""
     return -log_ratio
 
 
+@StatisticTraits(signed=False)
 def k2_statistic(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """``d^2 / 2``: the same on both sides."""
     return 0.5 * log_ratio.square()
 
 
+@StatisticTraits(signed=False)
 def k3_statistic(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """``exp(d) - 1 - d``: harder on tokens that the engine finds too unlikely."""
     return torch.expm1(log_ratio) - log_ratio
@@ -383,7 +392,8 @@ def reject_sequences_by_max(
     Raises:
         ValueError: the statistic is of either sign, or the bound is not above 0.
     """
-    if _either_sign(statistic):
+    traits = traits_of(statistic, StatisticTraits)
+    if traits is not None and traits.signed:
         raise ValueError("the largest of a statistic of either sign says nothing about the smallest: take k2 or k3.")
     distance = _distance(old_logprobs, sampler_logprobs, mask, statistic, None, high)
     return mask & ~(mask & (distance > high)).any(1, keepdim=True)
@@ -401,12 +411,11 @@ def _within(distance: Tensor, low: Bound, high: float) -> Tensor:
     return distance <= high if low is None else (distance >= low) & (distance <= high)
 
 
-def _either_sign(statistic: Statistic) -> bool:
-    return bool((statistic(torch.tensor([-1.0, 1.0])) < 0).any())
-
-
 def _check_rejection(statistic: Statistic, low: Bound, high: float) -> None:
-    if _either_sign(statistic):
+    traits = traits_of(statistic, StatisticTraits)
+    if traits is None:
+        return
+    if traits.signed:
         if low is None or not low < high:
             raise ValueError(
                 f"low={low} high={high}: this statistic has either sign, so it needs both bounds, low below high. "

@@ -68,6 +68,7 @@ from torch import Tensor
 
 from lit_rl.ops.ranges import Above, AboveOne, Band, ClipRange, GammaShape, NotNegative, Positive, Share
 from lit_rl.ops.reductions import Highest, Lowest, Metrics, StepTokens, WeightsInside, masked_mean, masked_sum
+from lit_rl.ops.traits import PolicyLossTraits
 
 __all__ = [
     "MAX_LOG_RATIO",
@@ -238,6 +239,7 @@ AboveUpperBound = Annotated[float, Above(_upper_bound)]
 """A bound on the ratio that leaves the clip as it is."""
 
 
+@PolicyLossTraits(zero_without_advantage=True)
 def clipped_policy_loss(
     logprobs: Float[Tensor, "b t"],
     old_logprobs: Float[Tensor, "b t"],
@@ -279,6 +281,7 @@ def clipped_policy_loss(
     return terms.only(loss), metrics
 
 
+@PolicyLossTraits(zero_without_advantage=True)
 def up_grpo_loss(
     logprobs: Float[Tensor, "b t"],
     old_logprobs: Float[Tensor, "b t"],
@@ -311,6 +314,7 @@ def up_grpo_loss(
     return terms.only(loss), metrics
 
 
+@PolicyLossTraits(zero_without_advantage=True)
 def gmpo_loss(
     logprobs: Float[Tensor, "b t"],
     old_logprobs: Float[Tensor, "b t"],
@@ -341,6 +345,7 @@ def gmpo_loss(
     return terms.only(loss), clip_metrics(terms, *beyond(w, terms, -clip_low, clip_high))
 
 
+@PolicyLossTraits(zero_without_advantage=True)
 def cpgd_loss(
     logprobs: Float[Tensor, "b t"],
     old_logprobs: Float[Tensor, "b t"],
@@ -376,6 +381,7 @@ def _delta_share(terms: Terms, delta: float) -> tuple[Tensor, Tensor]:
     return terms.share((terms.ratio > delta) & (terms.advantages < 0))
 
 
+@PolicyLossTraits(zero_without_advantage=True)
 def reinforce_loss(
     logprobs: Float[Tensor, "b t"],
     old_logprobs: Float[Tensor, "b t"],
@@ -396,6 +402,7 @@ def reinforce_loss(
     return terms.only(-terms.logprobs * terms.advantages), ratio_metrics(terms)
 
 
+@PolicyLossTraits(zero_without_advantage=True)
 def importance_weighted_loss(
     logprobs: Float[Tensor, "b t"],
     old_logprobs: Float[Tensor, "b t"],
@@ -419,6 +426,7 @@ def importance_weighted_loss(
     return terms.only(-terms.ratio * terms.advantages), ratio_metrics(terms)
 
 
+@PolicyLossTraits(zero_without_advantage=True)
 def cispo_loss(
     logprobs: Float[Tensor, "b t"],
     old_logprobs: Float[Tensor, "b t"],
@@ -446,6 +454,7 @@ def cispo_loss(
     return terms.only(-now.clamp(max=cap) * terms.advantages * terms.logprobs), metrics
 
 
+@PolicyLossTraits(zero_without_advantage=True)
 def cispo_two_sided_loss(
     logprobs: Float[Tensor, "b t"],
     old_logprobs: Float[Tensor, "b t"],
@@ -476,6 +485,7 @@ def cispo_two_sided_loss(
     return terms.only(-now.clamp(low, high) * terms.advantages * terms.logprobs), metrics
 
 
+@PolicyLossTraits(zero_without_advantage=True)
 def dppo_tv_loss(
     logprobs: Float[Tensor, "b t"],
     old_logprobs: Float[Tensor, "b t"],
@@ -505,6 +515,7 @@ def dppo_tv_loss(
     return _weighted(terms, *beyond(_change(terms), terms, -threshold_low, high), cap=cap)
 
 
+@PolicyLossTraits(zero_without_advantage=True)
 def dppo_kl_loss(
     logprobs: Float[Tensor, "b t"],
     old_logprobs: Float[Tensor, "b t"],
@@ -536,6 +547,7 @@ def dppo_kl_loss(
     return _weighted(terms, *beyond(signed, terms, -threshold_low, high), cap=cap)
 
 
+@PolicyLossTraits(zero_without_advantage=True, but_for="kl_tau")
 def prime_rl_loss(
     logprobs: Float[Tensor, "b t"],
     old_logprobs: Float[Tensor, "b t"],
@@ -564,6 +576,7 @@ def prime_rl_loss(
     return _penalised(terms, *beyond(_change(terms), terms, -threshold_low, high), kl_tau=kl_tau)
 
 
+@PolicyLossTraits(zero_without_advantage=True, but_for="kl_tau")
 def prime_rl_ipo_loss(
     logprobs: Float[Tensor, "b t"],
     old_logprobs: Float[Tensor, "b t"],
@@ -620,6 +633,7 @@ MIN_LOG_WEIGHT = math.log(1e-8)
 """VESPO cuts the log of its sequence weight here and at :data:`MAX_LOG_RATIO`; phi is 0 in float32 at both ends."""
 
 
+@PolicyLossTraits(zero_without_advantage=True)
 def sapo_loss(
     logprobs: Float[Tensor, "b t"],
     old_logprobs: Float[Tensor, "b t"],
@@ -651,6 +665,7 @@ def sapo_loss(
     return terms.only(-gate * terms.advantages), ratio_metrics(terms)
 
 
+@PolicyLossTraits(zero_without_advantage=True)
 def vespo_loss(
     logprobs: Float[Tensor, "b t"],
     old_logprobs: Float[Tensor, "b t"],
@@ -699,6 +714,7 @@ def _gamma_weights(
     return (lam + k * log_w - lam * log_w.exp()).exp()
 
 
+@PolicyLossTraits(zero_without_advantage=False)
 def clip_cov_loss(
     logprobs: Float[Tensor, "b t"],
     old_logprobs: Float[Tensor, "b t"],
@@ -742,6 +758,7 @@ def clip_cov_loss(
     return terms.only(loss.masked_fill(dropped, 0.0)), metrics
 
 
+@PolicyLossTraits(zero_without_advantage=False)
 def kl_cov_loss(
     logprobs: Float[Tensor, "b t"],
     old_logprobs: Float[Tensor, "b t"],

@@ -43,6 +43,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from lit_rl.ops.reductions import masked_sum
+from lit_rl.ops.traits import PreferenceTraits
 
 __all__ = [
     "Pairs",
@@ -289,6 +290,7 @@ def alpha_reward(mean: Float[Tensor, " b"], alpha: float) -> Float[Tensor, " b"]
     return -torch.expm1((-alpha * mean).clamp(max=MAX_EXPONENT)) / alpha
 
 
+@PreferenceTraits(per_token=False)
 def sigmoid(pairs: Pairs, beta: float, *, label_smoothing: float = 0.0) -> Float[Tensor, " b"]:
     """DPO (2305.18290, eq. 7): ``-ls(z)``. Without a reference it is CPO (2401.08417).
 
@@ -305,6 +307,7 @@ def sigmoid(pairs: Pairs, beta: float, *, label_smoothing: float = 0.0) -> Float
     return logistic(beta * pairs.margin, label_smoothing)
 
 
+@PreferenceTraits(per_token=True)
 def sigmoid_norm(pairs: Pairs, beta: float) -> Float[Tensor, " b"]:
     """Length-normalised DPO (Tulu 3, 2411.15124): ``-ls(beta (s_c / n_c - s_r / n_r))``.
 
@@ -313,11 +316,13 @@ def sigmoid_norm(pairs: Pairs, beta: float) -> Float[Tensor, " b"]:
     return logistic(beta * (pairs.chosen_mean_score - pairs.rejected_mean_score))
 
 
+@PreferenceTraits(per_token=False)
 def hinge(pairs: Pairs, beta: float) -> Float[Tensor, " b"]:
     """SLiC (2305.10425) on log ratios, as in RSO (2309.06657): ``max(0, 1 - z)``."""
     return (1 - beta * pairs.margin).clamp(min=0)
 
 
+@PreferenceTraits(per_token=True)
 def ipo(pairs: Pairs, beta: float) -> Float[Tensor, " b"]:
     """IPO (2310.12036, eq. 17) per token: ``(s_c / n_c - s_r / n_r - 1 / (2 beta))^2``; beta is the paper's tau.
 
@@ -328,6 +333,7 @@ def ipo(pairs: Pairs, beta: float) -> Float[Tensor, " b"]:
     return (pairs.chosen_mean_score - pairs.rejected_mean_score - 1 / (2 * beta)).square()
 
 
+@PreferenceTraits(per_token=False)
 def exo_pair(pairs: Pairs, beta: float, *, label_smoothing: float = 1e-3) -> Float[Tensor, " b"]:
     """EXO with two completions (2402.00856, eq. 16): KL of the policy's choice from the labels, in this order.
 
@@ -347,6 +353,7 @@ def exo_pair(pairs: Pairs, beta: float, *, label_smoothing: float = 1e-3) -> Flo
     return right + (-z).sigmoid() * (logsigmoid(-z) - math.log(label_smoothing))
 
 
+@PreferenceTraits(per_token=False)
 def nca_pair(pairs: RatioPairs, beta: float) -> Float[Tensor, " b"]:
     """NCA with two completions (2402.05369): ``-ls(beta rho_c) - ls(-beta rho_c) / 2 - ls(-beta rho_r) / 2``.
 
@@ -356,6 +363,7 @@ def nca_pair(pairs: RatioPairs, beta: float) -> Float[Tensor, " b"]:
     return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
 
 
+@PreferenceTraits(per_token=False)
 def robust(pairs: Pairs, beta: float, *, label_smoothing: float = 0.0) -> Float[Tensor, " b"]:
     """Robust DPO (2403.00409): ``(-(1 - e) ls(z) + e ls(-z)) / (1 - 2 e)``.
 
@@ -375,6 +383,7 @@ def robust(pairs: Pairs, beta: float, *, label_smoothing: float = 0.0) -> Float[
     return (-(1 - e) * logsigmoid(z) + e * logsigmoid(-z)) / (1 - 2 * e)
 
 
+@PreferenceTraits(per_token=False)
 def bco_pair(pairs: RatioPairs, beta: float) -> Float[Tensor, " b"]:
     """BCO on pairs (2404.04656) without its baseline: ``-ls(beta rho_c) - ls(-beta rho_r)``. The quality loss of MPO.
 
@@ -383,6 +392,7 @@ def bco_pair(pairs: RatioPairs, beta: float) -> Float[Tensor, " b"]:
     return -logsigmoid(beta * pairs.chosen_ratio) - logsigmoid(-beta * pairs.rejected_ratio)
 
 
+@PreferenceTraits(per_token=False)
 def sppo_hard(pairs: RatioPairs, beta: float) -> Float[Tensor, " b"]:
     """SPPO (2405.00675, eq. 4.7) where the chosen completion wins with certainty.
 
@@ -392,6 +402,7 @@ def sppo_hard(pairs: RatioPairs, beta: float) -> Float[Tensor, " b"]:
     return (pairs.chosen_ratio - goal).square() + (pairs.rejected_ratio + goal).square()
 
 
+@PreferenceTraits(per_token=False)
 def discopop(pairs: Pairs, beta: float, *, tau: float = 0.05) -> Float[Tensor, " b"]:
     """DiscoPOP (2406.08414, eq. 5), a loss found by search: ``-ls(z) (1 - g) + exp(-z) g`` with ``g = sigma(z / tau)``.
 
@@ -415,6 +426,7 @@ def discopop(pairs: Pairs, beta: float, *, tau: float = 0.05) -> Float[Tensor, "
     return -logsigmoid(z) * (-z / tau).sigmoid() + exponential
 
 
+@PreferenceTraits(per_token=False)
 def sft(pairs: Pairs, beta: float) -> Float[Tensor, " b"]:
     """Minus the log-prob of the chosen tokens, whose mean over the step is a mean over tokens; beta is not read.
 
@@ -423,6 +435,7 @@ def sft(pairs: Pairs, beta: float) -> Float[Tensor, " b"]:
     return pairs.nll_share
 
 
+@PreferenceTraits(per_token=False)
 def apo_zero(pairs: RatioPairs, beta: float) -> Float[Tensor, " b"]:
     """``sigma(-beta rho_c) + sigma(beta rho_r)`` (eq. 7): the chosen one rises, the rejected one falls.
 
@@ -431,6 +444,7 @@ def apo_zero(pairs: RatioPairs, beta: float) -> Float[Tensor, " b"]:
     return (-beta * pairs.chosen_ratio).sigmoid() + (beta * pairs.rejected_ratio).sigmoid()
 
 
+@PreferenceTraits(per_token=False)
 def apo_down(pairs: RatioPairs, beta: float) -> Float[Tensor, " b"]:
     """``sigma(beta rho_c) + sigma(-beta (rho_c - rho_r))`` (eq. 8): both fall, the rejected one further.
 
@@ -440,6 +454,7 @@ def apo_down(pairs: RatioPairs, beta: float) -> Float[Tensor, " b"]:
     return chosen.sigmoid() + (rejected - chosen).sigmoid()
 
 
+@PreferenceTraits(per_token=True)
 def simpo(pairs: PolicyPairs, beta: float, *, gamma: float = 0.5, label_smoothing: float = 0.0) -> Float[Tensor, " b"]:
     """SimPO (2405.14734, eq. 6): ``-ls(beta (m_c - m_r) - gamma)``, ``m`` being log-probs per token.
 
@@ -457,6 +472,7 @@ def simpo(pairs: PolicyPairs, beta: float, *, gamma: float = 0.5, label_smoothin
     return logistic(beta * (pairs.chosen_mean - pairs.rejected_mean) - gamma, label_smoothing)
 
 
+@PreferenceTraits(per_token=True)
 def alphapo(
     pairs: PolicyPairs, beta: float, *, alpha: float = 0.25, gamma: float = 0.1, label_smoothing: float = 0.0
 ) -> Float[Tensor, " b"]:
@@ -483,6 +499,7 @@ def alphapo(
     return logistic(beta * margin - gamma, label_smoothing)
 
 
+@PreferenceTraits(per_token=False)
 def aot(pairs: StepPairs, beta: float, *, label_smoothing: float = 0.0) -> Float[Tensor, " b"]:
     """AOT on pairs: the policy's margins are to lie above the reference's as distributions, not pair by pair.
 
@@ -503,6 +520,7 @@ def aot(pairs: StepPairs, beta: float, *, label_smoothing: float = 0.0) -> Float
     return logistic(beta * (margins - references[_ranks(margins)]), label_smoothing)
 
 
+@PreferenceTraits(per_token=False)
 def aot_unpaired(pairs: StepPairs, beta: float, *, label_smoothing: float = 0.0) -> Float[Tensor, " b"]:
     """AOT without pairs: the log ratios of chosen completions are to lie above those of rejected ones, rank by rank.
 

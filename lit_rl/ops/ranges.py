@@ -19,6 +19,8 @@ class Range:
     low: float
     high: float = inf
     open_low: bool = False
+    whole: bool = False
+    """True if only whole numbers are allowed."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,18 @@ class Pair:
 
 Share = Annotated[float, Range(0.0, 1.0, open_low=True)]
 """A number in (0, 1]."""
+
+Portion = Annotated[float, Range(0.0, 1.0)]
+"""A number in [0, 1]."""
+
+AtLeastZero = Annotated[int, Range(0.0, whole=True)]
+"""A whole number of at least 0."""
+
+AtLeastOne = Annotated[int, Range(1.0, whole=True)]
+"""A whole number of at least 1."""
+
+AtLeastTwo = Annotated[int, Range(2.0, whole=True)]
+"""A whole number of at least 2."""
 
 Positive = Annotated[float, Range(0.0, open_low=True)]
 """A number above 0."""

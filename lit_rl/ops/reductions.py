@@ -25,6 +25,8 @@ import torch
 from jaxtyping import Bool, Float, Float64, Shaped
 from torch import Tensor
 
+from lit_rl.ops.traits import ReductionTraits
+
 __all__ = [
     "constant_mean",
     "local_token_mean",
@@ -194,11 +196,13 @@ class StepTotals:
         return cls(sequences=mask.shape[0], tokens=mask.sum(), unmasked_sequences=mask.any(1).sum(), micro_batches=1)
 
 
+@ReductionTraits(adds_rows=True)
 def token_mean(per_token: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"], totals: StepTotals) -> Float[Tensor, ""]:
     """``sum_it m l / max(1, tokens)``: every token weighs the same. DAPO (2503.14476, section 3.3)."""
     return masked_sum(per_token, mask) / _at_least_one(totals.tokens)
 
 
+@ReductionTraits(adds_rows=False)
 def local_token_mean(
     per_token: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"], totals: StepTotals
 ) -> Float[Tensor, ""]:
@@ -210,11 +214,13 @@ def local_token_mean(
     return masked_mean(per_token, mask) / _at_least_one(totals.micro_batches)
 
 
+@ReductionTraits(adds_rows=True)
 def token_sum(per_token: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"], totals: StepTotals) -> Float[Tensor, ""]:
     """``sum_it m l``: no denominator, so the gradient grows with the tokens of a step."""
     return masked_sum(per_token, mask)
 
 
+@ReductionTraits(adds_rows=True)
 def sequence_mean(per_token: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"], totals: StepTotals) -> Float[Tensor, ""]:
     """``sum_i (sum_t m l / max(1, sum_t m)) / max(1, sequences)``: every row weighs the same. GRPO (2402.03300, eq. 3).
 
@@ -223,6 +229,7 @@ def sequence_mean(per_token: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"], to
     return masked_mean(per_token, mask, dim=1).sum() / _at_least_one(totals.sequences)
 
 
+@ReductionTraits(adds_rows=True)
 def unmasked_sequence_mean(
     per_token: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"], totals: StepTotals
 ) -> Float[Tensor, ""]:
@@ -234,6 +241,7 @@ def unmasked_sequence_mean(
     return masked_mean(per_token, mask, dim=1).sum() / _at_least_one(totals.unmasked_sequences)
 
 
+@ReductionTraits(adds_rows=True)
 def sequence_total(per_token: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"], totals: StepTotals) -> Float[Tensor, ""]:
     """``sum_i (sum_t m l) / max(1, sequences)``: the mean over rows of their sums. LUSPO (2602.05261).
 
@@ -242,6 +250,7 @@ def sequence_total(per_token: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"], t
     return masked_sum(per_token, mask) / _at_least_one(totals.sequences)
 
 
+@ReductionTraits(adds_rows=True)
 def constant_mean(
     per_token: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"], totals: StepTotals, *, length: int
 ) -> Float[Tensor, ""]:
@@ -256,6 +265,7 @@ def constant_mean(
     return masked_sum(per_token, mask) / (_at_least_one(totals.sequences) * length)
 
 
+@ReductionTraits(adds_rows=True)
 def unmasked_constant_mean(
     per_token: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"], totals: StepTotals, *, length: int
 ) -> Float[Tensor, ""]:

@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_rl.ops.advantages import Groups, divide, whiten_tokens
-from lit_rl.ops.ranges import NotNegative
+from lit_rl.ops.ranges import NotNegative, Portion
 from lit_rl.ops.reductions import Metrics, masked_sum
+from lit_rl.ops.traits import AdvantageTraits
 
 __all__ = [
     "centered_return_to_go",
@@ -42,14 +43,14 @@ __all__ = [
 
 
 def return_to_go(
-    token_rewards: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"], *, gamma: float = 1.0
+    token_rewards: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"], *, gamma: Portion = 1.0
 ) -> Float[Tensor, "b t"]:
     """``G_t = r_t + gamma G_(t+1)`` over the tokens of the mask; 0 outside.
 
     Args:
         token_rewards: Rewards.
         mask: Tokens that the policy wrote.
-        gamma: Discount of each token, in [0, 1].
+        gamma: Portion of each token, in [0, 1].
 
     Raises:
         ValueError: gamma is out of range.
@@ -57,13 +58,14 @@ def return_to_go(
     return _return_to_go(token_rewards, mask, gamma).to(token_rewards.dtype)
 
 
+@AdvantageTraits(compares_group=False, of_tokens=True)
 def gae(
     token_rewards: Float[Tensor, "b t"],
     values: Float[Tensor, "b t"],
     mask: Bool[Tensor, "b t"],
     *,
-    gamma: float = 1.0,
-    lam: float = 0.95,
+    gamma: Portion = 1.0,
+    lam: Portion = 0.95,
 ) -> tuple[Float[Tensor, "b t"], Float[Tensor, "b t"]]:
     """Return generalised advantages (GAE, 1506.02438, eq. 16) and the returns that the critic learns, 0 outside the
     mask.
@@ -75,7 +77,7 @@ def gae(
         token_rewards: Rewards.
         values: Of the critic at the position that predicts the token.
         mask: Tokens that the policy wrote.
-        gamma: Discount of each token, in [0, 1].
+        gamma: Portion of each token, in [0, 1].
         lam: From 0 (the critic is trusted for everything after one token) to 1 (for nothing).
 
     Raises:
@@ -90,13 +92,14 @@ def gae(
     return advantages.to(token_rewards.dtype), (advantages + values).to(token_rewards.dtype)
 
 
+@AdvantageTraits(compares_group=False, of_tokens=True)
 def reinforce_plus_plus(
     rewards: Float[Tensor, " b"],
     group_id: Int[Tensor, " b"],
     token_rewards: Float[Tensor, "b t"],
     mask: Bool[Tensor, "b t"],
     *,
-    gamma: float = 1.0,
+    gamma: Portion = 1.0,
     eps: float = 1e-8,
 ) -> Float[Tensor, "b t"]:
     """Return the return to go, whitened over all tokens of the batch: REINFORCE++ (2501.03262). It needs no group.
@@ -106,13 +109,14 @@ def reinforce_plus_plus(
         group_id: Not used.
         token_rewards: Of the whole batch: those of every rank. The paper has the KL per token in them.
         mask: Tokens that the policy wrote.
-        gamma: Discount of each token, in [0, 1].
+        gamma: Portion of each token, in [0, 1].
         eps: Added to the variance.
     """
     mask = mask & ~rewards.isnan().unsqueeze(1)
     return whiten_tokens(_return_to_go(token_rewards, mask, gamma), mask, eps=eps).to(token_rewards.dtype)
 
 
+@AdvantageTraits(compares_group=True, of_tokens=True)
 def reinforce_plus_plus_baseline(
     rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"], mask: Bool[Tensor, "b t"], *, eps: float = 1e-8
 ) -> Float[Tensor, "b t"]:
@@ -129,6 +133,7 @@ def reinforce_plus_plus_baseline(
     return whiten_tokens(groups.deviation.unsqueeze(1).expand(mask.shape), mask, eps=eps).to(rewards.dtype)
 
 
+@AdvantageTraits(compares_group=True, of_tokens=True)
 def centered_return_to_go(
     rewards: Float[Tensor, " b"],
     group_id: Int[Tensor, " b"],
@@ -148,6 +153,7 @@ def centered_return_to_go(
     return (returns - groups.mean.unsqueeze(1)).masked_fill(~counts, 0.0).to(token_rewards.dtype)
 
 
+@AdvantageTraits(compares_group=False, of_tokens=True)
 def remax_return_to_go(
     rewards: Float[Tensor, " b"],
     group_id: Int[Tensor, " b"],
@@ -166,6 +172,7 @@ def remax_return_to_go(
     return returns.masked_fill(~mask, 0.0).to(token_rewards.dtype)
 
 
+@AdvantageTraits(compares_group=True, of_tokens=True, reads_kl=False)
 def process_supervised(
     rewards: Float[Tensor, " b"],
     group_id: Int[Tensor, " b"],
@@ -238,6 +245,7 @@ _EPS = 1e-6
 """Added to standard deviations."""
 
 
+@AdvantageTraits(compares_group=True, of_tokens=True)
 def centered_turns(
     rewards: Float[Tensor, " b"],
     group_id: Int[Tensor, " b"],
@@ -245,7 +253,7 @@ def centered_turns(
     mask: Bool[Tensor, "b t"],
     turn: Int[Tensor, "b t"],
     *,
-    gamma: float = 1.0,
+    gamma: Portion = 1.0,
 ) -> Float[Tensor, "b t"]:
     """``G_k`` minus the mean of ``G_k`` over the rows of the group that have a turn ``k``: a baseline for each turn.
 
@@ -258,7 +266,7 @@ def centered_turns(
         token_rewards: Rewards, each at the token where it was earned.
         mask: Tokens that the policy wrote.
         turn: The turn of each token, counted from 0.
-        gamma: Discount of each turn, in [0, 1].
+        gamma: Portion of each turn, in [0, 1].
     """
     turns = _Turns.of(mask & ~rewards.isnan().unsqueeze(1), turn)
     alike = turns.alike(group_id, torch.arange(turns.there.shape[1], device=mask.device).expand(turns.there.shape))
@@ -266,6 +274,7 @@ def centered_turns(
     return turns.to_tokens(turns.spread(compared.deviation)).to(token_rewards.dtype)
 
 
+@AdvantageTraits(compares_group=True, of_tokens=True)
 def gigpo(
     rewards: Float[Tensor, " b"],
     group_id: Int[Tensor, " b"],
@@ -274,7 +283,7 @@ def gigpo(
     turn: Int[Tensor, "b t"],
     state: Int[Tensor, "b t"],
     *,
-    gamma: float = 0.95,
+    gamma: Portion = 0.95,
     step_weight: NotNegative = 1.0,
 ) -> Float[Tensor, "b t"]:
     """GiGPO (2505.10978): rows are compared with their group, and turns with those that began in the same state.
@@ -290,7 +299,7 @@ def gigpo(
         mask: Tokens that the policy wrote.
         turn: The turn of each token, counted from 0.
         state: Of each token: equal numbers where turns began in the same state.
-        gamma: Discount of each turn, in [0, 1].
+        gamma: Portion of each turn, in [0, 1].
         step_weight: Weight of the comparison of turns, 0 or more.
     """
     turns = _Turns.of(mask & ~rewards.isnan().unsqueeze(1), turn)
@@ -303,14 +312,15 @@ def gigpo(
     return turns.to_tokens(of_rows + step_weight * of_turns).to(token_rewards.dtype)
 
 
+@AdvantageTraits(compares_group=False, of_tokens=True)
 def gae_of_turns(
     token_rewards: Float[Tensor, "b t"],
     values: Float[Tensor, "b t"],
     mask: Bool[Tensor, "b t"],
     turn: Int[Tensor, "b t"],
     *,
-    gamma: float = 0.99,
-    lam: float = 0.9,
+    gamma: Portion = 0.99,
+    lam: Portion = 0.9,
 ) -> tuple[Float[Tensor, "b t"], Float[Tensor, "b t"]]:
     """Return generalised advantages with a turn as one action (Turn-PPO, 2512.17008), and the critic's returns.
 
@@ -323,7 +333,7 @@ def gae_of_turns(
         values: Of the critic at the position that predicts the token.
         mask: Tokens that the policy wrote.
         turn: The turn of each token, counted from 0.
-        gamma: Discount of each turn, in [0, 1].
+        gamma: Portion of each turn, in [0, 1].
         lam: From 0 (the critic is trusted for everything after one turn) to 1 (for nothing).
 
     Raises:

@@ -19,14 +19,14 @@ from rich.text import Text
 from lit_rl.callbacks.display import Pictures, printable
 from lit_rl.core.errors import DataError, in_range
 from lit_rl.core.visuals import ImageRef, VideoRef, Visual, shown_in
-from lit_rl.data.corpus import example_key, set_key
+from lit_rl.data.corpus import set_key
 from lit_rl.data.example_module import ExampleDataModule
 from lit_rl.data.example_set import Example
-from lit_rl.data.first_row import first_row
 from lit_rl.data.kinds import Kind, kind_of
 from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.row_visuals import ImageReader
 from lit_rl.data.rows import read_row
+from lit_rl.data.splits import first_row
 from lit_rl.data.visual_prompts import Processor, count_placeholders
 from lit_rl.environments.environment_base import Interactive
 from lit_rl.models.language_model import LanguageModel
@@ -174,7 +174,7 @@ def _examples(data: ExampleDataModule, kind: Kind, rows: int) -> DataLook:
     }
     if not any(lengths["prompts"]):
         lengths = {"texts": lengths["completions"]}
-    keys = [example_key(example) for example in examples]
+    keys = [example.key for example in examples]
     wholes = [json.dumps([text.ids for text in example.texts]) + str(example.desirable) for example in examples]
     title = f"Examples for methods that learn from {kind}; format: {', '.join(dict.fromkeys(data.corpus.formats))}"
     return DataLook(title, [_texts(example) for example in examples[:rows]], lengths, columns, keys, wholes)

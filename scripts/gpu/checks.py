@@ -149,8 +149,8 @@ def log_probs(result: Result, folder: Path, dtype: str) -> None:
     prompts = Prompts(ids, [int(prompt_key(0, 0, row, 0)) for row in range(8)], 4, eos_ids=(), pad_id=model.pad_id)
     generators = {
         "native": NativeGenerator(),
-        "native without lean steps": NativeGenerator(lean_steps=False),
-        "native with the model's own cache": NativeGenerator(grouped_cache=False),
+        "native without lean steps": NativeGenerator(speedups={"lean_steps": False}),
+        "native with the model's own cache": NativeGenerator(speedups={"grouped_cache": False}),
         "hf": HFGenerator(),
     }
     for name, generator in generators.items():
@@ -180,8 +180,8 @@ WORK = replace(C1, shape="tiny", prompts=2, prompt_tokens=8, completion_tokens=8
 FLOAT32, TRUE, MIXED = (f"trainer.precision={name}" for name in ("32-true", "bf16-true", "bf16-mixed"))
 WHOLE_STEPS: dict[str, tuple[str, ...]] = {
     "float32, as it comes": (FLOAT32,),
-    "float32, hidden states through the model's own head": (FLOAT32, "model.fused_head=false"),
-    "float32, each row with its own prompt": (FLOAT32, "model.shared_prompts=false"),
+    "float32, hidden states through the model's own head": (FLOAT32, "model.speedups.fused_head=false"),
+    "float32, each row with its own prompt": (FLOAT32, "model.speedups.shared_prompts=false"),
     "float32, activations offloaded": (FLOAT32, "model.gradient_checkpointing=offload"),
     "float32, Liger's kernels": (FLOAT32, "model.use_liger_kernel=true"),
     "autocast": (MIXED,),
@@ -347,7 +347,7 @@ def graphed(result: Result) -> None:
     prompts = Prompts(texts, keys, 8, (), words.pad_token_id, words.decode, words.encode)
     drawn, steps = [], []
     for cuda_graphs in (False, True):
-        generator = NativeGenerator(cuda_graphs=cuda_graphs)
+        generator = NativeGenerator(speedups={"cuda_graphs": cuda_graphs})
         generator.sync(policy, 0)
         drawn.append(generator.generate(prompts, Sampling(max_new_tokens=64)))
         steps.append(generator.steps)

@@ -8,7 +8,7 @@ Qwen2.5-0.5B's shape, 32 prompts of 128 tokens x 8 completions of 512, `train.py
 of 800 TFLOP/s: a step has 4.7e14 useful FLOPs of learning, 0.6 s at the limit and 2 to 6 s at 10 to 30 % of it; 512
 tokens of decoding at 5 to 10 ms a token of 24 layers, whose launches cost more than their bytes, 3 to 5 s. Seven steps
 of 5 to 11 s and a start of 12 s are 47 to 89 s. Where the box of 120 s has time left, five steps follow with
-`generator.cuda_graphs=true`, 40 s at 5 s a step, and with `model.compile=true`, 65 s with Triton.
+`generator.speedups.cuda_graphs=true`, 40 s at 5 s a step, and with `model.compile=true`, 65 s with Triton.
 
 **trl**: TRL 1.16 on the main command's work, without vLLM: a setting for one card, and as it comes. The setting is what
 its documentation has for one card: weights in bfloat16, no recomputation where memory allows, and 32 rows a forward
@@ -110,7 +110,7 @@ WARMUPS, STEPS = 2, 4 if SMALL else 7
 """The first step's completions are given; the second warms up what draws them."""
 AGAIN = 5
 """Steps with a switch, of which three are timed."""
-SWITCHES = {"CUDA graphs": ("generator.cuda_graphs=true", 15), "compiled": ("model.compile=true", 40)}
+SWITCHES = {"CUDA graphs": ("generator.speedups.cuda_graphs=true", 15), "compiled": ("model.compile=true", 40)}
 """What is run again, and the seconds that are no step's: the start, and Triton."""
 AS_PLANNED = 0.15
 """Of the plan, that the peak may be above or below it."""

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from lit_rl.algorithms import GRPO, PPO, RLOO, Reinforce
 from lit_rl.algorithms.checks import policy_gradient_checks as estimator_checks
-from lit_rl.algorithms.checks.policy_gradient_checks import check_loss_settings
+from lit_rl.algorithms.checks.policy_gradient_checks import check_ranges
 from lit_rl.algorithms.terms.credit import RunningNorm
-from lit_rl.algorithms.terms.groups import DynamicSampling, GroupReplay
+from lit_rl.algorithms.terms.groups import BestOfGroup, DynamicSampling, GroupReplay
 from lit_rl.algorithms.terms.regularizers import AdaptiveKL
 from lit_rl.cli.lightning_app import WithKeywords
 from lit_rl.core.errors import ConfigError
@@ -25,6 +25,7 @@ from lit_rl.core.rollout import Completions, Prompts, Sampling
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.ops import advantages, engine_mismatch, policy_losses, returns, selection
 from lit_rl.ops import advantages as shaping
+from lit_rl.ops.traits import AdvantageTraits, CorrectionTraits, traits_of
 
 partial = functools.partial
 
@@ -102,17 +103,17 @@ def test_every_number_that_a_loss_takes_has_a_range():
                 continue
             bad = (math.nan, math.nan) if isinstance(parameter.default, tuple) else math.nan
             with pytest.raises(ConfigError, match=rf"algo\.loss\.{setting}="):
-                check_loss_settings(partial(function, **{setting: bad}))
+                check_ranges(partial(function, **{setting: bad}), "algo.loss")
 
 
 @given(low=st.floats(0.01, 1), high=st.one_of(st.none(), st.floats(0.01, 3)), delta=st.floats(0.5, 5))
 def test_the_dual_clip_is_above_the_plain_one(low, high, delta):
     loss = partial(policy_losses.clipped_policy_loss, clip_low=low, clip_high=high, delta=delta)
     if delta > 1 + (low if high is None else high):
-        check_loss_settings(loss)
+        check_ranges(loss, "algo.loss")
     else:
         with pytest.raises(ConfigError, match=r"algo\.loss\.delta"):
-            check_loss_settings(loss)
+            check_ranges(loss, "algo.loss")
 
 
 def test_the_docstrings_bounds_are_those_that_are_checked():
@@ -124,7 +125,7 @@ def test_the_docstrings_bounds_are_those_that_are_checked():
                 said += 1
                 zero = partial(loss, **{setting: 0.0})
                 with contextlib.nullcontext() if bound == "at least" else pytest.raises(ConfigError, match=setting):
-                    check_loss_settings(zero)
+                    check_ranges(zero, "algo.loss")
     assert said > 5
 
 
@@ -181,8 +182,13 @@ COMBINATIONS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"selection": partial(selection.top_entropy, share=0.0)}, r"algo\.selection: share=0"),
     ({"selection": partial(selection.top_entropy_per_sequence, share=1.1)}, r"algo\.selection: share=1\.1"),
-    ({"shaping": partial(shaping.missing_eos, penalty=0.0)}, r"algo\.shaping: penalty=0"),
-    ({"advantage": partial(returns.reinforce_plus_plus, gamma=1.5)}, r"algo\.advantage.*gamma=1\.5"),
+    ({"advantage": partial(returns.gigpo, step_weight=-1.0)}, r"algo\.advantage\.step_weight=-1"),
+    ({"shaping": partial(shaping.relative_length_reward, weight=-1.0)}, r"algo\.shaping\.weight=-1"),
+    ({"shaping": partial(shaping.missing_eos, penalty=0.0)}, r"algo\.shaping\.penalty=0"),
+    (
+        {"advantage": partial(returns.reinforce_plus_plus, gamma=1.5)},
+        r"algo\.advantage\.gamma=1\.5 is out of range: allowed is \[0, 1\]",
+    ),
     ({"reward_clip": (1, -1)}, r"algo\.reward_clip=\[1, -1\]"),
     ({"reward_clip": (1, 1)}, r"algo\.reward_clip=\[1, 1\]"),
     ({"reward_clip": (1,)}, r"algo\.reward_clip=\[1\]"),
@@ -199,11 +205,26 @@ COMBINATIONS: list[tuple[dict[str, Any], str]] = [
     ({"advantage": lambda rewards: rewards}, r"algo\.advantage=<lambda>\(rewards\): GRPO calls it as f\(rewards, gr"),
     ({"advantage": returns.process_supervised, "whitening": advantages.whiten_rows}, r"algo/whitening.*=tokens"),
     ({"advantage": returns.reinforce_plus_plus, "whitening": advantages.whiten_rows}, r"algo/whitening.*=tokens"),
-    ({"advantage": advantages.normalize_then_sum, "reward_beta": 100.0}, r"algo\.reward_beta=100.0: normalize_then"),
-    ({"advantage": returns.process_supervised, "reward_beta": 0.05}, r"algo\.reward_beta=0.05: process_supervised"),
-    ({"advantage": advantages.normalize_then_sum, "reward_clip": (-1, 1)}, r"algo\.reward_clip=\[-1, 1\]: normalize"),
-    ({"advantage": advantages.normalize_then_sum, "shaping": shaping.missing_eos}, r"algo/shaping: normalize_then_sum"),
-    ({"advantage": advantages.normalize_then_sum, "reward_norm": RunningNorm()}, r"algo/reward_norm: normalize_then"),
+    (
+        {"advantage": advantages.normalize_then_sum, "reward_beta": 100.0},
+        r"algo\.reward_beta=100.0: algo/advantage=normalize_then",
+    ),
+    (
+        {"advantage": returns.process_supervised, "reward_beta": 0.05},
+        r"algo\.reward_beta=0.05: algo/advantage=process_supervised",
+    ),
+    (
+        {"advantage": advantages.normalize_then_sum, "reward_clip": (-1, 1)},
+        r"algo\.reward_clip=\[-1, 1\]: algo/advantage=normalize",
+    ),
+    (
+        {"advantage": advantages.normalize_then_sum, "shaping": shaping.missing_eos},
+        r"algo/shaping: algo/advantage=normalize_then_sum",
+    ),
+    (
+        {"advantage": advantages.normalize_then_sum, "reward_norm": RunningNorm()},
+        r"algo/reward_norm: algo/advantage=normalize_then",
+    ),
     ({"advantage": advantages.remax, "shaping": shaping.missing_eos}, r"algo/shaping: remax.*greedy"),
 ]
 
@@ -220,7 +241,6 @@ CHANGES: dict[str, Any] = {
     "reward_norm": RunningNorm(),
     "reward_clip": (-1, 1),
 }
-SHAPINGS = (shaping.missing_eos, shaping.relative_length_penalty, shaping.relative_length_reward)
 DEAF: dict[str, set[str]] = {name: set(CHANGES) for name in ("normalize_then_sum", "constant")}
 DEAF["process_supervised"] = {"reward_beta"}
 DEAF |= {name: {"shaping"} for name in ("remax", "remax_return_to_go")}
@@ -232,7 +252,7 @@ def test_a_change_of_the_rewards_is_refused_exactly_where_the_advantage_does_not
     estimators = [
         function
         for function in vars(module).values()
-        if callable(function) and estimator_checks.is_from_ops(function) and function not in SHAPINGS
+        if traits_of(function, AdvantageTraits) is not None
         if list(inspect.signature(function).parameters)[:2] == ["rewards", "group_id"]
     ]
     assert len(estimators) > 4
@@ -267,7 +287,7 @@ def test_ppo_with_one_completion_a_prompt_has_no_spread_to_choose_groups_by():
 
 
 def test_a_setting_of_an_advantage_is_refused_by_its_key_whatever_the_group_size():
-    with pytest.raises(ConfigError, match=r"algo\.advantage: gamma=1\.5"):
+    with pytest.raises(ConfigError, match=r"algo\.advantage\.gamma=1\.5"):
         Reinforce("tiny", len, advantage=partial(returns.reinforce_plus_plus, gamma=1.5), group_size=1)
 
 
@@ -307,6 +327,44 @@ def test_one_completion_a_prompt_is_enough_exactly_where_nothing_is_compared(est
             GRPO("tiny", len, advantage=estimator, group_size=1)
     else:
         assert GRPO("tiny", len, advantage=estimator, group_size=1).group_size == 1
+
+
+def minus_mean_of_group(rewards, group_id):
+    groups = group_id[:, None] == group_id
+    return rewards - (groups * rewards).sum(1) / groups.sum(1)
+
+
+def test_a_users_estimator_of_rewards_alone_is_tried_out_where_it_would_teach_nothing():
+    with pytest.raises(ConfigError, match=r"algo\.group_size=1.*2 or more"):
+        GRPO("tiny", len, advantage=minus_mean_of_group, group_size=1)
+    with pytest.raises(ConfigError, match=r"algo/groups=best.*compares several"):
+        GRPO("tiny", len, advantage=minus_mean_of_group, groups=BestOfGroup())
+    GRPO("tiny", len, advantage=lambda rewards, group_id: rewards, group_size=1)
+
+
+def test_what_a_users_estimator_declares_is_taken_at_its_word():
+    @AdvantageTraits(compares_group=True, reads_kl=False)
+    def mine(rewards, group_id, lengths):
+        raise AssertionError("called")
+
+    GRPO("tiny", len, advantage=mine)
+    with pytest.raises(ConfigError, match=r"algo\.group_size=1.*2 or more"):
+        GRPO("tiny", len, advantage=mine, group_size=1)
+    with pytest.raises(ConfigError, match=r"algo\.reward_beta=0\.1: algo/advantage=mine"):
+        GRPO("tiny", len, advantage=mine, reward_beta=0.1)
+
+
+@pytest.mark.parametrize("declares", [False, True])
+def test_weights_of_rows_are_refused_in_a_loss_that_multiplies_them(declares):
+    def of_rows(old_logprobs, sampler_logprobs, mask):
+        return ((old_logprobs - sampler_logprobs) * mask).sum(1, keepdim=True).exp() * mask
+
+    correction = CorrectionTraits(of_rows=True)(of_rows) if declares else of_rows
+    with pytest.raises(ConfigError, match=r"algo/correction.*token_truncate"):
+        GRPO("tiny", len, correction=correction, loss=policy_losses.vespo_loss)
+    # Both weights of the trial would be at the bound: whose they are, is not found by numbers.
+    bounded = partial(engine_mismatch.token_truncate, high=1.0)
+    GRPO("tiny", len, correction=bounded, loss=policy_losses.vespo_loss)
 
 
 def test_a_users_estimator_is_not_tried_out():

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lit_rl.algorithms.checks.policy_gradient_checks import check_declared_weights, check_loss_settings
+from lit_rl.algorithms.checks.policy_gradient_checks import check_declared_weights, check_ranges
 from lit_rl.algorithms.signatures import annotated_metadata, annotations_of, multiplies_weights
 from lit_rl.cli import schemas
 from lit_rl.cli.lightning_app import WithKeywords
@@ -46,7 +46,7 @@ class Declared:
 
 def refused(loss: Any) -> str | None:
     try:
-        check_loss_settings(loss)
+        check_ranges(loss, "algo.loss")
     except ConfigError as error:
         return str(error)
     return None

@@ -137,7 +137,7 @@ def test_grpo_at_ratio_one_is_reinforce_with_group_baselines(tmp_path):
     module.configure_model()
     data = RolloutDataModule(task=Addition(max_operand=9, val_rows=4), prompts_per_rollout=8)
     data.prepare(module.tokenizer)
-    batch = data._prepared().train.batch(data._order(True).epoch(0)[:8])
+    batch = data.sets.train.batch(data.order(True).epoch(0)[:8])
     with module.rollout_context():
         completions = module.generate(batch)
         scores = module.reward(batch, completions)

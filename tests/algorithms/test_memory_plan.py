@@ -189,7 +189,7 @@ TEXTS = [{"prompt": f"{n}+30=", "completion": f"{n + 30}"} for n in range(10, 20
     [
         (lambda: DPO("tiny"), RowLengths(6, 5, texts=2)),  # "3010" and the end, of the rejected reply
         (lambda: ORPO("tiny"), RowLengths(0, 11, texts=2)),  # the prompt's tokens are scored, too
-        (lambda: DPO(LanguageModel("tiny", fused_head=False)), RowLengths(0, 11, texts=2)),
+        (lambda: DPO(LanguageModel("tiny", speedups={"fused_head": False})), RowLengths(0, 11, texts=2)),
         (lambda: SFT("tiny"), RowLengths(6, 3)),
         (lambda: GKD("tiny", teacher="tiny", sampling=Sampling(max_new_tokens=7)), RowLengths(6, 7)),
         (lambda: GKD("tiny", teacher="tiny", on_policy_fraction=0.0), RowLengths(6, 3)),
@@ -479,7 +479,7 @@ def test_fsdp2_spreads_float32_shards_and_holds_whole_what_computes(precision, g
         (lambda: GRPO("tiny", len, router_aux_loss_coef=0.1), False),
         (lambda: GRPO(LanguageModel("tiny", lora=Lora(r=2)), len), True),
         (lambda: GRPO(LanguageModel("tiny", lora=Lora(r=2, dropout=0.1)), len), False),
-        (lambda: GRPO(LanguageModel("tiny", shared_prompts=False), len), False),
+        (lambda: GRPO(LanguageModel("tiny", speedups={"shared_prompts": False}), len), False),
         (lambda: PPO("tiny", len, group_size=8), True),
         (lambda: PPO("tiny", len, group_size=8, critic=SharedTrunk()), False),
         (lambda: PPO("tiny", len, group_size=1), False),

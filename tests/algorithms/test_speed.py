@@ -87,8 +87,8 @@ def test_a_step_executes_what_it_says(tmp_path, monkeypatch, made, shares, lora)
     """Eager attention multiplies whole squares of scores, where the formula has the pairs that a mask lets meet; and a
     fused head computes the logits of many tokens a second time, which is left out."""
     monkeypatch.setattr(Span, "pairs", lambda span, window=None: span.new * (span.past + span.new))
-    how: dict[str, Any] = {"attn_implementation": "eager", "folded_attention": False}
-    module, data = made(LanguageModel("tiny", shared_prompts=shares, lora=lora, **how))
+    speedups = {"shared_prompts": shares, "folded_attention": False}
+    module, data = made(LanguageModel("tiny", attn_implementation="eager", speedups=speedups, lora=lora))
     counted = Counted()
     trainer(tmp_path, max_steps=2, callbacks=[counted]).fit(module, datamodule=data)
     (flops,) = module._flops

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import lightning as L
@@ -12,7 +11,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lit_rl.algorithms import DPO, GRPO, SFT, Reinforce
-from lit_rl.algorithms.checks.strategy_checks import check_tensor_parallel_method, check_tensor_parallel_optimizer
+from lit_rl.algorithms.checks.strategy_checks import check_tensor_parallel_optimizer
 from lit_rl.algorithms.evaluation.validation import Evaluation
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.optim.optimizers import AdamW, ByPath
@@ -20,11 +19,13 @@ from lit_rl.algorithms.optim.strategies import FSDP2Strategy, FSDPTPStrategy, ch
 from lit_rl.algorithms.terms.groups import DynamicSampling, GroupReplay
 from lit_rl.cli.build import check_trainer
 from lit_rl.core.errors import ConfigError
+from lit_rl.environments.user_environments import FunctionTools
 from lit_rl.generation.vllm.server import VLLMServerGenerator
 from lit_rl.models.adapters import Lora
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.references import EMA
 from lit_rl.models.sharding import check_sharding_plan, norm_over_meshes
+from lit_rl.ops.preference_losses import aot
 from lit_rl.rewards.model_rewards import RewardModel
 
 
@@ -41,6 +42,15 @@ def grpo(model: Any = "tiny", tokenizer: Any = None, **settings: Any) -> GRPO:
     return GRPO(model, reward=lambda completions: [1.0] * len(completions), tokenizer=tokenizer, **settings)
 
 
+def told(city: str) -> str:
+    """Tell the weather.
+
+    Args:
+        city: Where.
+    """
+    return city
+
+
 def loaded() -> tuple[Any, Any]:
     folder = LanguageModel("tiny").path
     return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
@@ -53,6 +63,8 @@ REFUSED = {
     "reference=EMA": lambda: grpo(beta=0.1, reference=EMA(0.9)),
     "algo.precompute_reference=true": lambda: DPO("tiny", precompute_reference=True),
     "algo/groups=DynamicSampling": lambda: grpo(groups=DynamicSampling()),
+    "env=FunctionTools": lambda: grpo(env=FunctionTools([told], max_turns=2)),
+    "A loss that couples the rows of a step": lambda: DPO("tiny", preference=aot),
     "eval.win_rate_against": lambda: grpo(evaluation=Evaluation(win_rate_against="tiny")),
     "model.use_liger_kernel=True": lambda: grpo(LanguageModel("tiny", use_liger_kernel=True)),
     "model.compile=True": lambda: grpo(LanguageModel("tiny", compile=True)),
@@ -81,13 +93,6 @@ def test_settings_of_the_trainer_are_refused(changed: dict[str, Any]) -> None:
 def test_a_prediction_is_refused() -> None:
     with pytest.raises(ConfigError, match="lit-rl predict.*strategy=fsdp"):
         set_up(grpo(), stage="predict")
-
-
-def test_an_environment_is_refused() -> None:
-    nothing = dict.fromkeys(inspect.signature(check_tensor_parallel_method).parameters)
-    check_tensor_parallel_method(**nothing)
-    with pytest.raises(ConfigError, match="env=object.*strategy=fsdp"):
-        check_tensor_parallel_method(**nothing | {"env": object()})
 
 
 def test_an_optimizer_that_was_made_is_refused_where_it_looks_at_shapes() -> None:

@@ -378,7 +378,7 @@ def test_the_tools_of_a_prompt_reach_the_other_model_as_they_reach_the_policy(
     rows = [{"prompt": spoken("1+2")["prompt"], "answer": "3", "tools": ADD}]
     data = prompts(task=HeldOut(rows), prompts_per_rollout=1)
     assert seen_by(str(tmp_path / "other"), module, data, tmp_path, monkeypatch) == ["[add]u:1+2;a:"]
-    assert str(model.tokenizer.decode(data._prepared().train.prompt_ids[0])).startswith("[add]u:")
+    assert str(model.tokenizer.decode(data.sets.train.prompt_ids[0])).startswith("[add]u:")
 
 
 # ---------------------------------------------------------------- what is refused

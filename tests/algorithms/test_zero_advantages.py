@@ -43,6 +43,7 @@ from lit_rl.ops.reductions import (
     unmasked_sequence_mean,
 )
 from lit_rl.ops.selection import top_entropy_per_sequence
+from lit_rl.ops.traits import PolicyLossTraits, ReductionTraits
 
 PROPORTIONAL = [
     clipped_policy_loss,
@@ -91,7 +92,7 @@ def test_a_denominator_of_the_micro_batch_counts_every_row() -> None:
     assert not can_skip_zero_advantages(clipped_policy_loss, local_token_mean)
 
 
-def test_of_functions_that_are_not_ours_nothing_is_known() -> None:
+def test_of_functions_that_declare_nothing_nothing_is_known() -> None:
     def loss(logprobs, old_logprobs, advantages, mask):
         return -logprobs * advantages[:, None], {}
 
@@ -99,6 +100,14 @@ def test_of_functions_that_are_not_ours_nothing_is_known() -> None:
         return per_token.sum() / totals.tokens
 
     assert not can_skip_zero_advantages(loss, token_mean) and not can_skip_zero_advantages(reinforce_loss, mean)
+
+    loss, mean = PolicyLossTraits(zero_without_advantage=True)(loss), ReductionTraits(adds_rows=True)(mean)
+    assert can_skip_zero_advantages(loss, token_mean) and can_skip_zero_advantages(reinforce_loss, mean)
+
+
+def test_a_penalty_of_every_token_that_weighs_nothing_is_none():
+    assert can_skip_zero_advantages(partial(prime_rl_loss, kl_tau=0.0), token_mean)
+    assert not can_skip_zero_advantages(partial(prime_rl_loss, kl_tau=0.1), token_mean)
 
 
 def rollout_with(advantages: torch.Tensor, loss_mask: torch.Tensor | None = None) -> Rollout:

@@ -245,7 +245,7 @@ def test_a_whole_stage_in_small_shapes(tmp_path: Path) -> None:
     assert 0 < what["lit_rl: MFU of learning"] < 1 and 0 < what["lit_rl: share of the limit, step"] < 1
     assert what["lit_rl: decode steps"] == "lean_steps"
     assert what["lit_rl: training passes that compute a prompt once"] == "4 of 4"
-    assert what["lit_rl: trial of generator.lean_steps"] == "taken"
+    assert what["lit_rl: trial of generator.speedups.lean_steps"] == "taken"
     assert "A rehearsal in small shapes" in (tmp_path / "table.md").read_text()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from cli_helpers import Command, contents, refused, write_jsonl
 
 import lit_rl.data.readers
 from lit_rl.core.errors import DataError
-from lit_rl.data.first_row import first_row
+from lit_rl.data import sources
 from lit_rl.data.kinds import kind_of
 from lit_rl.data.sources import load_rows
+from lit_rl.data.splits import first_row
 
 
 @pytest.fixture
@@ -138,7 +140,13 @@ def test_the_first_row_is_that_of_the_whole_file_and_the_rest_is_left(tmp_path, 
     )
     rows = load_rows(path)
     if suffix != ".json":
-        monkeypatch.setattr("lit_rl.data.first_row.load_rows", lambda *_, **__: pytest.fail("read whole"))
+        read = sources._READERS[suffix]
+
+        def one(path: Path, skip: int) -> Iterator[Any]:
+            yield next(read(path, skip))
+            pytest.fail("read on")
+
+        monkeypatch.setitem(sources._READERS, suffix, one)
     row, where = first_row(str(path), rename={"completion": "text"}, map_row=lambda row: {**row, "prompt": "A"})
     assert row == {"prompt": "A", "text": rows[0]["completion"]} and where == rows.where(0)
 

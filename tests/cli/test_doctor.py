@@ -39,7 +39,12 @@ def test_a_generator_that_decodes_with_the_policy_is_exact(command: Command, cwd
     assert contents(cwd) == []
 
 
-ONE_PATH = ["model.fused_head", "model.shared_prompts", "model.rows_by_length", "generator.grouped_cache"]
+ONE_PATH = [
+    "model.speedups.fused_head",
+    "model.speedups.shared_prompts",
+    "model.speedups.rows_by_length",
+    "generator.speedups.grouped_cache",
+]
 
 
 @pytest.mark.parametrize(("switched_off", "rounding"), [(ONE_PATH, 5e-5), ([], 0.02)], ids=["one path", "default"])

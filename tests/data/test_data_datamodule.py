@@ -159,6 +159,11 @@ def test_too_few_rows_are_refused_with_the_counts_of_every_filter():
     assert module.val_names == [""]
 
 
+def test_prompts_of_which_none_is_left_are_refused_with_the_counts():
+    with pytest.raises(DataError, match=r"No row is left to train on: rows 3, empty 3, kept 0"):
+        prepared(rows=[{"prompt": " "}] * 3, val_fraction=0)
+
+
 def test_a_validation_set_without_rows_is_refused(tmp_path):
     path = write(tmp_path / "val.jsonl", [{"prompt": ""}])
     with pytest.raises(DataError, match=r"validation set val has no rows left: rows 1, empty 1"):
@@ -267,13 +272,13 @@ def test_preparing_reads_once_for_a_tokenizer(tmp_path):
 def test_held_out_prompts_are_seeded_and_never_trained_on(fraction, count):
     rows = [*make_rows(40), *make_rows(40)]
     module = prepared(rows=rows, val_fraction=fraction)
-    corpus = module._prepared()
+    corpus = module.sets
     train, val = set(corpus.train.prompts), set(corpus.val[""].prompts)
     assert len(val) == count and len(corpus.val[""]) == 2 * count, "equal prompts stay together"
     assert not train & val and len(train | val) == 40
     assert module.report["val"]["overlap"] == 0
-    again = prepared(rows=rows, val_fraction=fraction)._prepared()
-    other = prepared(rows=rows, val_fraction=fraction, seed=1)._prepared()
+    again = prepared(rows=rows, val_fraction=fraction).sets
+    other = prepared(rows=rows, val_fraction=fraction, seed=1).sets
     assert again.val[""].prompts == corpus.val[""].prompts
     assert fraction < 0.05 or other.val[""].prompts != corpus.val[""].prompts
 
@@ -291,16 +296,16 @@ def test_validation_sets_by_path_split_and_name(tmp_path):
     assert prepared(rows=make_rows(40), val_path=a).val_names == [""]
     named = prepared(rows=make_rows(40), val_path={"easy": a, "hard": b})
     assert named.val_names == ["easy", "hard"]
-    assert named._prepared().val["hard"].prompts == ["question 200", "question 201", "question 202"]
+    assert named.sets.val["hard"].prompts == ["question 200", "question 201", "question 202"]
     assert named.val_columns == {"easy": ["answer"], "hard": ["answer"]}
     saved = str(tmp_path / "saved")
     splits = {"train": make_rows(40), "test": make_rows(5, 50), "hard": make_rows(6, 60)}
     DatasetDict({name: Dataset.from_list(rows) for name, rows in splits.items()}).save_to_disk(saved)
-    assert len(prepared(path=saved, split="train", val_split="test")._prepared().val[""]) == 5
+    assert len(prepared(path=saved, split="train", val_split="test").sets.val[""]) == 5
     both = prepared(path=saved, split="train", val_split={"easy": "test", "hard": "hard"})
-    assert {name: len(rows) for name, rows in both._prepared().val.items()} == {"easy": 5, "hard": 6}
+    assert {name: len(rows) for name, rows in both.sets.val.items()} == {"easy": 5, "hard": 6}
     other = prepared(rows=make_rows(40), val_path=saved, val_split="hard")
-    assert len(other._prepared().val[""]) == 6
+    assert len(other.sets.val[""]) == 6
     assert other.report["train"]["held_out"] == 0
 
 

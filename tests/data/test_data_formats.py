@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lit_rl.core.errors import DataError
-from lit_rl.data.rows import add_system_prompt, is_empty, rename_columns, split_prompt
+from lit_rl.data.rows import add_system_prompt, is_blank, rename_columns, split_prompt
 
 USER = {"role": "user", "content": "hi"}
 
@@ -118,7 +118,7 @@ def test_a_system_prompt_opens_messages_that_have_none():
     ],
 )
 def test_empty_means_nothing_is_asked(prompt, empty):
-    assert is_empty(prompt) is empty
+    assert is_blank(prompt) is empty
 
 
 def test_columns_are_renamed_and_never_merged():

@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lit_rl.core.errors import ConfigError, DataError
-from lit_rl.data.prompt_set import PromptOptions, PromptSet, read_prompts
+from lit_rl.data.encode import Encoder
+from lit_rl.data.prompt_reader import PromptOptions, read_prompts
+from lit_rl.data.prompt_set import PromptSet
 from lit_rl.data.sources import Rows
 
 TOKENIZER = make_tokenizer()
@@ -22,7 +24,7 @@ USER = [{"role": "user", "content": "hi"}]
 
 
 def read(rows: list[Any], skipped: int = 0, **options: Any):
-    return read_prompts(Rows("f", rows, skipped=skipped), TOKENIZER, PromptOptions(**options))
+    return read_prompts(Rows("f", rows, skipped=skipped), Encoder(TOKENIZER), PromptOptions(**options))
 
 
 def whole(rows: list[dict[str, Any]], **options: Any) -> PromptSet:
@@ -88,7 +90,7 @@ def test_a_fault_of_all_rows_is_told_even_when_bad_rows_are_skipped():
         read([{"question": "a"}, {"question": "b"}], on_bad_row="skip")
     bare = make_tokenizer(template=None)
     with pytest.raises(DataError, match="chat template"):
-        read_prompts(Rows("f", [{"prompt": USER}]), bare, PromptOptions(on_bad_row="skip"))
+        read_prompts(Rows("f", [{"prompt": USER}]), Encoder(bare), PromptOptions(on_bad_row="skip"))
 
 
 def test_numbers_and_texts_in_a_column_become_texts_and_other_mixtures_are_refused():

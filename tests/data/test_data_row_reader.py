@@ -14,13 +14,12 @@ import trl
 
 from lit_rl.core.errors import ConfigError, DataError
 from lit_rl.data.example_module import PreferenceDataModule, StepwiseDataModule, SupervisedDataModule
-from lit_rl.data.first_row import first_row
 from lit_rl.data.kinds import is_verdict, kind_of
 from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.recipes import gsm8k
 from lit_rl.data.rendering import KWARGS_COLUMN
 from lit_rl.data.rows import row_function
-from lit_rl.data.splits import parse_sources
+from lit_rl.data.splits import first_row, parse_sources
 from lit_rl.data.tasks import Digits
 from lit_rl.models import LanguageModel
 

@@ -81,7 +81,8 @@ def test_ranks_share_a_step_that_nobody_sized(ranks, rows, size):
         lightning_module=SimpleNamespace(parts_of_step=1),
         distributed_sampler_kwargs={"rank": 0, "num_replicas": ranks},
     )
-    assert data.fitted(None, 32, rows, "data.prompts_per_rollout") == size
+    data.fit_step_to(rows)
+    assert data.prompts_per_rollout == size
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
@@ -138,7 +139,7 @@ def test_a_split_leaves_something_and_keeps_equal_prompts_together_where_there_a
 def test_constant_prompts_train_and_the_split_says_what_it_did(tiny, said):
     data = RolloutDataModule([{"prompt": "play", "seed": n} for n in range(40)])
     data.prepare(tiny)
-    assert (sum(data._prepared().sizes), data.report["val"]["kept"]) == (38, 2)
+    assert (sum(data.sets.sizes), data.report["val"]["kept"]) == (38, 2)
     assert "All rows have one prompt, so rows are held out and not prompts: 2 of them." in said()
 
 

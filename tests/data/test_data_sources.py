@@ -121,6 +121,10 @@ def test_rows_know_their_line(tmp_path):
     rows = load_rows(path, on_bad_row="skip")
     assert [rows.where(i) for i in range(2)] == [f"{path}:2", f"{path}:5"]
     assert rows.skipped == 1
+    array = tmp_path / "a.json"
+    array.write_text('[{"a": 1}, 3, {"a": 2}]')
+    rows = load_rows(array, on_bad_row="skip")
+    assert [rows.where(i) for i in range(2)] == [f"{array}[0]", f"{array}[2]"]
 
 
 def test_columns_of_different_kinds_in_different_lines_are_no_error_of_the_reader(tmp_path):

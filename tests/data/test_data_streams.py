@@ -66,9 +66,11 @@ def test_every_kind_of_source_gives_the_rows_of_the_whole_from_any_row_on_withou
         first, after = rows.take(SourcePosition(0, skip), 150)  # goes on with the open file ...
         second, end = rows.take(after, 450)
         again, _ = rows.take(after, 450)  # ... and opens it again
+        saved = SourcePosition(*json.loads(json.dumps([*vars(after).values()])))
+        resumed, _ = stream(path).take(saved, 450)
         expected = [i % 600 for i in range(skip, skip + 600)]
         assert [*first, *second] == [whole[i] for i in expected]
-        assert list(again) == list(second)
+        assert list(again) == list(resumed) == list(second)
         assert [first.where(0), second.where(449)] == [whole.where(expected[0]), whole.where(expected[-1])]
         assert end == SourcePosition(int(skip > 0), skip or 600) and after.rows == (skip + 150 - 1) % 600 + 1
 
@@ -114,6 +116,24 @@ def test_row_groups_that_are_skipped_are_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", watched)
     stream(write("a.parquet", tmp_path)).take(SourcePosition(0, 250), 10)
     assert asked == [[2, 3, 4, 5]]
+
+
+def test_a_place_in_a_folder_is_found_by_its_file_and_not_by_counting_the_rows_of_earlier_ones(tmp_path):
+    path = write("files", tmp_path)
+    _, mark = stream(path).take(SourcePosition(), 450)
+    write_jsonl(path / "part0.jsonl", ROWS[:100])
+    rows, _ = stream(path).take(mark, 150)
+    assert list(rows) == ROWS[450:] and rows.where(0) == f"{path}[450]"
+    counted, _ = stream(path).take(SourcePosition(0, 450), 50)  # without the state of the data set
+    assert list(counted) == ROWS[550:]
+
+
+def test_a_shuffle_buffer_of_the_users_data_set_loses_no_row_on_resume():
+    data = datasets.Dataset.from_list(ROWS).to_iterable_dataset(num_shards=3).shuffle(seed=1, buffer_size=100)
+    whole = [row["prompt"] for row in data]
+    first, mark = RowStream(data).take(SourcePosition(), 250)
+    rest, _ = RowStream(data).take(mark, 350)
+    assert [row["prompt"] for row in (*first, *rest)] == whole and mark.state is None
 
 
 def test_a_pass_over_a_source_is_told_once(tmp_path, monkeypatch):

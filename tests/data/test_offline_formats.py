@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from trl.data_utils import extract_prompt
 
 from lit_rl.core.errors import DataError
-from lit_rl.data.example_formats import check_conversation, is_blank, read_record, shared_messages, shared_text
+from lit_rl.data.example_formats import check_conversation, read_record, shared_messages, shared_text
+from lit_rl.data.rows import is_blank
 
 
 def user(text: str) -> dict[str, Any]:

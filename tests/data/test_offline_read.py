@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from merging_tokenizers import make_merging_tokenizer
 
 from lit_rl.core.errors import ConfigError, DataError
-from lit_rl.data.corpus import read_examples
 from lit_rl.data.encode import Encoder
-from lit_rl.data.example_reader import ExampleOptions
+from lit_rl.data.example_reader import ExampleOptions, read_examples
 from lit_rl.data.example_set import Encoded, Example
 from lit_rl.data.kinds import Kind
 from lit_rl.data.rendering import encode_prompt

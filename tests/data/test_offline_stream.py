@@ -18,6 +18,7 @@ from lit_rl.core.errors import ConfigError, DataError
 from lit_rl.data import streams as windows_module
 from lit_rl.data.encode import Encoder
 from lit_rl.data.example_module import ExampleDataModule, PreferenceDataModule, SupervisedDataModule
+from lit_rl.data.example_reader import ExampleReader
 from lit_rl.data.loaders import ExampleLoader
 from lit_rl.data.order import RolloutOrder
 from lit_rl.data.splits import RowSource
@@ -297,7 +298,7 @@ def test_one_window_is_in_memory_at_a_time(folder, monkeypatch):
     """Examples of a window are gone before those of the next are made, also the first one that the module read."""
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     most = []
-    make, read = windows_module.training_set, windows_module.read_more_examples
+    make, read = windows_module.example_set, ExampleReader.read
 
     def watched_read(*args: Any) -> Any:
         most.append(len(alive))
@@ -309,8 +310,8 @@ def test_one_window_is_in_memory_at_a_time(folder, monkeypatch):
             alive.add(example.texts[0])
         return data, sizes
 
-    monkeypatch.setattr(windows_module, "read_more_examples", watched_read)
-    monkeypatch.setattr(windows_module, "training_set", watched_make)
+    monkeypatch.setattr(ExampleReader, "read", watched_read)
+    monkeypatch.setattr(windows_module, "example_set", watched_make)
     monkeypatch.setattr("lit_rl.data.example_set.Encoded.__hash__", lambda self: id(self), raising=False)
     data = texts(path=str(folder / "23.jsonl"))
     windows = windows_of(data)

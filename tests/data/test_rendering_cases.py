@@ -21,7 +21,7 @@ from lit_rl.core.chat_template import apply_chat_template, marks_start, tokenize
 from lit_rl.core.errors import ConfigError, DataError
 from lit_rl.data.encode import Encoder
 from lit_rl.data.example_module import SupervisedDataModule
-from lit_rl.data.prompt_set import PromptOptions, read_prompts
+from lit_rl.data.prompt_reader import PromptOptions, read_prompts
 from lit_rl.data.rendering import TemplateOmissions, encode_prompt, warn_unknown_end
 from lit_rl.data.sources import Rows, load_rows, rows_of_object
 from lit_rl.data.splits import RowSource
@@ -187,10 +187,10 @@ def test_what_else_a_template_drops_is_said_once():
 def test_prompts_say_it_too_and_arguments_of_a_template_that_nothing_renders():
     tokenizer = make_tokenizer(template=CHATML.replace("{% for m in messages %}", "{% for m in messages[1:] %}"))
     rows = Rows("f", [{"prompt": [{"role": "system", "content": "Be brief."}, user("a")]}] * 2)
-    (line,) = said(lambda: read_prompts(rows, tokenizer, PromptOptions()))
+    (line,) = said(lambda: read_prompts(rows, Encoder(tokenizer), PromptOptions()))
     assert line == "The chat template leaves out words of the system: Be brief."
     plain = Rows("f", [{"prompt": "a"}])
-    (line,) = said(lambda: read_prompts(plain, tokenizer, PromptOptions(chat_template_kwargs={"thinking": True})))
+    (line,) = said(lambda: read_prompts(plain, Encoder(tokenizer, {"thinking": True}), PromptOptions()))
     assert line == "data.chat_template_kwargs.thinking does nothing: no row is rendered by a chat template."
 
 
@@ -272,7 +272,7 @@ def test_a_turn_that_ends_with_a_token_at_which_nothing_ends_is_refused_and_told
     tokenizer = make_tokenizer()
     mark, tokenizer.eos_token = tokenizer.eos_token_id, "<|pad|>"
     fix = rf"set model\.eos_token='<\|im_end\|>', or add its id {mark} to eos_token_id"
-    with pytest.raises(ConfigError, match=rf"f: .*ends the reply with '<\|im_end\|>', at which generation does.*{fix}"):
+    with pytest.raises(ConfigError, match=rf"f: .*ends the reply with '<\|im_end\|>', which is no EOS token.*{fix}"):
         Encoder(tokenizer).encode([user("Hi")], [assistant("Hello")], "f")
     assert learned(Encoder(tokenizer, eos_ids=()).encode([user("Hi")], [assistant("a")], "f"), tokenizer)
     (line,) = said(lambda: warn_unknown_end(tokenizer, {}, [tokenizer.eos_token_id]))

@@ -25,11 +25,9 @@ from transformers import AutoTokenizer
 from lit_rl.core.chat_template import THOUGHTS
 from lit_rl.core.errors import DataError
 from lit_rl.core.model_paths import TINY
-from lit_rl.data.corpus import read_examples
 from lit_rl.data.encode import Encoder
-from lit_rl.data.example_reader import ExampleOptions
-from lit_rl.data.prompt_set import PromptOptions
-from lit_rl.data.prompt_set import read_prompts as read_prompts
+from lit_rl.data.example_reader import ExampleOptions, read_examples
+from lit_rl.data.prompt_reader import PromptOptions, read_prompts
 from lit_rl.data.rendering import GENERATION, encode_prompt
 from lit_rl.data.sources import Rows
 
@@ -225,7 +223,7 @@ def law(kind: str, name: str, tokens: str, prompt: Any, sides: list[Any], tools:
         for lost in missing_of([*prompt, side], tools, whole):
             assert lost in report, report
     asked = {"prompt": prompt, **({"chat_template_kwargs": own} if own else {})}
-    seen, _ = read_prompts(Rows("f", [asked]), tokenizer, PromptOptions(max_prompt_tokens=10**6))
+    seen, _ = read_prompts(Rows("f", [asked]), Encoder(tokenizer), PromptOptions(max_prompt_tokens=10**6))
     if not tools:
         assert seen[0].prompt_ids == examples[0].texts[0].ids[: examples[0].texts[0].prompt_tokens]
     return "kept"

@@ -14,6 +14,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from lit_rl.cli import listing, schemas
+from lit_rl.core.speedups import DecodingSpeedups, ModelSpeedups
 from lit_rl.reports import config_changes
 
 
@@ -130,6 +131,8 @@ def test_every_key_of_the_reference_is_a_key(root: Path) -> None:
         for overrides in together(variants):
             tree = OmegaConf.to_container(compose("config", overrides=overrides), resolve=False)
             keys |= set(paths(tree))
+    for key, kind in (("model.speedups", ModelSpeedups), ("generator.speedups", DecodingSpeedups)):
+        keys |= {f"{key}.{name}" for name in kind.names()} if key in keys else set()  # the default is a word
     told = [row[0].strip("`") for row in table_rows(root / "docs" / "configuration.md", "Keys at the top")]
     for page in sorted((root / "docs" / "configuration").glob("*.md")):
         if "## Every key\n" in page.read_text():

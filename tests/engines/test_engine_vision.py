@@ -24,7 +24,9 @@ from vision_worlds import Begins
 
 from lit_rl.core.errors import GenerationError, NumericError
 from lit_rl.core.rollout import Sampling
-from lit_rl.data.prompt_set import PromptOptions, PromptSet, read_prompts
+from lit_rl.data.encode import Encoder
+from lit_rl.data.prompt_reader import PromptOptions, read_prompts
+from lit_rl.data.prompt_set import PromptSet
 from lit_rl.data.sources import Rows
 from lit_rl.environments.interaction import Interaction
 from lit_rl.environments.user_environments import CustomEnvironment
@@ -140,9 +142,8 @@ def test_episodes_whose_prompts_show_images(sees: Case) -> None:
     interaction = Interaction(env, model.tokenizer, processor=model.processor, **how)
     question = [{"role": "user", "content": "Which digit?"}]
     rows = [{"prompt": question, "answer": str(n), "image": picture(n, 24 + n, 32)} for n in range(3)]
-    made, _ = read_prompts(
-        Rows("rows", [*rows, {"prompt": question, "answer": "3"}]), model.tokenizer, PromptOptions(), model.processor
-    )
+    encoder = Encoder(model.tokenizer, processor=model.processor)
+    made, _ = read_prompts(Rows("rows", [*rows, {"prompt": question, "answer": "3"}]), encoder, PromptOptions())
     batch = PromptSet.of(made, model.processor).batch(range(4))
     drawn = RolloutRequest(
         batch,

@@ -32,8 +32,8 @@ ENGINES: dict[str, Callable[[], Any]] = {
     "native": NativeGenerator,
     "native-groups": lambda: NativeGenerator(batch_size=7),  # two groups of three at a time
     "native-slices": lambda: NativeGenerator(batch_size=2),  # a group of three is cut
-    "native-batches": lambda: NativeGenerator(batch_size=7, continuous_batching=False),
-    "native-plain": lambda: NativeGenerator(grouped_cache=False),
+    "native-batches": lambda: NativeGenerator(batch_size=7, speedups={"continuous_batching": False}),
+    "native-plain": lambda: NativeGenerator(speedups={"grouped_cache": False}),
     "hf": HFGenerator,
     "hf-groups": lambda: HFGenerator(batch_size=7),
     "hf-static": lambda: HFGenerator(static_cache=True),

@@ -143,7 +143,9 @@ def test_the_option_changes_no_sample_but_where_it_rounds(dtype: torch.dtype) ->
     off = {}
     for grouped in (True, False):
         seen = caches(policy)
-        out = drawn(NativeGenerator(grouped_cache=grouped), policy, Sampling(max_new_tokens=12), group_size=8)
+        out = drawn(
+            NativeGenerator(speedups={"grouped_cache": grouped}), policy, Sampling(max_new_tokens=12), group_size=8
+        )
         assert (GroupedCache in seen) == grouped
         expected = score(exact.double(), out, Sampling()).logprobs[out.response_mask]
         off[grouped] = (out.sampler_logprobs[out.response_mask] - expected).abs().mean()
@@ -376,7 +378,7 @@ def test_looking_at_every_few_tokens_changes_no_response(
     policy, out = GROUPED["qwen2"](), []
     for looks in (1, every):
         monkeypatch.setattr(token_sampler, "_LOOK_ON_CPU", looks)
-        generator = NativeGenerator(batch_size=6, grouped_cache=grouped)
+        generator = NativeGenerator(batch_size=6, speedups={"grouped_cache": grouped})
         asked = {"rows": list(range(8)), "group_size": 2, "eos_ids": tuple(range(1, 6))}
         out.append(drawn(generator, policy, Sampling(max_new_tokens=9, stop=stop), **asked))
     assert responses(out[0]) == responses(out[1])
@@ -388,7 +390,7 @@ def test_looking_at_every_few_tokens_changes_no_response(
 def test_waiting_groups_take_the_places_of_rows_that_end(grouped: bool) -> None:
     """Never more rows than places, and never more columns than the longest row could have: memory is bounded."""
     policy, seen = GROUPED["qwen2"](), []
-    generator = NativeGenerator(batch_size=6, grouped_cache=grouped)
+    generator = NativeGenerator(batch_size=6, speedups={"grouped_cache": grouped})
     usual = GroupedSteps if grouped else DecodingSteps
 
     class Watched(usual):  # type: ignore[misc, valid-type]
@@ -413,7 +415,7 @@ def test_continuous_batching_changes_no_sample(grouped: bool, places: int | None
     asked = {"rows": list(range(10)), "group_size": 2, "eos_ids": tuple(range(1, 6))}
     policy, sampling, out = GROUPED["qwen2"](), Sampling(max_new_tokens=9), []
     for continuous in (True, False):
-        generator = NativeGenerator(places, grouped, continuous_batching=continuous)
+        generator = NativeGenerator(places, {"grouped_cache": grouped, "continuous_batching": continuous})
         out.append(drawn(generator, policy, sampling, **asked))
     assert responses(out[0]) == responses(out[1]) == responses(drawn(HFGenerator(), policy, sampling, **asked))
     torch.testing.assert_close(out[0].sampler_logprobs, out[1].sampler_logprobs, atol=1e-5, rtol=1e-5)
@@ -434,7 +436,7 @@ def test_without_it_one_batch_follows_another(grouped: bool) -> None:
             super().advance(tokens)
             steps[-1][1].append(len(tokens))
 
-    generator = NativeGenerator(6, grouped, continuous_batching=False)
+    generator = NativeGenerator(6, {"grouped_cache": grouped, "continuous_batching": False})
     generator._choose_steps = lambda policy, length: Counted  # type: ignore[method-assign]
     asked = {"rows": list(range(20)), "group_size": 2, "eos_ids": tuple(range(1, 6))}
     out = drawn(generator, policy, Sampling(max_new_tokens=9), **asked)

@@ -130,7 +130,7 @@ def test_in_bfloat16_it_is_as_far_from_the_exact_model_as_the_models_own_steps(k
     sampling, off = Sampling(max_new_tokens=12), {}
     assert kind_of(policy) is LeanSteps
     for lean_steps in (True, False):
-        engine = NativeGenerator(lean_steps=lean_steps)
+        engine = NativeGenerator(speedups={"lean_steps": lean_steps})
         engine.sync(policy, 0)
         out = engine.generate(ask(group_size=8), sampling)
         expected = score(exact, out, sampling).logprobs[out.response_mask]
@@ -157,7 +157,7 @@ def test_autocast_is_kept(kind: str) -> None:
 def test_the_switch_changes_no_sample(policy: nn.Module) -> None:
     out = []
     for lean_steps in (True, False):
-        engine = NativeGenerator(batch_size=6, lean_steps=lean_steps)
+        engine = NativeGenerator(batch_size=6, speedups={"lean_steps": lean_steps})
         engine.sync(policy, 0)
         out.append(engine.generate(ask(group_size=2, eos_ids=tuple(range(1, 6))), Sampling(max_new_tokens=12)))
     assert responses(out[0]) == responses(out[1])
@@ -165,7 +165,7 @@ def test_the_switch_changes_no_sample(policy: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "steps", "why"),
+    ("switches", "steps", "why"),
     [
         ({}, "lean_steps", "CUDA graphs are of CUDA devices, and it is on cpu"),
         ({"lean_steps": False}, "grouped_cache", "it takes no lean steps"),
@@ -173,20 +173,20 @@ def test_the_switch_changes_no_sample(policy: nn.Module) -> None:
     ],
 )
 def test_where_no_step_is_captured_it_is_said_once(
-    settings: dict[str, bool], steps: str, why: str, caplog: pytest.LogCaptureFixture
+    switches: dict[str, bool], steps: str, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What is captured on a device: tests/pretended_gpu/test_decode_graphs.py."""
     policy, out = LEAN["qwen2"](), []
     with caplog.at_level("INFO"):
         for graphs in (True, False):
-            engine = NativeGenerator(**settings, cuda_graphs=graphs)
+            engine = NativeGenerator(speedups={**switches, "cuda_graphs": graphs})
             engine.sync(policy, 0)
             out += [engine.generate(ask(), Sampling(max_new_tokens=6)) for _ in range(2)]
             assert engine.steps == steps
     assert torch.equal(out[1].sampler_logprobs, out[3].sampler_logprobs)
     assert [each.message for each in caplog.records if "cuda_graphs" in each.message] == [
-        f"generator.cuda_graphs=true does not fit Qwen2ForCausalLM: {why}. The host launches each operation of its "
-        "decode steps."
+        f"generator.speedups.cuda_graphs=true does not fit Qwen2ForCausalLM: {why}. The host launches each operation "
+        "of its decode steps."
     ]
 
 

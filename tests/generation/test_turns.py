@@ -30,9 +30,9 @@ ENGINES: dict[str, Callable[[], Any]] = {
     "native": NativeGenerator,
     "native-places": lambda: NativeGenerator(batch_size=4),
     "native-8-places": lambda: NativeGenerator(batch_size=8),
-    "native-batches": lambda: NativeGenerator(batch_size=8, continuous_batching=False),
-    "native-plain": lambda: NativeGenerator(grouped_cache=False),
-    "native-plain-places": lambda: NativeGenerator(batch_size=4, grouped_cache=False),
+    "native-batches": lambda: NativeGenerator(batch_size=8, speedups={"continuous_batching": False}),
+    "native-plain": lambda: NativeGenerator(speedups={"grouped_cache": False}),
+    "native-plain-places": lambda: NativeGenerator(batch_size=4, speedups={"grouped_cache": False}),
     "hf": HFGenerator,
     "hf-places": lambda: HFGenerator(batch_size=4),
     "hf_continuous": HFContinuousGenerator,
@@ -119,7 +119,7 @@ def test_engines_agree_token_for_token(kind: str, name: str, every: bool) -> Non
 
 LOOKING = {
     "native": NativeGenerator,
-    "native-plain-places": lambda: NativeGenerator(batch_size=7, grouped_cache=False),
+    "native-plain-places": lambda: NativeGenerator(batch_size=7, speedups={"grouped_cache": False}),
     "hf": HFGenerator,
     "hf_continuous": HFContinuousGenerator,
 }
@@ -191,7 +191,7 @@ def test_any_number_of_places_holds_any_group(group_size: int, places: int | Non
     policy, asked = shared("qwen2"), {"rows": list(range(12)), "group_size": group_size}
     oracle = rows_of(talk(HFGenerator(), policy, responder=Scripted(reply, at_once=2), **asked)[0])
     for grouped in (True, False):
-        engine = NativeGenerator(batch_size=places, grouped_cache=grouped)
+        engine = NativeGenerator(batch_size=places, speedups={"grouped_cache": grouped})
         assert rows_of(talk(engine, policy, responder=Scripted(reply, at_once=2), **asked)[0]) == oracle
 
 
@@ -212,7 +212,7 @@ def test_native_reads_every_token_once(grouped: bool) -> None:
         assert out.attended is not None
         return fed, len(prompts.token_ids[0]) + int(out.attended.sum()), len(responder.told[0])
 
-    native, whole = NativeGenerator(grouped_cache=grouped), HFGenerator()
+    native, whole = NativeGenerator(speedups={"grouped_cache": grouped}), HFGenerator()
     for engine in (native, whole):
         talk(engine, policy)  # whatever they find out of a model they have found out then
     with_turns = 0

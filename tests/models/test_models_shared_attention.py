@@ -184,6 +184,6 @@ def test_what_a_model_asks_for_after_its_trial_is_refused_by_name(make_model, co
     layer = model.model.layers[0].self_attn
     whole = layer.forward
     layer.forward = lambda *args, **kwargs: whole(*args, **kwargs, position_bias=torch.zeros(1))
-    with pytest.raises(ConfigError, match=r"model\.folded_attention=true.*biases.*false"):
+    with pytest.raises(ConfigError, match=r"model\.speedups\.folded_attention=true.*biases.*false"):
         result(model, completions, FOLDED)
     assert model.config._attn_implementation == "sdpa"

@@ -67,7 +67,7 @@ def drawn(policy: nn.Module, sampling: Sampling, *, talks: bool = False, cuda_gr
         added(self)
         counted.append(self._since)
 
-    generator = NativeGenerator(cuda_graphs=cuda_graphs, **kinds)
+    generator = NativeGenerator(speedups={"cuda_graphs": cuda_graphs}, **kinds)
     prompts, responder = ask(group_size=4, eos_ids=(1,)), Scripted(reply, max_tokens=50)
     generator.sync(policy, 1)
     with pytest.MonkeyPatch.context() as patch:
@@ -155,7 +155,7 @@ def test_a_step_that_is_captured_wrong_is_not_taken(
         self._write_at(None)
 
     monkeypatch.setattr(GroupedCache, "writing_at", fixed)
-    generator = NativeGenerator(cuda_graphs=True)
+    generator = NativeGenerator(speedups={"cuda_graphs": True})
     generator.sync(policy, 1)
     with caplog.at_level("INFO"):
         for _ in range(2):
@@ -177,7 +177,7 @@ def test_a_model_that_waits_is_decoded_without(caplog: pytest.LogCaptureFixture)
     for layer in policy.model.layers:
         layer.mlp.act_fn = Waiting()
     policy.to("cuda")
-    generator = NativeGenerator(cuda_graphs=True)
+    generator = NativeGenerator(speedups={"cuda_graphs": True})
     generator.sync(policy, 1)
     with pytest.warns(UserWarning, match="cuda_graphs=true could not be tried on Qwen2ForCausalLM, for CaptureError"):
         out = generator.generate(ask(), SAMPLINGS["plain"])

@@ -86,11 +86,11 @@ def test_a_mixture_of_devices_in_a_trial_fails_a_test_and_warns_a_run(
             "probe_batch",
             lambda policy: dataclasses.replace(whole(policy), prompt_mask=whole(policy).prompt_mask.cpu()),
         )
-        key, instead = "generator.grouped_cache", "own"
+        key, instead = "generator.speedups.grouped_cache", "own"
     else:
         turned = LeanModel._turned
         monkeypatch.setattr(LeanModel, "_turned", lambda self, x, cos, sin: turned(self, x, cos.cpu(), sin))
-        key, instead = "generator.lean_steps", "grouped_cache"
+        key, instead = "generator.speedups.lean_steps", "grouped_cache"
     said = rf"{key}=true could not be tried on Qwen2ForCausalLM, for RuntimeError: .*device"
     with pytest.raises(UserWarning, match=said):
         decode(policy)

@@ -37,7 +37,7 @@ ONCE = "trainer.max_steps=2 trainer.limit_val_batches=0"
 """In place of 8 steps, for what takes another path in one function."""
 SCORED = f"{same_bits.COMMON} {same_bits.ROLLOUTS} {{}} trainer.max_steps=4"
 FURTHER = {
-    "grpo_plain_decoding": _grpo("generator.grouped_cache=false generator.lean_steps=false", None),
+    "grpo_plain_decoding": _grpo("generator.speedups.grouped_cache=false generator.speedups.lean_steps=false", None),
     "grpo_hf": _grpo("generator=hf algo.beta=0.1 sampling.min_new_tokens=1"),
     "grpo_hf_continuous": _grpo("generator=hf_continuous trainer.max_steps=4", None),
     "grpo_stop": _grpo(
@@ -48,7 +48,7 @@ FURTHER = {
     "grpo_fp16": _grpo("trainer.precision=16-mixed"),
     "grpo_offload": _grpo("model.lora.r=4 model.gradient_checkpointing=offload"),
     "grpo_deterministic": _grpo(
-        "trainer.deterministic=true sampling.top_p=0.9 generator.cuda_graphs=true sampling.min_new_tokens=16"
+        "trainer.deterministic=true sampling.top_p=0.9 generator.speedups.cuda_graphs=true sampling.min_new_tokens=16"
         " sampling.max_new_tokens=20"
     ),
     "grpo_win_rate": _grpo(
@@ -60,7 +60,7 @@ FURTHER = {
     "grpo_split": _grpo("trainer.precision=bf16-true optimizer=adamw_split"),
     "grpo_mixed_checkpointing": _grpo(
         "trainer.precision=bf16-mixed model.gradient_checkpointing=true model.lora.r=4 trainer.max_steps=4"
-        " generator.cuda_graphs=true sampling.min_new_tokens=16 sampling.max_new_tokens=20",
+        " generator.speedups.cuda_graphs=true sampling.min_new_tokens=16 sampling.max_new_tokens=20",
         None,
     ),
     "gigpo_guess": (f"{same_bits.GAME} algo=gigpo reward=environment_turns trainer.max_steps=4", None),
@@ -135,7 +135,7 @@ def test_a_run_on_the_device_and_its_resume(name: str, command, tmp_path: Path) 
     saved = same_bits.newest(tmp_path / "whole")["state_dict"]
     assert {tensor.device.type for tensor in saved.values()} == {"cuda"}
     assert torch.cuda.max_memory_allocated() > sum(tensor.nbytes for tensor in saved.values())
-    assert (Graph.replayed > replayed + 10) == ("generator.cuda_graphs=true" in words_of(run))
+    assert (Graph.replayed > replayed + 10) == ("generator.speedups.cuda_graphs=true" in words_of(run))
     if run.resume is not None:
         interrupted(tmp_path / "whole", tmp_path / "again", run.resume)
         assert command(*words_of(run), "ckpt_path=last", f"run_dir={tmp_path / 'again'}") == 0

@@ -44,14 +44,16 @@ class Budget:
 
 
 def plain() -> Generator:
-    return NativeGenerator(grouped_cache=False)
+    return NativeGenerator(speedups={"grouped_cache": False})
 
 
 BUDGETS = {
     "native": Budget(NativeGenerator, Sampling(), 0.25, 6),
-    "native, modules": Budget(lambda: NativeGenerator(lean_steps=False), Sampling(), 0.25, 6),
+    "native, modules": Budget(lambda: NativeGenerator(speedups={"lean_steps": False}), Sampling(), 0.25, 6),
     # To capture a step is to wait for all of the device: of the 16 tokens that are looked at, for one.
-    "native, cuda_graphs": Budget(lambda: NativeGenerator(cuda_graphs=True), Sampling(), 0.25 + 1 / 16, 6),
+    "native, cuda_graphs": Budget(
+        lambda: NativeGenerator(speedups={"cuda_graphs": True}), Sampling(), 0.25 + 1 / 16, 6
+    ),
     "native, stop": Budget(NativeGenerator, STOP, 0.25, 6),
     "native, history": Budget(NativeGenerator, HISTORY, 0.25, 11),
     "native, env": Budget(NativeGenerator, Sampling(), 0.25, 10, talks=True),

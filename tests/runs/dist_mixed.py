@@ -10,7 +10,7 @@ from dist_mesh import CLIP, GRPO, OFFLINE, SGD
 
 from lit_rl.algorithms.optim.strategies import FSDP2Strategy
 
-AS_UNDER_FSDP2 = ["generator.lean_steps=false", "model.shared_prompts=false"]
+AS_UNDER_FSDP2 = ["generator.speedups={lean_steps: false}", "model.speedups={shared_prompts: false}"]
 """FSDP2 does neither. In float32 they change the last bits, in bfloat16 how each product is rounded."""
 SHAPES: dict[str, list[str]] = {"grpo": [*GRPO, *SGD, *AS_UNDER_FSDP2], "dpo": ["algo=dpo", *OFFLINE]}
 STEPS = 4

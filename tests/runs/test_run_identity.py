@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_rl import GRPO, SFT, AdamW, Constant, Cosine, FunctionTools, LanguageModel, Lora, RolloutDataModule, Sampling
 from lit_rl.algorithms.evaluation.validation import Evaluation
-from lit_rl.algorithms.loop import module as loop
+from lit_rl.algorithms.loop import run_identity
 from lit_rl.algorithms.rollouts import identity
 from lit_rl.callbacks.exported_weights import EMAWeights
 from lit_rl.core.errors import StorageError
@@ -107,7 +107,7 @@ def other_base(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
-    monkeypatch.setattr(loop, "rank_zero_info", lines.append)
+    monkeypatch.setattr(run_identity, "rank_zero_info", lines.append)
     return lines
 
 
@@ -230,8 +230,8 @@ SAID: dict[str, tuple[dict[str, Any], str]] = {
         "generator generation.native.NativeGenerator -> generation.hf.HFGenerator",
     ),
     "setting of the generator": (
-        {"generator": NativeGenerator(lean_steps=False)},
-        "generator.lean_steps True -> False",
+        {"generator": NativeGenerator(speedups={"lean_steps": False})},
+        "generator.speedups.lean_steps True -> False",
     ),
     "validation": ({"evaluation": Evaluation(temperature=0.5)}, "eval.temperature 0 -> 0.5"),
     "judge": ({"judge": RewardJudge(soft=True)}, "judge.soft False -> True"),
@@ -447,10 +447,12 @@ def test_a_file_that_is_edited_while_the_run_goes_on_is_noted_as_it_was(tmp_path
     sys.modules["edited_of_rewards"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     run = made(reward=module.pays)
-    run._initial_settings = run._settings()
+    run.identity.settings = run._settings()
     file.write_text("def pays(completions, **_):\n    return [0.0 for text in completions]\n")
     linecache.checkcache()
-    assert run._identity()["settings"] == run._initial_settings != run._settings()
+    saved: dict[str, Any] = {}
+    run.on_save_checkpoint(saved)
+    assert saved["run"]["settings"] == run.identity.settings != run._settings()
     assert torch.load(begun, weights_only=True)["run"]["settings"]["trainer.max_steps"] == 1
     del sys.modules["edited_of_rewards"]
 

@@ -18,11 +18,11 @@ from vision_toys import picture
 from lit_rl.algorithms import GKD, GRPO, KTO
 from lit_rl.core.errors import BackendError, ConfigError, DataError, LitRLError
 from lit_rl.core.rollout import Sampling
-from lit_rl.data.corpus import read_examples as read_texts
 from lit_rl.data.encode import Encoder
 from lit_rl.data.example_reader import ExampleOptions
+from lit_rl.data.example_reader import read_examples as read_texts
 from lit_rl.data.kinds import Kind
-from lit_rl.data.prompt_set import PromptOptions, read_prompts
+from lit_rl.data.prompt_reader import PromptOptions, read_prompts
 from lit_rl.data.sources import Rows
 from lit_rl.data.supervised_text import SupervisedText
 from lit_rl.generation.hf import HFContinuousGenerator
@@ -34,8 +34,8 @@ REPLY = [{"role": "assistant", "content": "7"}]
 
 
 def read(toy: Toy, row: dict[str, Any], **options: Any) -> Any:
-    processor = toy.model.processor
-    return read_prompts(Rows("rows", [row]), toy.model.tokenizer, PromptOptions(**options), processor)[0]
+    encoder = Encoder(toy.model.tokenizer, processor=toy.model.processor)
+    return read_prompts(Rows("rows", [row]), encoder, PromptOptions(**options))[0]
 
 
 def learned(toy: Toy, row: dict[str, Any], kind: Kind = "texts", **options: Any) -> Any:
@@ -207,7 +207,7 @@ def test_prompts_that_are_too_long_by_their_images_are_dropped_and_counted(toy_o
     rows = [{"prompt": ASKED, "images": [picture(1)] * count} for count in (1, 3)]
     processor = toy.model.processor
     told = PromptOptions(max_prompt_tokens=60)
-    made, report = read_prompts(Rows("rows", rows), toy.model.tokenizer, told, processor)
+    made, report = read_prompts(Rows("rows", rows), Encoder(toy.model.tokenizer, processor=processor), told)
     assert len(made) == 1 and 1 in report.values(), report
 
 

@@ -26,12 +26,13 @@ from lit_rl.core.errors import DataError
 from lit_rl.core.rollout import Completions, Sampling, select, trim
 from lit_rl.core.vision_inputs import PromptVision, Vision
 from lit_rl.core.visuals import VideoRef, Visual
-from lit_rl.data.corpus import read_examples as read_texts
 from lit_rl.data.encode import Encoder
 from lit_rl.data.example_module import PreferenceDataModule
 from lit_rl.data.example_reader import ExampleOptions
+from lit_rl.data.example_reader import read_examples as read_texts
 from lit_rl.data.prompt_module import RolloutDataModule
-from lit_rl.data.prompt_set import PromptOptions, PromptSet, read_prompts
+from lit_rl.data.prompt_reader import PromptOptions, read_prompts
+from lit_rl.data.prompt_set import PromptSet
 from lit_rl.data.rendering import render_prompt
 from lit_rl.data.row_visuals import PART, VIDEO_PART, video_of
 from lit_rl.data.sources import Rows
@@ -202,7 +203,7 @@ def test_what_a_family_cannot_be_shown_exactly(toy: Toy) -> None:
         return Rows("rows", [{"prompt": prompt, **row, **columns} for row in rows])
 
     def read(*rows: dict[str, Any], **options: Any) -> PromptSet:
-        examples, _ = read_prompts(asking(*rows), tokenizer, PromptOptions(**options), processor)
+        examples, _ = read_prompts(asking(*rows), Encoder(tokenizer, processor=processor), PromptOptions(**options))
         return PromptSet.of(examples, processor)
 
     if toy.kind in STACKED:

@@ -20,8 +20,9 @@ from lit_rl.core.errors import ConfigError, DataError
 from lit_rl.core.rollout import Completions, Prompts, Sampling
 from lit_rl.core.vision_inputs import PromptVision, Vision
 from lit_rl.core.visuals import VideoRef, shown_in
-from lit_rl.data.prompt_set import PromptOptions, read_prompts
-from lit_rl.data.row_visuals import PART, VIDEO_PART, ImageReader, RowImages, image_of, video_of
+from lit_rl.data.encode import Encoder
+from lit_rl.data.prompt_reader import PromptOptions, read_prompts
+from lit_rl.data.row_visuals import PART, VIDEO_PART, ImageReader, image_of, read_images, video_of
 from lit_rl.data.sources import Rows
 from lit_rl.data.visual_prompts import PromptVisuals
 from lit_rl.generation.vllm.engine import requests_of
@@ -112,19 +113,20 @@ def test_rows_whose_videos_are_no_use(name: str) -> None:
 
 
 def test_policies_that_see_no_video(toy_of: Any) -> None:
-    text = RowImages(False, None, 10**6)
     named = {"prompt": "What?", "video": "clip.mp4", "videos": None}
-    assert text.read(named, "rows[0]", "prompt") == (named, ()), "a column of text is what it was"
+    assert read_images(None, named, "rows[0]", "prompt") == (named, ()), "a column of text is what it was"
     ids = {"prompt": "What?", "videos": ["a12", "b7"]}
-    assert text.read(ids, "rows[0]", "prompt") == (ids, ()), "and so is one of names"
+    assert read_images(None, ids, "rows[0]", "prompt") == (ids, ()), "and so is one of names"
     shown = ({"video": frames(1)}, {"videos": [["a/1.png", "a/2.png"]]}, {"prompt": asked(VIDEO_PART)})
     for row in ({"prompt": "What?", **each} for each in shown):
         with pytest.raises(ConfigError, match="the policy is a language model over text"):
-            text.read(row, "rows[0]", "prompt")
+            read_images(None, row, "rows[0]", "prompt")
     toy: Toy = toy_of("idefics3")
     rows = Rows("rows", [{"prompt": asked(WORDS), "video": frames(1)}])
     with pytest.raises(ConfigError, match=r"rows\[0\]: .*type 'idefics3' are shown images alone.*qwen3_vl"):
-        read_prompts(rows, toy.model.tokenizer, PromptOptions(on_bad_row="skip"), toy.model.processor)
+        read_prompts(
+            rows, Encoder(toy.model.tokenizer, processor=toy.model.processor), PromptOptions(on_bad_row="skip")
+        )
 
 
 def test_vllm_is_given_no_video_and_no_image_of_an_environment() -> None:

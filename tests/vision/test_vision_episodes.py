@@ -168,7 +168,8 @@ def test_a_prompt_that_is_told_of_tools_keeps_its_images(toy_folder: Any) -> Non
 
 def test_tools_of_the_data_stand_in_the_prompt_beside_its_images(toy_folder: Any) -> None:
     """`data.chat_template_kwargs`: the data render them, and no environment has to."""
-    from lit_rl.data.prompt_set import PromptOptions, read_prompts
+    from lit_rl.data.encode import Encoder
+    from lit_rl.data.prompt_reader import PromptOptions, read_prompts
     from lit_rl.data.sources import Rows
 
     model = LanguageModel(str(toy_folder("idefics3")), chat_template=TOLD)
@@ -176,8 +177,8 @@ def test_tools_of_the_data_stand_in_the_prompt_beside_its_images(toy_folder: Any
     tools = [{"type": "function", "function": {"name": "look"}}]
     found = []
     for kwargs in ({}, {"tools": tools}):
-        options = PromptOptions(chat_template_kwargs=kwargs)
-        ((example,), _) = read_prompts(Rows("rows", [row]), model.tokenizer, options, model.processor)
+        encoder = Encoder(model.tokenizer, kwargs, processor=model.processor)
+        ((example,), _) = read_prompts(Rows("rows", [row]), encoder, PromptOptions())
         found.append(example.prompt_ids)
     assert found[1] == [*model.tokenizer.encode("TOOLS look", add_special_tokens=False), *found[0]]
 

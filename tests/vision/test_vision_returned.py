@@ -354,7 +354,7 @@ def test_a_run_goes_on_to_the_bit_and_keeps_no_pixels(toy_folder: Any, kind: str
 def test_micro_batches_and_heads_end_at_the_same_weights(toy_folder: Any, tmp_path: Path) -> None:
     ends = []
     for accumulate, fused in ((1, True), (2, True), (1, False)):
-        module = paints(LanguageModel(str(toy_folder("idefics3")), fused_head=fused))
+        module = paints(LanguageModel(str(toy_folder("idefics3")), speedups={"fused_head": fused}))
         trainer = quiet_trainer(tmp_path / str(len(ends)), 4, accumulate_grad_batches=accumulate)
         trainer.fit(module, datamodule=worldly())
         ends.append(weights(module))

@@ -64,7 +64,7 @@ def test_other_settings_of_the_processor_are_other_data(toy_folder: Any) -> None
             made_by.__class__ = type(backend, (type(made_by),), {})
         data = RolloutDataModule(rows=[row] * 4, prompts_per_rollout=4, val_fraction=0.0)
         data.prepare(model.tokenizer, processor=model.processor)
-        return data._prepared().train.fingerprint
+        return data.sets.train.fingerprint
 
     assert fingerprint(0.5) == fingerprint(0.5) != fingerprint(0.1)
     assert fingerprint(0.5) != fingerprint(0.5, backend="AnotherImageProcessor")

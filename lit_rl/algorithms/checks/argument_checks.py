@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -24,6 +24,7 @@ from lit_rl.data.kinds import Kind
 from lit_rl.environments.environment_base import Interactive
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.rewards.weighted_rewards import Rewards
+from lit_rl.settings.base import config_values
 
 
 def try_settings(key: str, probe: Callable[[], Any]) -> None:
@@ -57,13 +58,15 @@ class CheckedArguments:
     """
 
     def __new__(cls, *arguments: Any, **keywords: Any) -> Self:
-        _check_nothing_missing(cls, arguments, keywords)
-        by_name = dict(zip(inspect.signature(cls).parameters, arguments, strict=False)) | keywords
+        known = inspect.signature(cls).parameters
+        by_name = config_values(keywords.get("config")) | dict(zip(known, arguments, strict=False)) | keywords
+        _check_nothing_missing(cls, by_name)
+        check_keywords(cls, keywords, cls)
         values: dict[str, Any] = {}
         for base in cls.__mro__:
             if "__init__" in vars(base) and issubclass(base, CheckedArguments):
                 for parameter in [*inspect.signature(base.__init__).parameters.values()][1:]:
-                    if parameter.kind not in _VARIADIC and parameter.name not in ("model", "tokenizer"):
+                    if parameter.kind not in _VARIADIC and parameter.name not in ("model", "tokenizer", "config"):
                         values.setdefault(parameter.name, by_name.get(parameter.name, parameter.default))
         made = super().__new__(cls)
         object.__setattr__(made, "_arguments", values)
@@ -78,13 +81,11 @@ class CheckedArguments:
         return object.__new__, (type(self),), *state
 
 
-def _check_nothing_missing(algorithm: type, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+def _check_nothing_missing(algorithm: type, arguments: Mapping[str, Any]) -> None:
     known = inspect.signature(algorithm).parameters.values()
-    by_position = [each for each in known if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    set_already = {each.name for each in by_position[: len(arguments)]} | keywords.keys()
     needed = [each.name for each in known if each.default is each.empty and each.kind not in _VARIADIC]
-    if missing := [name for name in needed if name not in set_already]:
-        foreign = {name: value for name, value in keywords.items() if name in other_names.column("algorithm")}
+    if missing := [name for name in needed if name not in arguments]:
+        foreign = {name: value for name, value in arguments.items() if name in other_names.column("algorithm")}
         check_keywords(algorithm, foreign, algorithm)
         examples = ", and ".join(_NEEDED.get(name, f"{name}=...") for name in missing)
         name = algorithm.__name__
@@ -128,6 +129,8 @@ def check_keywords(algorithm: type, keywords: Mapping[str, Any], taken: type) ->
     """
     kind: Kind | None = getattr(algorithm, "learns_from", None)
     facts = {"length": "max_length", "batch": "batch_size"} if kind else {}
+    settings = getattr(algorithm.__init__, "settings", None)
+    facts |= {"config": settings.__name__} if settings else {}
     facts = other_names.ROLLOUT | facts | {"module": _data_module_name(kind)}
     other_names.refuse_unknown_keywords(algorithm, keywords, taken, "algorithm", facts)
 
@@ -216,35 +219,6 @@ def check_environment(value: Any) -> None:
             f"env is {value!r:.60}, a {type(value).__name__}. Write env=lit_rl.FunctionTools(functions), "
             "CustomEnvironment(factory) or RolloutFunction(function)."
         )
-
-
-def check_functions(optional: bool = False, /, **settings: Any) -> None:
-    """Refuse settings that are not functions of tensors.
-
-    Args:
-        optional: Whether None is allowed.
-        settings: The settings by name.
-
-    Raises:
-        ConfigError: one cannot be called, or is None where a function is needed.
-    """
-    for key, value in settings.items():
-        if not callable(value) and not (optional and value is None):
-            or_none = ", or None" if optional else ""
-            raise ConfigError(
-                f"{key} is {value!r:.60}. Allowed is a function of tensors{or_none}: one of lit_rl.ops, such as "
-                "lit_rl.clipped_policy_loss for loss, functools.partial of one, or your own (docs/architecture.md)."
-            )
-
-
-def check_instance(key: str, value: Any, kind: type, example: str) -> None:
-    """Refuse a setting of another type.
-
-    Raises:
-        ConfigError: says what came, and an example of what to write.
-    """
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ConfigError(f"{key} is {value!r:.60}, a {type(value).__name__}. Write {example}.")
 
 
 def check_reference(value: Any) -> None:

@@ -1,20 +1,20 @@
 """Checks of a policy-gradient objective before anything is loaded: estimators, losses, groups, corrections, sampling.
 
-Functions of `lit_rl.ops` are tried out on a few rows. A user's own may hold a state: only its signature is read.
+What a function reads and compares is what it declares (`lit_rl.ops.traits`).
 
 Rows without an advantage can be left out of a forward pass where that is exact (`can_skip_zero_advantages`). With
 `l_it` the loss of token t of row i and D the denominator of the step, the objective is `sum_it l_it / D`. D is counted
 over all rows of the rollout, so leaving row i out is exact where `l_it = 0` whatever the policy's log-probs of the row:
 then it adds neither value nor gradient. Two functions decide: the loss must vanish where the advantage does, and the
-reduction must take its denominators from the step, not from the rows at hand. With a user's own function no row is left
-out.
+reduction must take its denominators from the step, not from the rows at hand. Where one of the two declares nothing,
+no row is left out.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,6 @@ from lit_rl.algorithms.signatures import (
     parameters,
     reads_column,
     setting_of,
-    unwrap,
 )
 from lit_rl.algorithms.terms.credit import CreditAssignment, Whitening
 from lit_rl.algorithms.terms.regularizers import KLControl
@@ -41,7 +40,8 @@ from lit_rl.core.errors import ConfigError, check_draws, in_range
 from lit_rl.core.rollout import Sampling
 from lit_rl.generation.generator import Generator
 from lit_rl.ops.ranges import Above, Pair, Range
-from lit_rl.ops.reductions import Highest, Lowest, Metrics, StepTotals, Summed
+from lit_rl.ops.reductions import Highest, Lowest, Metrics, Summed
+from lit_rl.ops.traits import AdvantageTraits, CorrectionTraits, PolicyLossTraits, ReductionTraits, traits_of
 from lit_rl.rewards.contract import is_taken
 
 # ---------------------------------------------------------------------- estimators of advantages
@@ -50,6 +50,8 @@ from lit_rl.rewards.contract import is_taken
 Estimator = Callable[..., Any]
 
 _BY_POSITION = ("rewards", "group_id")
+_COLUMNS = ("values", "weights", "lengths", "greedy_rewards", "token_rewards", "mask", "step_ends", "turn", "state")
+"""Columns that an estimator of rows may name."""
 
 
 def require_estimator(estimator: Estimator | None, such_as: str) -> None:
@@ -63,17 +65,15 @@ def require_estimator(estimator: Estimator | None, such_as: str) -> None:
 
 
 def check_row_estimator(estimator: Estimator, algorithm: str) -> None:
-    """Refuse an estimator that cannot be called with rewards of rows, or that refuses its own settings."""
-    offered = [name for name in probe_columns() if name not in _BY_POSITION and name != "ended"]
-    arguments = arguments_for(estimator, dict.fromkeys(offered))
+    """Refuse an estimator that cannot be called with rewards of rows, or whose settings are out of range."""
+    arguments = arguments_for(estimator, dict.fromkeys(_COLUMNS))
     if parameters(estimator)[:1] == ("token_rewards",) or not _binds(estimator, *_BY_POSITION, **arguments):
         raise ConfigError(
             f"algo.advantage={_signature(estimator)}: {algorithm} calls it as f(rewards, group_id, ...), where it may "
-            f"name {', '.join(offered)}. Of the choices of algo/advantage all fit but gae and gae_of_turns, which need "
-            "the critic of algo=ppo."
+            f"name {', '.join(_COLUMNS)}. Of the choices of algo/advantage all fit but gae and gae_of_turns, which "
+            "need the critic of algo=ppo."
         )
-    if is_from_ops(estimator):
-        try_settings("advantage", partial(call_on_columns, estimator, probe_columns()))
+    check_ranges(estimator, "algo.advantage")
 
 
 def check_estimator_inputs(
@@ -86,19 +86,16 @@ def check_estimator_inputs(
             "be shaped, as it has no group. Set algo/shaping=none; a reward function (reward=soft_overlong, "
             "reward=cosine_length) scores both by their lengths."
         )
-    if not is_from_ops(estimator):
+    traits = traits_of(estimator, AdvantageTraits)
+    if traits is None:
         return
     changes = {
         "algo/shaping": credit.shaping is not None,
         "algo/reward_norm": credit.norm is not None,
         f"algo.reward_clip={list(credit.clip or ())}": credit.clip is not None,
     }
-    before = _probe_advantages(estimator)
-    unread = [key for key, is_set in changes.items() if is_set]
-    if unread and not torch.equal(before, _probe_advantages(estimator, change=_CHANGE)):
-        unread = []  # advantages change with the processed rewards while the functions' own values stay
-    # A KL is a penalty at a token without reward.
-    if reward_beta and torch.equal(before, _probe_advantages(estimator, kl=_CHANGE)):
+    unread = [] if traits.reads_rewards else [key for key, is_set in changes.items() if is_set]
+    if reward_beta and not traits.reads_kl:
         unread.append(f"algo.reward_beta={reward_beta}")
     if unread:
         raise ConfigError(
@@ -106,14 +103,13 @@ def check_estimator_inputs(
             "not at every token. Leave it out, or set another algo/advantage (group_normalized reads them all). For a "
             "KL in the loss, set algo.beta."
         )
-    whitening.check_fits(of_tokens=before.ndim == 2)
+    whitening.check_fits(of_tokens=traits.of_tokens)
 
 
 def check_token_estimator(estimator: Estimator, whitening: Whitening) -> None:
-    """Refuse an estimator that cannot replace `gae`, settings that it refuses, and a whitening that does not fit."""
+    """Refuse an estimator that cannot replace `gae`, settings out of range, and a whitening that does not fit."""
     tensors = dict.fromkeys(("token_rewards", "values", "mask"))
-    row, numbers = torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.long)
-    turns = arguments_for(estimator, {"turn": numbers})
+    turns = arguments_for(estimator, {"turn": None})
     if parameters(estimator)[:2] == _BY_POSITION or not _binds(estimator, *tensors, **turns):
         raise ConfigError(
             f"algo.advantage={_signature(estimator)}: PPO calls it as f({', '.join(tensors)}) -> (advantages, "
@@ -121,70 +117,20 @@ def check_token_estimator(estimator: Estimator, whitening: Whitening) -> None:
             "go with the algorithms that have no critic (algo=grpo, algo=rloo, algo=reinforce_pp)."
         )
     whitening.check_fits(of_tokens=True)
-    try_settings("advantage", partial(estimator, row, row, torch.ones(1, 2, dtype=torch.bool), **turns))
+    check_ranges(estimator, "algo.advantage")
 
 
 def compares_within_groups(estimator: Estimator) -> bool:
     """Tell whether an advantage estimator is zero for the only completion of a prompt.
 
-    It is called on two prompts with one completion each and different rewards: an estimator that compares with other
-    prompts, with a greedy completion or with nothing distinguishes them.
+    An estimator that declares nothing is called on the rewards of two prompts with one completion each, if it reads
+    nothing else: one that compares with other prompts, or with nothing, distinguishes them.
     """
-    return not bool(call_on_columns(estimator, probe_columns()).any())
-
-
-def probe_columns() -> dict[str, Tensor]:
-    """Return every column that a function of rows may name, for two completions of two prompts."""
-    return _make_columns((0.0, 1.0))
-
-
-def call_on_columns(function: Estimator, columns: dict[str, Tensor]) -> Tensor:
-    others = {name: column for name, column in columns.items() if name not in _BY_POSITION}
-    return function(*(columns[name] for name in _BY_POSITION), **arguments_for(function, others))
-
-
-def is_from_ops(function: Callable) -> bool:
-    """Tell whether a function is of `lit_rl.ops`, and so depends on its arguments alone."""
-    return (getattr(getattr(function, "func", function), "__module__", None) or "").startswith("lit_rl.ops.")
-
-
-_REWARDS = (0.0, 1.0, 3.0, 2.0, 0.0, 1.0)
-_CHANGE = (0.5, 0.1, 0.9, 0.2, 0.7, 0.3)
-"""Rewards of two groups, and a change of them that no normalisation by mean and deviation cancels."""
-
-
-def _make_columns(
-    rewards: Sequence[float], change: Sequence[float] = (), kl: Sequence[float] = ()
-) -> dict[str, Tensor]:
-    """Return the columns of two groups of rows of two tokens, with the reward at the second.
-
-    Args:
-        rewards: One for each row.
-        change: What shaping, norm and clip add to the rewards.
-        kl: A penalty at the first token.
-    """
-    raw, rows = torch.tensor(rewards), len(rewards)
-    earned = raw + torch.tensor(change) if change else raw
-    first = -torch.tensor(kl) if kl else torch.zeros(rows)
-    all_tokens = torch.ones(rows, 2, dtype=torch.bool)
-    return {
-        "rewards": earned + first,
-        "group_id": torch.arange(rows) * 2 // rows,
-        "values": raw[:, None],
-        "weights": torch.ones(rows, 1),
-        "lengths": torch.full((rows,), 2),
-        "greedy_rewards": torch.zeros(rows),
-        "token_rewards": torch.stack([first, earned], dim=1),
-        "mask": all_tokens,
-        "step_ends": torch.tensor([False, True]).expand(rows, 2),
-        "turn": torch.zeros(rows, 2, dtype=torch.long),
-        "state": torch.zeros(rows, 2, dtype=torch.long),
-        "ended": all_tokens[:, 0],
-    }
-
-
-def _probe_advantages(estimator: Estimator, **differences: Sequence[float]) -> Tensor:
-    return call_on_columns(estimator, _make_columns(_REWARDS, **differences))
+    if (traits := traits_of(estimator, AdvantageTraits)) is not None:
+        return traits.compares_group
+    if arguments_for(estimator, dict.fromkeys(_COLUMNS)):
+        return False
+    return not bool(estimator(torch.tensor([0.0, 1.0]), torch.arange(2)).any())
 
 
 def _binds(function: Callable, *arguments: Any, **keywords: Any) -> bool:
@@ -205,7 +151,7 @@ def _signature(function: Callable) -> str:
 # ---------------------------------------------------------------------- losses
 
 
-def check_loss_settings(loss: Callable[..., Any], key: str = "algo.loss") -> None:
+def check_ranges(function: Callable[..., Any], key: str) -> None:
     """Check the settings that a `functools.partial` carries against the annotations of `lit_rl.ops.ranges`.
 
     A function that declares no range, such as a user's own, may be set to anything.
@@ -213,8 +159,8 @@ def check_loss_settings(loss: Callable[..., Any], key: str = "algo.loss") -> Non
     Raises:
         ConfigError: a setting is out of its range; names the key, the value and the range.
     """
-    settings = getattr(loss, "keywords", {})
-    for name, annotation in annotations_of(loss).items():
+    settings = getattr(function, "keywords", {})
+    for name, annotation in annotations_of(function).items():
         if (value := settings.get(name)) is None:
             continue
         for range_ in annotated_metadata(annotation):
@@ -222,7 +168,7 @@ def check_loss_settings(loss: Callable[..., Any], key: str = "algo.loss") -> Non
                 case Range():
                     in_range(f"{key}.{name}", value, low=range_.low, high=range_.high, open_low=range_.open_low)
                 case Above():
-                    bound = range_.bound(**{other: setting_of(loss, other) for other in parameters(range_.bound)})
+                    bound = range_.bound(**{other: setting_of(function, other) for other in parameters(range_.bound)})
                     in_range(f"{key}.{name}", value, low=bound, open_low=True)
                 case Pair() if not (len(value) == 2 and range_.sound(*value)):
                     raise ConfigError(f"{key}.{name}={list(value)} must be {range_.meaning}.")
@@ -315,10 +261,6 @@ def _check_loss_metrics(metrics: Any) -> None:
 # ---------------------------------------------------------------------- rows without an advantage
 
 
-_ROWS, _TOKENS, _EMPTY = 4, 3, 2
-"""Sizes of the trial; the last `_EMPTY` rows have no advantage."""
-
-
 def can_skip_zero_advantages(loss: Callable[..., Any], reduction: Callable[..., Any]) -> bool:
     """Tell whether rows whose advantages are all 0 change neither value nor gradient of the objective.
 
@@ -326,24 +268,12 @@ def can_skip_zero_advantages(loss: Callable[..., Any], reduction: Callable[..., 
         loss: `(logprobs, old_logprobs, advantages, mask) -> ((b, t), metrics)`.
         reduction: `(per_token, mask, totals) -> scalar`.
     """
-    if not (is_from_ops(unwrap(loss)) and is_from_ops(unwrap(reduction))) or reads_column(loss, "step"):
+    of_loss, of_reduction = traits_of(loss, PolicyLossTraits), traits_of(reduction, ReductionTraits)
+    if of_loss is None or of_reduction is None:
         return False
-    whole, gradient = _probe_objective(loss, reduction, slice(0, _ROWS))
-    part, gradient_of_part = _probe_objective(loss, reduction, slice(0, _ROWS - _EMPTY))
-    return torch.allclose(whole, part) and torch.allclose(gradient, gradient_of_part)
-
-
-def _probe_objective(loss: Callable[..., Any], reduction: Callable[..., Any], rows: slice) -> tuple[Tensor, Tensor]:
-    """Return value, and gradient `(4, 3)` with zeros for left-out rows, of the objective of these rows."""
-    size, noise = (_ROWS, _TOKENS), torch.Generator().manual_seed(0)
-    logprobs = (-3 * torch.rand(size, generator=noise, dtype=torch.float64) - 0.1).requires_grad_()
-    old = -3 * torch.rand(size, generator=noise, dtype=torch.float64) - 0.1
-    advantages = torch.tensor([1.0, -1.0, 0.0, 0.0], dtype=torch.float64)
-    mask = torch.ones(size, dtype=torch.bool)
-    per_token, _ = loss(logprobs[rows], old[rows], advantages[rows], mask[rows])
-    value = reduction(per_token, mask[rows], StepTotals.of(mask))
-    (gradient,) = torch.autograd.grad(value, logprobs, materialize_grads=True)
-    return value.detach(), gradient
+    if of_loss.but_for is not None and setting_of(loss, of_loss.but_for) != 0:
+        return False
+    return of_loss.zero_without_advantage and of_reduction.adds_rows
 
 
 # ---------------------------------------------------------------------- combinations of terms
@@ -364,7 +294,7 @@ def require_rewards(algorithm: str, names: tuple[str, ...]) -> None:
 def check_term_settings(
     loss: Callable, selection: Callable | None, engine: EngineCorrection, shaping: Callable | None
 ) -> None:
-    """Call each term that checks its own settings once, with a row of two tokens.
+    """Call each term that checks its own settings once, with a row of two tokens, and check those of the shaping.
 
     Args:
         loss: Loss of each token.
@@ -385,8 +315,8 @@ def check_term_settings(
     for key, (function, arguments) in probes.items():
         if function is not None:
             try_settings(key, partial(function, *arguments))
-    if shaping is not None and is_from_ops(shaping):  # a user's own may hold a state
-        try_settings("shaping", partial(call_on_columns, shaping, probe_columns()))
+    if shaping is not None:
+        check_ranges(shaping, "algo.shaping")
 
 
 def check_group_size(algorithm: str, group_size: int, *, compares_completions: Callable[[], bool]) -> None:
@@ -395,12 +325,11 @@ def check_group_size(algorithm: str, group_size: int, *, compares_completions: C
     Raises:
         ConfigError: the advantage compares completions of a prompt, and there is one.
     """
-    if group_size < 2 and compares_completions():  # called only then: it tries out the estimator
+    if group_size < 2 and compares_completions():  # called only then: it may try out a user's estimator
         raise ConfigError(
             f"algo.group_size={group_size}: this advantage compares completions of one prompt, so {algorithm} needs "
             "2 or more (8 is usual). For one completion a prompt take algo=reinforce_pp or algo=remax."
         )
-    in_range("algo.group_size", group_size, low=1)
 
 
 def check_controller(control: KLControl, *weights: float) -> None:
@@ -437,13 +366,19 @@ def check_engine_weights(engine: EngineCorrection, *, multiplied_by_loss: bool) 
         return
     if not multiplied_by_loss:
         return
-    row, mask = torch.tensor([[0.0, 0.5]]), torch.ones(1, 2, dtype=torch.bool)
-    weights: Any = engine.correction(row, torch.zeros(1, 2), mask)
-    if weights[0, 0] == weights[0, 1]:  # a row's weight would count once for each of its tokens
+    if _weighs_rows(engine.correction):  # a row's weight would count once for each of its tokens
         raise ConfigError(
             "algo/correction: this loss multiplies the weights of a row's tokens, but this correction's weights are of "
             "whole sequences, each such a product already. Set algo/correction=token_truncate or token_mask."
         )
+
+
+def _weighs_rows(correction: Callable[..., Tensor]) -> bool:
+    """Tell whether an engine correction gives all tokens of a row one weight; one that declares nothing is tried."""
+    if (traits := traits_of(correction, CorrectionTraits)) is not None:
+        return traits.of_rows
+    weights = correction(torch.tensor([[0.0, 0.5]]), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool))
+    return bool(weights[0, 0] == weights[0, 1])
 
 
 # ---------------------------------------------------------------------- sampling and lag

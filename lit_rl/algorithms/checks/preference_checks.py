@@ -18,6 +18,7 @@ from lit_rl.generation.generator import Generator
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models.references import Reference, ReferenceFree
 from lit_rl.ops.preference_losses import OfStep, Pairs, PolicyPairs, RatioPairs, reverse_kl
+from lit_rl.ops.traits import PreferenceTraits, traits_of
 from lit_rl.rewards.judges import Judge, RewardJudge
 
 # ---------------------------------------------------------------------- preference losses
@@ -110,12 +111,10 @@ def check_per_token(functions: Mapping[str, Any]) -> None:
     """Refuse `algo.per_token` where it would change nothing.
 
     Raises:
-        ConfigError: no loss divides by a length; found by calling them with other lengths.
+        ConfigError: every loss declares that it divides by no length.
     """
-    chosen, rejected = torch.tensor([-1.0, -2.0, -9.0, -1.0]), torch.tensor([-2.0, -1.0, -1.0, -9.0])
-    ones, fixed = torch.ones(4), {"nll": -chosen, "nll_tokens": 1.0, "step_rows": 1.0}
-    short, long = (Pairs(chosen, rejected, ones, 2 * ones, n * ones, 2 * n * ones, **fixed) for n in (1, 3))  # pyright: ignore
-    if any(not torch.equal(function(short, 0.1), function(long, 0.1)) for function in functions.values()):
+    declared = [traits_of(function, PreferenceTraits) for function in functions.values()]
+    if any(traits is None or traits.per_token for traits in declared):
         return
     raise ConfigError(
         f"algo.per_token=true divides by the lengths of completions in losses that read them, and algo.preference "
@@ -162,7 +161,6 @@ def check_compared_groups(
     Raises:
         ConfigError: fewer than two completions of a prompt stand side by side in a micro-batch.
     """
-    in_range("algo.group_size", group_size, low=2)
     if split_groups not in (1, "auto"):
         raise ConfigError(
             f"algo.split_groups={split_groups}: {name} compares completions of one prompt inside a micro-batch, "
@@ -209,7 +207,6 @@ def check_judge_rewards(judge: Judge, rewards: Sequence[str], missing_eos_penalt
         )
     if missing_eos_penalty is None:
         return
-    in_range("algo.missing_eos_penalty", missing_eos_penalty, low=0, open_low=True)
     if not judge.reads_rewards:
         raise ConfigError(
             f"algo.missing_eos_penalty={missing_eos_penalty} is subtracted from rewards, but the judge does not read "

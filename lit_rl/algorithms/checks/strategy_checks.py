@@ -10,8 +10,8 @@ under FSDP2 float32 shards are the masters; DeepSpeed keeps its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
@@ -20,18 +20,83 @@ from torch.optim import Optimizer
 
 from lit_rl.algorithms.optim.master_weights import FLOAT32, moves_numbers_alone, optimizer_path
 from lit_rl.algorithms.optim.optimizers import OptimizerFactory
-from lit_rl.algorithms.optim.strategies import ZeROStrategy, shards_weights
+from lit_rl.algorithms.optim.strategies import FSDPTPStrategy, ZeROStrategy, flattens_weights, shards_weights
 from lit_rl.core.errors import ConfigError
-from lit_rl.generation.generator import Generator
-from lit_rl.generation.hf import HFGenerator
-from lit_rl.generation.native import NativeGenerator
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.loaded_model import LoadedModel
-from lit_rl.models.references import Auto, FrozenCopy, Reference
+from lit_rl.models.references import Reference
 from lit_rl.models.sharding import check_sharding_plan
-from lit_rl.rewards.classifiers import Classifier
 
 _OR_FSDP = "or take strategy=fsdp"
+
+
+# ---------------------------------------------------------------------- what is proven
+
+
+class Proven(NamedTuple):
+    """Methods, and features of methods, that tests compare with one process under a strategy."""
+
+    methods: tuple[str, ...]
+    """Names of classes. A class derived from one of them is proven with it."""
+    features: tuple[str, ...]
+    """Names of `Feature`."""
+
+
+PROVEN = {
+    "DeepSpeed": Proven(
+        methods=("GRPO", "RLOO", "PPO", "DPO", "SFT"),
+        features=("environment", "other reference", "precomputed reference", "reward model"),
+    ),
+    "strategy=fsdp_tp": Proven(methods=("GRPO", "DPO", "SFT"), features=()),
+}
+"""The proven methods and features of each strategy. Others are refused there; a strategy that is not listed takes all.
+
+`PolicyModule.features` names the features in use. Losses, advantages and estimators are none: they are functions of
+log-probs, in which a strategy has no part.
+"""
+
+_NOT_COMPARED = "was never compared with one process under"
+_NOT_IN_GROUPS = "was never compared with one process under strategy=fsdp_tp"
+
+
+class Feature(NamedTuple):
+    """A part of a method that calls the policy or keeps data of ranks, so that a strategy has to be proven with it."""
+
+    name: str
+    """Its name in `PROVEN`."""
+    setting: str
+    """The setting that turns it on."""
+    instead: str
+    """The setting without it, as an imperative."""
+
+
+def check_proven(method: type, features: Iterable[Feature], strategy: Strategy) -> None:
+    """Refuse a method, or a feature of it, that the strategy is not proven with, before weights are loaded.
+
+    Args:
+        method: The class of the method.
+        features: The features that it uses.
+        strategy: The strategy of the run.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    if isinstance(strategy, DeepSpeedStrategy):
+        name = "DeepSpeed"
+    elif isinstance(strategy, FSDPTPStrategy):
+        name = "strategy=fsdp_tp"
+    else:
+        return
+    proven = PROVEN[name]
+    if not any(each.__name__ in proven.methods for each in method.__mro__):
+        *others, last = proven.methods
+        raise ConfigError(
+            f"algo={method.__name__} {_NOT_COMPARED} {name}: {', '.join(others)} and {last} were. Take one of these, "
+            f"{_OR_FSDP} or strategy=ddp."
+        )
+    for feature in features:
+        if feature.name not in proven.features:
+            raise ConfigError(f"{feature.setting} {_NOT_COMPARED} {name}. {feature.instead}, {_OR_FSDP}.")
 
 
 # ---------------------------------------------------------------------- DeepSpeed
@@ -68,48 +133,25 @@ def check_zero_settings(model: LanguageModel, precision: str, strategy: DeepSpee
             raise ConfigError(f"model.{key}=true was never run with DeepSpeed. Take false, {_OR_FSDP}.")
 
 
-def check_zero_method(
-    method: str,
-    proven: bool,
-    strategy: DeepSpeedStrategy,
-    *,
-    clipping: Any,
-    reference: Reference | None,
-    generator: Generator | None,
-    parts: Mapping[str, Any],
-) -> None:
-    """Refuse a method, or parts of one, that DeepSpeed is not proven with, before weights are loaded.
-
-    Functions of log-probs alone (losses, advantages, estimators) are not checked: DeepSpeed has no part in them.
-
-    Args:
-        method: Name of its class.
-        proven: Whether a test has compared it with one process.
-        strategy: The strategy of the run.
-        clipping: `trainer.gradient_clip_algorithm`.
-        reference: The reference that a term reads; None where none does.
-        generator: The generator of completions; None where there is none.
-        parts: Further parts that call the policy or keep data of ranks, by key; None and 0 where there is none.
+def check_zero_clipping(algorithm: Any) -> None:
+    """Refuse `trainer.gradient_clip_algorithm=value`.
 
     Raises:
-        ConfigError: names the key.
+        ConfigError: it is set.
     """
-    if clipping == "value":
+    if algorithm == "value":
         raise ConfigError(
             f"trainer.gradient_clip_algorithm=value: DeepSpeed's engine clips by the norm only. Take norm, {_OR_FSDP}."
         )
-    if not proven:
-        raise ConfigError(f"{method} was never compared with one process under DeepSpeed. Take strategy=ddp or fsdp.")
-    if generator is not None and not isinstance(generator, NativeGenerator | HFGenerator):
-        raise ConfigError(
-            f"generator={type(generator).__name__} was never run with DeepSpeed. Take generator=native or hf, "
-            f"{_OR_FSDP}."
-        )
-    for key, part in parts.items():
-        if part:
-            raise ConfigError(f"{key} was never compared with one process under DeepSpeed. Leave it out, {_OR_FSDP}.")
-    is_stage_3 = isinstance(strategy, ZeROStrategy) and strategy.stage == 3
-    if is_stage_3 and reference is not None and reference.moves:
+
+
+def check_zero_reference(reference: Reference, strategy: DeepSpeedStrategy) -> None:
+    """Refuse a reference that follows the policy's weights under stage 3.
+
+    Raises:
+        ConfigError: names what to take.
+    """
+    if isinstance(strategy, ZeROStrategy) and strategy.stage == 3 and reference.moves:
         raise ConfigError(
             f"reference={type(reference).__name__} follows weights, which ZeRO stage 3 has taken apart. Take "
             f"reference=frozen_copy or strategy=deepspeed_2, {_OR_FSDP}."
@@ -153,32 +195,29 @@ def check_zero_model(policy: nn.Module, strategy: ZeROStrategy) -> None:
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-_NOT_COMPARED = "was never compared with one process under strategy=fsdp_tp"
-
-
 # ---------------------------------------------------------------------- tensor parallelism
 
 
-def check_tensor_parallel(name: str, *, proven: bool, stage: str, tp_size: int, precision: str, model: Any) -> None:
-    """Refuse a method, model or precision that was never compared with one process, before anything is loaded.
+def check_tensor_parallel(
+    *, stage: str, tp_size: int, precision: str, model: LanguageModel, clipping: Any, optimizer: str | None
+) -> None:
+    """Refuse settings that were never compared with one process, before anything is loaded.
 
     Args:
-        name: Name of the method's class.
-        proven: Whether the method was compared.
         stage: Lightning's stage: "fit", "validate", ...
         tp_size: Ranks of a tensor-parallel group.
         precision: The Trainer's precision.
-        model: The `LanguageModel`.
+        model: The description of the policy.
+        clipping: `trainer.gradient_clip_algorithm`.
+        optimizer: Dotted path of the optimizer; None where it is known only once it is built.
 
     Raises:
         ConfigError: names the key.
     """
     if stage == "predict":
         raise ConfigError(
-            f"lit-rl predict {_NOT_COMPARED}: its ranks write a file each. Take strategy=auto, {_OR_FSDP}."
+            f"lit-rl predict {_NOT_IN_GROUPS}: its ranks write a file each. Take strategy=auto, {_OR_FSDP}."
         )
-    if not proven:
-        raise ConfigError(f"algo={name} {_NOT_COMPARED}: GRPO, DPO and SFT were. Take one of these, {_OR_FSDP}.")
     settings = {
         "trainer.precision": (precision, "32-true"),
         "model.dtype": (model.dtype, "float32"),
@@ -191,71 +230,15 @@ def check_tensor_parallel(name: str, *, proven: bool, stage: str, tp_size: int, 
     for key, (value, allowed) in settings.items():
         if value != allowed:
             allowed_text = {None: "null", False: "false"}.get(allowed, allowed)
-            raise ConfigError(f"{key}={value} {_NOT_COMPARED}. Take {key}={allowed_text}, {_OR_FSDP}.")
+            raise ConfigError(f"{key}={value} {_NOT_IN_GROUPS}. Take {key}={allowed_text}, {_OR_FSDP}.")
     if isinstance(model, LoadedModel) or model.sees:
         what = "a model over images" if model.sees else "an object"
         raise ConfigError(
-            f"model.name={model.name!r} is {what}, which {_NOT_COMPARED}. Take a text model by name, {_OR_FSDP}."
+            f"model.name={model.name!r} is {what}, which {_NOT_IN_GROUPS}. Take a text model by name, {_OR_FSDP}."
         )
     check_sharding_plan(model.config, tp_size)
-
-
-def check_tensor_parallel_method(
-    *,
-    reference: Any,
-    generator: Any,
-    rewards: Any,
-    env: Any,
-    replay: Any,
-    groups: Any,
-    win_rate_against: str | None,
-    precomputed: Any,
-    clips_by_value: bool,
-    optimizer: str | None,
-) -> None:
-    """Refuse parts of a method that were never compared with one process; each is None where there is none.
-
-    Args:
-        reference: The reference.
-        generator: The generator.
-        rewards: The `Rewards`.
-        env: The environments.
-        replay: The replay buffer.
-        groups: The selection of groups that are learned from.
-        win_rate_against: The model whose completions a judge compares in a validation.
-        precomputed: Precomputed log-probs of the reference.
-        clips_by_value: Whether gradients are clipped by value.
-        optimizer: Dotted path of the optimizer; None where it is known only once it is built.
-
-    Raises:
-        ConfigError: names the key.
-    """
-    if reference is not None and not isinstance(reference, Auto | FrozenCopy):
-        raise ConfigError(
-            f"reference={type(reference).__name__} {_NOT_COMPARED}. Take reference=frozen_copy, {_OR_FSDP}."
-        )
-    if precomputed is not None:
-        raise ConfigError(f"algo.precompute_reference=true {_NOT_COMPARED}. Set it to false, {_OR_FSDP}.")
-    if env is not None:
-        raise ConfigError(f"env={type(env).__name__} {_NOT_COMPARED}. Leave it out, {_OR_FSDP}.")
-    if replay is not None:
-        raise ConfigError(f"algo/replay {_NOT_COMPARED}. Set algo/replay=none, {_OR_FSDP}.")
-    if groups is not None:  # each rank of a group would draw, or score, by itself
-        raise ConfigError(f"algo/groups={type(groups).__name__} {_NOT_COMPARED}. Set algo/groups=none, {_OR_FSDP}.")
-    if win_rate_against is not None:
-        raise ConfigError(f"eval.win_rate_against {_NOT_COMPARED}. Set it to null, {_OR_FSDP}.")
-    if rewards is not None and any(isinstance(each, Classifier) for each in rewards.functions.values()):
-        raise ConfigError(
-            f"A reward model in this process {_NOT_COMPARED}. Take reward functions without weights, {_OR_FSDP}."
-        )
-    if generator is not None and (generator.lag or not isinstance(generator, NativeGenerator | HFGenerator)):
-        lag = f" with generator.lag={generator.lag}" if generator.lag else ""
-        raise ConfigError(
-            f"generator={type(generator).__name__}{lag} {_NOT_COMPARED}. Take generator=native or hf with lag 0, "
-            f"{_OR_FSDP}."
-        )
-    if clips_by_value:
-        raise ConfigError(f"trainer.gradient_clip_algorithm=value {_NOT_COMPARED}. Take norm, {_OR_FSDP}.")
+    if clipping == "value":
+        raise ConfigError(f"trainer.gradient_clip_algorithm=value {_NOT_IN_GROUPS}. Take norm, {_OR_FSDP}.")
     if optimizer is not None:
         _check_optimizer_path(optimizer)
 
@@ -301,6 +284,25 @@ def check_proven_precision(model: LanguageModel, precision: str, strategy: Strat
             "trainer.precision=64-true: log-probs, rewards and advantages are float32 here, and weights are trained in "
             "float32 or bfloat16. Allowed are 32-true, bf16-mixed, bf16-true and, on a GPU, 16-mixed."
         )
+
+
+def check_images(model: LanguageModel, algorithm: str, strategy: Strategy | None, *, taken: bool) -> None:
+    """Refuse settings that do not support a model over images, before any weight is loaded.
+
+    Args:
+        model: The description of a model over images.
+        algorithm: The class of the method, for the message.
+        strategy: The strategy; None without a Trainer.
+        taken: Whether the method takes prompts with images.
+
+    Raises:
+        ConfigError: the method or the strategy does not.
+    """
+    what = f"model.name={model.name!r} is a model over images, and"
+    if not taken:
+        raise ConfigError(f"{what} {algorithm} reads prompts as text alone.")
+    if strategy is not None and flattens_weights(strategy):
+        raise ConfigError(f"{what} {type(strategy).__name__} is not there for it. Use strategy=ddp or strategy=fsdp.")
 
 
 def check_something_is_trained(policy: nn.Module) -> None:

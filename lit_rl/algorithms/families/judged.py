@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,53 +29,32 @@ from lit_rl.core.rollout import Completions, PromptBatch, Rollout, select
 from lit_rl.generation.collect import as_reward_input, texts_of
 from lit_rl.models.forward import TokenScores
 from lit_rl.models.references import ReferenceFree
-from lit_rl.ops.preference_losses import Pairs, sigmoid
+from lit_rl.ops.preference_losses import Pairs
 from lit_rl.ops.reductions import Metrics, StepTotals, masked_sum, mean_entropy, mean_of
 from lit_rl.rewards.contract import check_metric_names
-from lit_rl.rewards.judges import Judge, ask_judge, check_verdicts
+from lit_rl.rewards.judges import ask_judge, check_verdicts
+from lit_rl.settings.algorithms import JudgedConfig, JudgedPairsConfig
+from lit_rl.settings.base import takes
 
 WIN_RATE = "judge/win_rate"
 """The samples' column of the win rate of each completion against the others of its prompt, None if unjudged."""
 
 
 class JudgedModule(OnPolicyModule, ABC):
-    """Abstract base of online methods with a judge: subclasses define the completions to learn from, and the loss.
+    """Abstract base of online methods with a judge: subclasses define the completions to learn from, and the loss."""
 
-    Args:
-        model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions and weights, or one function, whose sum the default judge compares; None if the judge
-            needs no rewards.
-        judge: Judge of which of two completions is better: a judge of `lit_rl.rewards`, or a function. None compares
-            the summed rewards. With more than two completions a prompt it compares every pair. It also gives the win
-            rates of validation (`eval.win_rate_against`).
-        beta: Strength of the KL to the reference, above 0; or a list, one for each epoch, the last for all after it.
-        missing_eos_penalty: Penalty on the reward of a completion that `max_new_tokens` truncated, before it is judged.
-            None: no penalty.
-        group_size: Completions a prompt.
-        shared: Arguments of every `OnPolicyModule`.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        reward: Any = None,
-        *,
-        judge: Judge | Callable[..., Any] | None = None,
-        beta: float | Sequence[float] = 0.1,
-        missing_eos_penalty: float | None = None,
-        group_size: int = 2,
-        **shared: Any,
-    ) -> None:
-        super().__init__(model, reward, group_size=group_size, judge=judge, **shared)
-        self.beta, self.missing_eos_penalty = beta, missing_eos_penalty
+    @takes(JudgedConfig)
+    def __init__(self, settings: JudgedConfig) -> None:
+        super().__init__(config=settings)
+        self.beta, self.missing_eos_penalty = settings.beta, settings.missing_eos_penalty
         name = type(self).__name__
         check_sampling(self.sampling, self.generator, weighted=False)
         preference_checks.check_no_lag(name, self.generator)
         preference_checks.check_compared_groups(
-            name, group_size, self.split_groups, self.groups, self.reward_functions.names
+            name, settings.group_size, self.split_groups, self.groups, self.reward_functions.names
         )
-        preference_checks.check_judge_rewards(self.judge, self.reward_functions.names, missing_eos_penalty)
-        preference_checks.check_per_epoch("algo.beta", beta, open_low=True)
+        preference_checks.check_judge_rewards(self.judge, self.reward_functions.names, settings.missing_eos_penalty)
+        preference_checks.check_per_epoch("algo.beta", settings.beta, open_low=True)
 
     learns_by_judge = True
     compares_in_step = True
@@ -226,33 +204,16 @@ class JudgedPairs(JudgedModule, ABC):
     A rollout's `verdicts` are 1 for the better completion of a prompt, -1 for the worse one, and 0 for all others; a
     prompt with a tie or without a verdict has 0 only. The objective is a mean over the pairs of the optimizer step that
     have a verdict and are no tie, on all ranks, so it does not depend on how the step is split.
-
-    Args:
-        model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions and weights, or one function.
-        preference: The loss of a pair, or several by name, which are added with their weights (MPO, 2411.10442).
-        preference_weights: Weight of each of them by name (1 by default).
-        per_token: Divide by the length in the losses that do so (ipo, sigmoid_norm, simpo). Off, a completion counts as
-            one token for them: they read sums, as in TRL's online DPO. An error if no loss is one of these.
-        shared: Arguments of every `JudgedModule`.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        reward: Any = None,
-        *,
-        preference: Callable | dict[str, Callable] = sigmoid,
-        preference_weights: dict[str, float] | None = None,
-        per_token: bool = False,
-        **shared: Any,
-    ) -> None:
-        super().__init__(model, reward, **shared)
-        self.preference = preference_checks.losses_by_name(preference)
-        self.preference_weights = preference_checks.loss_weights(self.preference, preference_weights)
-        self.per_token = per_token
+    @takes(JudgedPairsConfig)
+    def __init__(self, settings: JudgedPairsConfig) -> None:
+        super().__init__(config=settings)
+        self.preference = preference_checks.losses_by_name(settings.preference)
+        self.preference_weights = preference_checks.loss_weights(self.preference, settings.preference_weights)
+        self.per_token = settings.per_token
         check_no_step_losses(self.preference)
-        if per_token:
+        if settings.per_token:
             preference_checks.check_per_token(self.preference)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.checks import argument_checks, preference_checks
+from lit_rl.algorithms.checks.strategy_checks import Feature
 from lit_rl.algorithms.loop.offline import OfflinePolicyModule
 from lit_rl.algorithms.signatures import copies_for
 from lit_rl.algorithms.terms.whole_step import WholeStep, micro_batch_share
-from lit_rl.core.errors import in_range
 from lit_rl.core.examples import PairBatch
 from lit_rl.models.forward import TextScores
-from lit_rl.ops.preference_losses import Pairs, reverse_kl, sigmoid, sums_of_pairs
+from lit_rl.ops.preference_losses import Pairs, reverse_kl, sums_of_pairs
 from lit_rl.ops.reductions import Metrics, masked_sum, mean_entropy, mean_of
+from lit_rl.settings.algorithms import PairConfig
+from lit_rl.settings.base import takes
 
 Preference = Callable[..., Tensor]
 """A function of `lit_rl.ops.preference_losses`: `(pairs, beta)` to the loss of each pair."""
@@ -28,37 +30,24 @@ Columns = dict[str, Tensor]
 
 
 class PairModule(OfflinePolicyModule, ABC):
-    """Abstract base of methods that learn from pairs: subclasses define what the log-probs are compared with.
-
-    Args:
-        model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions for the completions that validation generates. Nothing is learned from it.
-        beta: Scale of the implicit reward, above 0.
-        preference: The loss of a pair, or several by name, which are added with their weights (MPO, 2411.10442).
-        preference_weights: Weight of each of them by name (1 by default).
-        shared: Arguments of every `OfflinePolicyModule`.
-    """
+    """Abstract base of methods that learn from pairs: subclasses define what the log-probs are compared with."""
 
     learns_from = "pairs"
     headline = ("loss", "rewards/accuracies", "rewards/margins")
 
-    def __init__(
-        self,
-        model: Any,
-        reward: Any = None,
-        *,
-        beta: float = 0.1,
-        preference: Callable | dict[str, Callable] = sigmoid,
-        preference_weights: dict[str, float] | None = None,
-        **shared: Any,
-    ) -> None:
-        super().__init__(model, reward, **shared)
-        in_range("algo.beta", beta, low=0, open_low=True)
-        self.beta = beta
-        self.preference = preference_checks.losses_by_name(preference)
-        self.preference_weights = preference_checks.loss_weights(self.preference, preference_weights)
+    @takes(PairConfig)
+    def __init__(self, settings: PairConfig) -> None:
+        super().__init__(config=settings)
+        self.beta = settings.beta
+        self.preference = preference_checks.losses_by_name(settings.preference)
+        self.preference_weights = preference_checks.loss_weights(self.preference, settings.preference_weights)
         self.coupled_losses = preference_checks.losses_over_step(self.preference)
         self.couples_rows = bool(self.coupled_losses)
+
+    def features(self) -> Iterator[Feature]:
+        yield from super().features()
+        if self.coupled_losses:
+            yield Feature("coupled loss", "A loss that couples the rows of a step", "Leave it out")
 
     @abstractmethod
     def columns(self, batch: PairBatch, scores: TextScores) -> Columns:

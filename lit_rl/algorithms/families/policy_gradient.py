@@ -17,7 +17,7 @@ log-probs of the training's own forward pass, and `weight_norm`, are computed in
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,142 +25,66 @@ from torch import Tensor
 
 from lit_rl.algorithms.checks import argument_checks, policy_gradient_checks
 from lit_rl.algorithms.checks.policy_gradient_checks import check_lag, check_sampling
+from lit_rl.algorithms.checks.strategy_checks import Feature
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
 from lit_rl.algorithms.rollouts import checkpoints
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.signatures import copies_for, multiplies_weights, name_of, parameters, reads_column
-from lit_rl.algorithms.terms.credit import AdvantageClip, CreditAssignment, RunningNorm, TurnRewardWarning, Whitening
-from lit_rl.algorithms.terms.groups import GroupReplay, check_group_has_spread
+from lit_rl.algorithms.terms.credit import AdvantageClip, CreditAssignment, TurnRewardWarning, Whitening
+from lit_rl.algorithms.terms.groups import check_group_has_spread
 from lit_rl.algorithms.terms.regularizers import (
-    AdaptiveEntropy,
-    AdaptiveKL,
     EntropyBonus,
-    FixedEntropy,
     FixedKL,
-    KLControl,
     KLPenalty,
     ReferenceKL,
 )
 from lit_rl.algorithms.terms.token_weights import EngineCorrection, OffPolicyMask, TokenSelection, step_tokens
-from lit_rl.core.errors import in_range
 from lit_rl.core.rollout import Completions, Rollout
-from lit_rl.environments.environment_base import Interactive
 from lit_rl.models.forward import TokenScores, score
-from lit_rl.models.loaded_model import ModelLike
 from lit_rl.models.modes import drops_out
-from lit_rl.ops.kl import k1
 from lit_rl.ops.reductions import Metrics, StepTokens, StepTotals, masked_sum
-from lit_rl.rewards.weighted_rewards import Rewards
+from lit_rl.settings.algorithms import PolicyGradientConfig
+from lit_rl.settings.base import takes
 
 
 class PolicyGradient(OnPolicyModule, ABC):
-    """Abstract base of policy-gradient methods: subclasses set the terms that are on by default, and add their own.
+    """Abstract base of policy-gradient methods: subclasses set the terms that are on by default, and add their own."""
 
-    Args:
-        model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions and weights, or one function.
-        advantage: `(rewards (n,), group_id (n,), ...) -> (n,) or (n, t)`; it may also name `values`, `weights`,
-            `lengths`, `greedy_rewards`, `token_rewards`, `mask`, `step_ends`, `turn`, `state`.
-        loss: `(logprobs, old_logprobs, advantages, mask) -> ((b, t), metrics)`: the loss of each token.
-        reduction: `(per_token, mask, totals) -> scalar`: the average of the loss over tokens and sequences.
-        beta: Weight of the KL in the loss.
-        kl: `(logprobs, ref_logprobs, old_logprobs) -> (b, t)`: the estimator of the KL in the loss.
-        reward_beta: Weight of the KL in the reward.
-        reward_kl: The estimator of the KL in the reward, computed when the rollout is taken.
-        kl_control: Controller of the weights of the KL during the run. None keeps them.
-        whitening: `(advantages, ...) -> advantages`, to mean 0 and variance 1 over the rows or tokens of all ranks; it
-            names `scored` (rows) or `mask` (tokens; a row's advantage then counts once a token). None: no whitening.
-        shaping: `(rewards, group_id, ...) -> rewards`: the first transformation of the rewards of rows; it may also
-            name `lengths` and `ended`.
-        reward_norm: Running normalisation of the rewards, after the shaping.
-        reward_clip: Lowest and highest reward of a row, after the normalisation, before the KL is subtracted.
-        advantage_clip: Largest size of an advantage.
-        correction: `(old_logprobs, sampler_logprobs, mask) -> (b, t)`: importance weights for an engine that samples
-            from a slightly different policy. `auto_correction` is truncated importance sampling by tokens for such an
-            engine, and none for a generator that decodes with the policy itself. None: no weights.
-        rejection: `(old_logprobs, sampler_logprobs, mask) -> bool (b, t)`: tokens that stay in the loss.
-        weight_norm: `(weights, totals) -> (b, t)`: normalisation of the weights to mean 1 over the optimizer step.
-        selection: `(entropy, mask, step) -> bool (b, t)`: tokens that the policy loss acts on.
-        off_policy_threshold: Rows with a negative advantage that have moved further than this from the policy that
-            sampled them, in nats a token, take no part in the policy loss (2512.02556, eq. 9). None: all do.
-        entropy: Coefficient of the entropy bonus. None: no bonus.
-        router_aux_loss_coef: Weight of the router's load-balancing loss of a mixture-of-experts model.
-        mask_truncated: Leave completions that `max_new_tokens` truncated out of the loss.
-        replay: Buffer of good groups of earlier rollouts, which replace groups without spread. None: no buffer.
-        env: Tools or an environment that answer the policy between its turns, or a function that makes whole rollouts.
-            None: a completion is one turn.
-        skip_zero_advantages: Leave rows whose advantages are all 0 out of the training's forward pass, if that changes
-            no gradient: if no other term learns from them, and loss and reduction are lit_rl's own.
-        shared: Arguments of every `OnPolicyModule`.
-    """
-
-    def __init__(
-        self,
-        model: ModelLike,
-        reward: Rewards | Callable,
-        *,
-        advantage: Callable,
-        loss: Callable,
-        kl: Callable,
-        reduction: Callable,
-        correction: Callable | None,
-        beta: float = 0.0,
-        reward_beta: float = 0.0,
-        reward_kl: Callable = k1,
-        kl_control: FixedKL | AdaptiveKL | KLControl | None = None,
-        whitening: Callable | None = None,
-        shaping: Callable | None = None,
-        reward_norm: RunningNorm | None = None,
-        reward_clip: tuple[float, float] | None = None,
-        advantage_clip: float | None = None,
-        rejection: Callable | None = None,
-        weight_norm: Callable | None = None,
-        selection: Callable | None = None,
-        off_policy_threshold: float | None = None,
-        entropy: FixedEntropy | AdaptiveEntropy | None = None,
-        router_aux_loss_coef: float = 0.0,
-        mask_truncated: bool = False,
-        replay: GroupReplay | None = None,
-        env: Interactive | None = None,
-        skip_zero_advantages: bool = True,
-        **shared: Any,
-    ) -> None:
-        argument_checks.check_functions(loss=loss, kl=kl, reward_kl=reward_kl, reduction=reduction)
-        argument_checks.check_functions(
-            True, advantage=advantage, correction=correction, rejection=rejection, whitening=whitening
-        )
-        argument_checks.check_environment(env)
-        argument_checks.check_functions(True, shaping=shaping, weight_norm=weight_norm, selection=selection)
-        super().__init__(model, reward, **shared)
-        self.credit, self.turn_rewards = (
-            CreditAssignment(shaping, reward_norm, reward_clip),
-            TurnRewardWarning(advantage),
-        )
+    @takes(PolicyGradientConfig)
+    def __init__(self, settings: PolicyGradientConfig) -> None:
+        argument_checks.check_environment(settings.env)
+        super().__init__(config=settings)
+        self.credit = CreditAssignment(settings.shaping, settings.reward_norm, settings.reward_clip)
+        self.turn_rewards = TurnRewardWarning(settings.advantage)
         self.kl = ReferenceKL(
-            in_reward=KLPenalty("algo.reward_beta", reward_beta, reward_kl),
-            in_loss=KLPenalty("algo.beta", beta, kl),
-            control=FixedKL() if kl_control is None else kl_control,
+            in_reward=KLPenalty("algo.reward_beta", settings.reward_beta, settings.reward_kl),
+            in_loss=KLPenalty("algo.beta", settings.beta, settings.kl),
+            control=FixedKL() if settings.kl_control is None else settings.kl_control,
         )
-        self.advantage, self.advantage_clip = advantage, AdvantageClip(advantage_clip)
-        self.whitening = Whitening(whitening, of=name_of(advantage))
-        self.engine_correction = EngineCorrection(correction, rejection, weight_norm, exact=self.generator.exact)
-        self.policy_loss, self.reduction = loss, reduction
-        self.off_policy, self.selection = OffPolicyMask(off_policy_threshold), TokenSelection(selection)
-        self.entropy = None if entropy is None else EntropyBonus(entropy)
-        in_range("algo.router_aux_loss_coef", router_aux_loss_coef, low=0)
-        self.router_aux_loss_coef, self.mask_truncated, self.replay = router_aux_loss_coef, mask_truncated, replay
-        self.env = env
+        self.advantage, self.advantage_clip = settings.advantage, AdvantageClip(settings.advantage_clip)
+        self.whitening = Whitening(settings.whitening, of=name_of(settings.advantage))
+        self.engine_correction = EngineCorrection(
+            settings.correction, settings.rejection, settings.weight_norm, exact=self.generator.exact
+        )
+        self.policy_loss, self.reduction = settings.loss, settings.reduction
+        self.off_policy = OffPolicyMask(settings.off_policy_threshold)
+        self.selection = TokenSelection(settings.selection)
+        self.entropy = None if settings.entropy is None else EntropyBonus(settings.entropy)
+        self.router_aux_loss_coef, self.mask_truncated = settings.router_aux_loss_coef, settings.mask_truncated
+        self.replay, self.env = settings.replay, settings.env
         self._check_terms()
         self.needs_reference = self.kl.needs_reference
-        self.needs_greedy_rewards = "greedy_rewards" in parameters(advantage)
-        reads_step = reads_column(loss, "step") or self.selection.needs_step
-        self.needs_step = reads_step or (selection is not None and entropy is not None)
-        made_of_old = self.kl.needs_old_logprobs, self.engine_correction.needs_old_logprobs, replay
+        self.needs_greedy_rewards = "greedy_rewards" in parameters(settings.advantage)
+        reads_step = reads_column(settings.loss, "step") or self.selection.needs_step
+        self.needs_step = reads_step or (settings.selection is not None and settings.entropy is not None)
+        made_of_old = self.kl.needs_old_logprobs, self.engine_correction.needs_old_logprobs, settings.replay
         self._reads_old_logprobs = not self.ratio_is_one or any(made_of_old)
-        self._loss_reads = tuple(name for name in ("weights", "step") if reads_column(loss, name))
-        self._loss_multiplies_weights = multiplies_weights(loss)
-        self.skip_zero_advantages = skip_zero_advantages
-        self._zero_advantages_teach_nothing = policy_gradient_checks.can_skip_zero_advantages(loss, reduction)
+        self._loss_reads = tuple(name for name in ("weights", "step") if reads_column(settings.loss, name))
+        self._loss_multiplies_weights = multiplies_weights(settings.loss)
+        self.skip_zero_advantages = settings.skip_zero_advantages
+        self._zero_advantages_teach_nothing = policy_gradient_checks.can_skip_zero_advantages(
+            settings.loss, settings.reduction
+        )
 
     @property
     def beta(self) -> float:
@@ -206,6 +130,11 @@ class PolicyGradient(OnPolicyModule, ABC):
 
     def rollout_to_learn(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
         return (rollout, {}) if self.replay is None else self.replay(rollout, seed=self.seed, ranks=self.ranks)
+
+    def features(self) -> Iterator[Feature]:
+        yield from super().features()
+        if self.replay is not None:
+            yield Feature("replay", "algo/replay", "Set algo/replay=none")
 
     def compares_completions(self) -> bool:
         """Tell whether the advantage needs several completions of one prompt."""
@@ -359,7 +288,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         check_sampling(self.sampling, self.generator, weighted=weighted)
         check_lag(self.generator, weighted=weighted)
         self.check_advantage()
-        policy_gradient_checks.check_loss_settings(self.policy_loss)
+        policy_gradient_checks.check_ranges(self.policy_loss, "algo.loss")
         policy_gradient_checks.check_declared_weights(self.policy_loss)
         policy_gradient_checks.check_term_settings(
             self.policy_loss, self.selection.choose, self.engine_correction, self.credit.shaping

@@ -3,56 +3,40 @@
 from __future__ import annotations
 
 from abc import ABC
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lit_rl.algorithms.loop.offline import OfflinePolicyModule
 from lit_rl.algorithms.terms.precomputed_reference import PrecomputedReference
-from lit_rl.core.errors import ConfigError, in_range
+from lit_rl.core.errors import ConfigError
 from lit_rl.core.examples import VerdictBatch
 from lit_rl.models.forward import TextScores
 from lit_rl.models.references import ReferenceFree
 from lit_rl.ops.reductions import Metrics, masked_sum, mean_entropy, mean_of
+from lit_rl.settings.algorithms import VerdictConfig
+from lit_rl.settings.base import takes
 
 
 class VerdictModule(OfflinePolicyModule, ABC):
-    """Abstract base: subclasses define what a reward is compared with. A pair counts as two labelled completions.
-
-    Args:
-        model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions for the completions that validation generates. Nothing is learned from it.
-        beta: Scale of the implicit reward beta (log pi - log pi_ref), above 0.
-        precompute_reference: Compute the reference's log-probs of all rows once, before the first step, keep them on
-            disk, and train without the reference in memory. Batches of `data.val_batch_size` rows; the same numbers.
-        reference_cache: Folder for them; runs with the same data and reference share them. null: `cache` in `run_dir`.
-        shared: Arguments of every `OfflinePolicyModule`.
-    """
+    """Abstract base: subclasses define what a reward is compared with. A pair counts as two labelled completions."""
 
     learns_from = "verdicts"
     headline = ("loss", "rewards/margins")
     needs_reference = True
 
-    def __init__(
-        self,
-        model: Any,
-        reward: Any = None,
-        *,
-        beta: float = 0.1,
-        precompute_reference: bool = False,
-        reference_cache: str | None = None,
-        **shared: Any,
-    ) -> None:
-        super().__init__(model, reward, **shared)
-        in_range("algo.beta", beta, low=0, open_low=True)
+    @takes(VerdictConfig)
+    def __init__(self, settings: VerdictConfig) -> None:
+        super().__init__(config=settings)
         if isinstance(self.reference, ReferenceFree):
             raise ConfigError(
                 f"reference=free: a verdict of {type(self).__name__} says whether the policy is to write a completion "
                 "more or less often than a reference does, so there has to be one. Take reference=auto."
             )
-        self.beta = beta
-        self.precomputed = PrecomputedReference.of(self.reference, precompute_reference, reference_cache)
+        self.beta = settings.beta
+        self.precomputed = PrecomputedReference.of(
+            self.reference, settings.precompute_reference, settings.reference_cache
+        )
 
     def ratios(self, batch: VerdictBatch, scores: TextScores) -> Tensor:
         """Return `(b,)`: log pi - log pi_ref of each completion, summed over its tokens, with gradient."""

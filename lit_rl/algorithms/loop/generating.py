@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, overload
@@ -11,18 +11,20 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.checks import argument_checks, data_and_trainer
-from lit_rl.algorithms.checks.memory import RowLengths
+from lit_rl.algorithms.checks.memory import Memory, RowLengths
+from lit_rl.algorithms.checks.micro_batching import StepRows, device_memory, largest_decode_batch
 from lit_rl.algorithms.checks.preference_checks import check_win_rate, warn_unused_judge
+from lit_rl.algorithms.checks.strategy_checks import Feature
 from lit_rl.algorithms.evaluation.summary_statistics import prefixed, sample_table
 from lit_rl.algorithms.evaluation.validation import Evaluation, EvaluationRows, check_policy_scores
 from lit_rl.algorithms.evaluation.win_rate import BASE, ComparedDrawing, ComparedModel, compare
 from lit_rl.algorithms.loop.module import PolicyModule
-from lit_rl.algorithms.optim.strategies import whole_weights
+from lit_rl.algorithms.optim.strategies import FSDPTPStrategy, whole_weights
 from lit_rl.algorithms.rollouts.episode_outcomes import check_spans, sound_rows, warn_of_failures
 from lit_rl.algorithms.rollouts.phase_costs import Stopwatch
 from lit_rl.algorithms.rollouts.rollout_source import EarlyRewards, RolloutSource, abort_on_all_ranks
 from lit_rl.core.episode import Episode
-from lit_rl.core.errors import ConfigError
+from lit_rl.core.errors import ConfigError, check_instance
 from lit_rl.core.interrupts import interruptible, run_ending_hook
 from lit_rl.core.process_state import preserve_settings
 from lit_rl.core.rollout import Completions, PromptBatch, Sampling
@@ -30,62 +32,38 @@ from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.environments.environment_base import EpisodeSource, Interactive
 from lit_rl.generation.collect import RolloutRequest, Vocabulary, as_reward_input, response_ids, texts_of
 from lit_rl.generation.generator import Generator, InProcessGenerator, as_generator
+from lit_rl.generation.hf import HFGenerator
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.noise import prompt_key
 from lit_rl.models.forward import refuse_lookahead
-from lit_rl.rewards.classifiers import OnRunDevice
+from lit_rl.rewards.classifiers import Classifier, OnRunDevice
 from lit_rl.rewards.jobs import TrainerState
-from lit_rl.rewards.judges import Judge, as_judge
+from lit_rl.rewards.judges import as_judge
 from lit_rl.rewards.weighted_rewards import PendingRewards, Rewards, Scores
+from lit_rl.settings.algorithms import GeneratingConfig
+from lit_rl.settings.base import takes
 
-_DEFAULT_SAMPLING = Sampling()
+DEFAULT_SAMPLING, DEFAULT_EVALUATION = Sampling(), Evaluation()
 """The default sampling, whose completions are shortened to fit the model's context."""
 
 
 class GeneratingModule(PolicyModule):
-    """A `PolicyModule` with a generator and rewards, the base of all methods that train a policy.
+    """A `PolicyModule` with a generator and rewards, the base of all methods that train a policy."""
 
-    Args:
-        model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions and weights, or one function.
-        generator: The generator of completions. None is the in-process decode loop.
-        sampling: Sampling settings of training completions. By default completions have at most 512 tokens, or as many
-            as the model's context leaves after the longest prompt.
-        evaluation: Settings of validation.
-        judge: Judge of which of two completions is better: a judge of `lit_rl.rewards`, or a function. None compares
-            the summed rewards. Used by `eval.win_rate_against`.
-        log_entropy: Log the mean entropy of the policy at the learned tokens. Computing it takes a few percent of the
-            head's time; if a term reads entropies, they are computed and logged anyway.
-        shared: Arguments of every `PolicyModule`.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        reward: Any,
-        *,
-        generator: Generator | None = None,
-        sampling: Sampling = _DEFAULT_SAMPLING,
-        evaluation: Evaluation = Evaluation(),  # noqa: B008 (frozen)
-        judge: Judge | Callable[..., Any] | None = None,
-        log_entropy: bool = True,
-        **shared: Any,
-    ) -> None:
-        argument_checks.check_keywords(type(self), shared, PolicyModule)
-        argument_checks.check_reward(type(self), model, reward)
-        argument_checks.check_instance(
-            "sampling", sampling, Sampling, "sampling=Sampling(max_new_tokens=256), of lit_rl"
+    @takes(GeneratingConfig)
+    def __init__(self, settings: GeneratingConfig) -> None:
+        argument_checks.check_reward(type(self), settings.model, settings.reward)
+        check_instance("sampling", settings.sampling, Sampling, "sampling=Sampling(max_new_tokens=256), of lit_rl")
+        check_instance("evaluation", settings.evaluation, Evaluation, "evaluation=Evaluation(group_size=4), of lit_rl")
+        super().__init__(config=settings)
+        self.reward_functions = settings.reward if isinstance(settings.reward, Rewards) else Rewards(settings.reward)
+        self.generator: Generator = (
+            NativeGenerator() if settings.generator is None else as_generator(settings.generator)
         )
-        argument_checks.check_instance(
-            "evaluation", evaluation, Evaluation, "evaluation=Evaluation(group_size=4), of lit_rl"
-        )
-        super().__init__(model, **shared)
-        self.reward_functions = reward if isinstance(reward, Rewards) else Rewards(reward)
-        self.generator: Generator = NativeGenerator() if generator is None else as_generator(generator)
-        self.sampling, self.evaluation = sampling, evaluation
-        self._sampling_is_chosen = sampling is not _DEFAULT_SAMPLING
-        self.judge = as_judge(judge)
-        self.log_entropy = log_entropy
+        self.sampling, self.evaluation = settings.sampling, settings.evaluation
+        self._sampling_is_chosen = settings.sampling is not DEFAULT_SAMPLING
+        self.judge = as_judge(settings.judge)
+        self.log_entropy = settings.log_entropy
         self.stopwatch = Stopwatch("generate", "reward", memory=self.phase_memory)
         self.source = RolloutSource(self.generator, self.stopwatch)
         self._early = EarlyRewards()
@@ -98,13 +76,47 @@ class GeneratingModule(PolicyModule):
         if isinstance(self.judge, OnRunDevice):
             self.judge.run_device = self.trainer.strategy.root_device
 
+    def features(self) -> Iterator[Feature]:
+        yield from super().features()
+        generator, lag = self.generator, self.generator.lag
+        if lag or not isinstance(generator, NativeGenerator | HFGenerator):
+            setting = f"generator={type(generator).__name__}" + (f" with generator.lag={lag}" if lag else "")
+            yield Feature("engine", setting, "Take generator=native or hf" + (" with lag 0" if lag else ""))
+        if any(isinstance(each, Classifier) for each in self.reward_functions.functions.values()):
+            yield Feature("reward model", "A reward model in this process", "Take reward functions without weights")
+        if self.env is not None:
+            yield Feature("environment", f"env={type(self.env).__name__}", "Leave it out")
+        if self.evaluation.win_rate_against is not None:
+            yield Feature("win rate", "eval.win_rate_against", "Set it to null")
+
+    def memory(self) -> Memory | None:
+        found = super().memory()
+        if found is None:
+            return None
+        device = device_memory(self.trainer.strategy.root_device, gigabytes=self.memory_gb) or 0
+        grouped = isinstance(self.generator, NativeGenerator) and self.generator.grouped_cache
+        engine = int(self.generator.share_of_device * device)
+        return replace(found, engine=engine, decoding=self.decoding(), grouped_cache=grouped)
+
+    def decoded_at_once(self, step: StepRows) -> int:
+        at_once = self.generator.rows_a_batch if isinstance(self.generator, InProcessGenerator) else None
+        return step.sequences if at_once is None else min(at_once, step.sequences)
+
     def decoding(self) -> RowLengths | None:
+        """Return the most tokens of a decoded sequence; None if the policy itself does not decode."""
         data: Any = self.trainer.datamodule  # pyright: ignore
         if not isinstance(self.generator, InProcessGenerator):
             return None
         longest = self.longest_prompt(max(getattr(data, "longest_prompt", 0), data.longest_val_prompt))
         new_tokens = max(self.longest_response(self.sampling), self.evaluation.max_new_tokens or 0)
         return RowLengths(longest, new_tokens, self.group_size)
+
+    def fit_decoding(self) -> None:
+        """Bound the sequences decoded at once in a validation without training."""
+        if self.micro_batch_size == "auto" and self.micro_batch_plan is None:
+            memory, budget = self.memory(), self.device_budget()
+            if memory is not None and budget is not None:
+                self.bound_decoding(max(1, largest_decode_batch(memory, budget)))
 
     def bound_decoding(self, sequences: int | None) -> None:
         if isinstance(self.generator, InProcessGenerator):
@@ -280,7 +292,8 @@ class GeneratingModule(PolicyModule):
 
     def load_rewards(self) -> None:
         """Load the reward models, sharded over the ranks if these score equally often."""
-        self.reward_functions.load(self.reward_mesh if self.ranks_score_together else None)
+        mesh = getattr(self.trainer.strategy, "reward_mesh", None)  # FSDP2's; None if each rank has whole models
+        self.reward_functions.load(mesh if self.ranks_score_together else None)
 
     def reward(self, batch: PromptBatch, completions: Completions) -> Scores:
         """Score each completion with the reward functions; its text has no special tokens.
@@ -298,6 +311,11 @@ class GeneratingModule(PolicyModule):
         with abort_on_all_ranks(self.ranks):
             scores = self.reward(batch, completions)
         return self.from_tensor_group_leader(scores)
+
+    def from_tensor_group_leader(self, mine: Any) -> Any:
+        """Return the object of the first rank of our tensor-parallel group, or `mine` without one. A collective."""
+        strategy = self.trainer_or_none.strategy if self.trainer_or_none else None
+        return strategy.first_of_group(mine) if isinstance(strategy, FSDPTPStrategy) else mine
 
     def reward_texts(
         self,

@@ -6,10 +6,10 @@ Mechanics only: no advantage, no loss and no reward formula is here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -23,15 +23,13 @@ from torch.distributed.tensor import DTensor
 
 from lit_rl.algorithms.checks import argument_checks
 from lit_rl.algorithms.checks.data_and_trainer import check_monitors, check_run_length, check_trainer_settings
-from lit_rl.algorithms.checks.memory import AuxiliaryTexts, DDPBuckets, Head, Memory, Network, NumberSizes, RowLengths
+from lit_rl.algorithms.checks.memory import AuxiliaryTexts, Head, Memory, Network, NumberSizes, RowLengths
 from lit_rl.algorithms.checks.micro_batching import (
     MicroBatchPlan,
     MicroBatchRequest,
     StepRows,
-    device_memory,
     hard_memory_limit,
     host_memory_budget,
-    largest_decode_batch,
     memory_budget,
     plan_micro_batches,
 )
@@ -48,27 +46,30 @@ from lit_rl.algorithms.checks.model_sizes import (
     with_images,
 )
 from lit_rl.algorithms.checks.strategy_checks import (
+    Feature,
+    check_images,
     check_optimizer_shards,
+    check_proven,
     check_proven_precision,
     check_something_is_trained,
     check_tensor_parallel,
-    check_tensor_parallel_method,
     check_tensor_parallel_optimizer,
     check_trainable_weights,
-    check_zero_method,
+    check_zero_clipping,
     check_zero_model,
     check_zero_optimizer,
+    check_zero_reference,
     check_zero_settings,
 )
 from lit_rl.algorithms.data_parallel import Ranks, data_rank, data_world_size
+from lit_rl.algorithms.loop.run_identity import CONFIG_GROUPS, RunIdentity, run_settings
 from lit_rl.algorithms.loop.save_on_error import SaveOnError
-from lit_rl.algorithms.optim import resumed_optimizer
 from lit_rl.algorithms.optim.broken_steps import BrokenSteps, save_bad_batch
 from lit_rl.algorithms.optim.master_weights import (
     average_over_ranks,
+    averages_gradients,
     check_masters,
     checkpoint_precision,
-    is_narrow,
     replace_half_precision,
     shard_precision,
     with_masters,
@@ -78,7 +79,6 @@ from lit_rl.algorithms.optim.schedules import (
     FromTorch,
     Linear,
     Schedule,
-    ScheduleLike,
     as_schedule,
     check_schedule,
     scheduler_by_group,
@@ -88,59 +88,34 @@ from lit_rl.algorithms.optim.strategies import (
     ZeROStrategy,
     check_checkpoints_are_shared,
     check_mesh,
-    flattens_weights,
     offload_policy,
     shards_weights,
     step_one_by_one,
 )
-from lit_rl.algorithms.rollouts import checkpoints, identity
+from lit_rl.algorithms.rollouts import checkpoints
+from lit_rl.algorithms.rollouts.identity import Record, model_record
 from lit_rl.algorithms.rollouts.phase_costs import PhaseMemory, SpeedMeter, peak_of
-from lit_rl.algorithms.rollouts.rollout_plan import mix
 from lit_rl.core import upstream
-from lit_rl.core.errors import ConfigError, StorageError, seed_in_range
+from lit_rl.core.errors import ConfigError, check_instance, seed_in_range
 from lit_rl.core.process_state import preserve_generators
 from lit_rl.core.ranks import gather_objects
 from lit_rl.models import kernels
 from lit_rl.models.hf_export import export_policy
 from lit_rl.models.kernels import fixed_order
 from lit_rl.models.language_model import ForwardOptions
-from lit_rl.models.loaded_model import LoadedModel, ModelLike, TokenizerLike, as_language_model
+from lit_rl.models.loaded_model import LoadedModel, as_language_model
 from lit_rl.models.model_card import model_card
 from lit_rl.models.model_costs import ModelFlops, Span
 from lit_rl.models.modes import set_checkpointing
-from lit_rl.models.references import Auto, Copy, Reference, Scorer
+from lit_rl.models.references import Auto, FrozenCopy, Reference, Scorer
 from lit_rl.models.sharding import clip_over_meshes, full_state_dict, parallelize_layers, shard
 from lit_rl.models.verified_folder import ExportReport
 from lit_rl.models.vision_parts import trained_by_images
 from lit_rl.ops.fused_head import part_numbers
 from lit_rl.ops.logprobs import block_numbers
 from lit_rl.ops.sampling_distribution import NO_TRUNCATION
-
-_CONFIG_GROUPS = {
-    **{name: name for name in ("reward", "sampling", "generator", "env", "judge", "reference", "scheduler")},
-    "evaluation": "eval",
-}
-"""Arguments that are config groups of their own; all others are settings of `algo`."""
-_MODEL_SETTINGS = (
-    *(
-        "dtype",
-        "attn_implementation",
-        "freeze",
-        "disable_dropout",
-        "lm_head_fp32",
-        "use_liger_kernel",
-        "compile",
-        "quantization",
-    ),
-    *("init_kwargs", "eos_token", "pad_token"),
-)
-_TRAINER_SETTINGS = (
-    *("max_steps", "max_epochs", "precision", "gradient_clip_val", "gradient_clip_algorithm", "overfit_batches"),
-    *("limit_train_batches", "limit_val_batches", "val_check_interval", "check_val_every_n_epoch"),
-)
-
-_PLAIN_MODEL_STRINGS = ("dtype", "attn_implementation", "quantization")
-"""Strings that are no secrets, and are recorded in plain text."""
+from lit_rl.settings.algorithms import PolicyConfig
+from lit_rl.settings.base import takes
 
 PROGRESS_BAR_METRICS = {
     "train/reward": "reward",
@@ -152,59 +127,24 @@ PROGRESS_BAR_METRICS = {
 """Training metrics in Lightning's progress bar, with their short names."""
 
 
-def _plain_string(value: Any) -> Any:
-    return identity.Word(value) if isinstance(value, str) else value
-
-
-class _Resumed(NamedTuple):
-    """A checkpoint's record of the run that wrote it."""
-
-    optimizer: dict[str, Any] | None
-    """`resumed_optimizer.initial_settings` of its optimizer; None in a checkpoint without one."""
-    said: list[str]
-    """Descriptions of settings that differ from this run's."""
-
-
 class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
-    """A LightningModule with a policy, which is described in the constructor and loaded in `configure_model`.
+    """A LightningModule with a policy, which is described in the constructor and loaded in `configure_model`."""
 
-    Args:
-        model: The policy: a description, or its name, folder or hub id. In Python also a model of transformers or PEFT
-            that is already loaded: it is trained in place.
-        tokenizer: The tokenizer of a model that is already loaded.
-        reference: The model against which the KL is measured, loaded only if a term needs it. None chooses by the
-            policy.
-        optimizer: Factory of the optimizer. None is AdamW at a learning rate of 1e-6.
-        scheduler: The learning-rate schedule, or a function from an optimizer to a scheduler of torch, which steps once
-            an optimizer step. None is linear to zero.
-        seed: Seed of the samples and of the order of groups.
-        micro_batch_size: Rows of a forward pass on each rank, instead of `trainer.accumulate_grad_batches`:
-            completions of whole groups or their slices, or rows of a data set. "auto" takes as many as fit into memory;
-            None leaves it to the Trainer.
-    """
-
-    def __init__(
-        self,
-        model: ModelLike,
-        *,
-        tokenizer: TokenizerLike = None,
-        reference: Reference | None = None,
-        optimizer: OptimizerFactory | None = None,
-        scheduler: ScheduleLike | None = None,
-        seed: int = 0,
-        micro_batch_size: int | Literal["auto"] | None = None,
-    ) -> None:
+    @takes(PolicyConfig)
+    def __init__(self, settings: PolicyConfig) -> None:
         super().__init__()
-        self.model = as_language_model(model, tokenizer)
-        self.reference: Reference = Auto() if reference is None else reference
-        self.optimizer: OptimizerFactory = AdamW() if optimizer is None else optimizer
+        self.model = as_language_model(settings.model, settings.tokenizer)
+        self.reference: Reference = Auto() if settings.reference is None else settings.reference
+        self.optimizer: OptimizerFactory = AdamW() if settings.optimizer is None else settings.optimizer
         argument_checks.check_reference(self.reference)
         argument_checks.check_optimizer_factory(self.optimizer)
-        argument_checks.check_instance("seed", seed, int, "a whole number, such as seed=0")
-        self.scheduler: Schedule | FromTorch = Linear() if scheduler is None else as_schedule(scheduler)
-        seed_in_range("algo.seed", seed)
-        self.seed = seed
-        self.micro_batch_size: int | Literal["auto"] | None = micro_batch_size
+        check_instance("seed", settings.seed, int, "a whole number, such as seed=0")
+        self.scheduler: Schedule | FromTorch = (
+            Linear() if settings.scheduler is None else as_schedule(settings.scheduler)
+        )
+        seed_in_range("algo.seed", settings.seed)
+        self.seed = settings.seed
+        self.micro_batch_size: int | Literal["auto"] | None = settings.micro_batch_size
         self.command = ""
         """The command line of the training, for the cards of exports; empty if there was none."""
         self.memory_gb: float | None = None
@@ -221,14 +161,8 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         self.speed = SpeedMeter()
         self._flops: list[ModelFlops] | None = None
         """FLOPs of the policy and of other trained models, once a step needed them; empty if they cannot be counted."""
-        self._resumed_rng: dict[str, Any] | None = None
-        self._base_record: identity.Record = {}
-        """The record of the base weights, see `identity.model_record`; empty until the policy is loaded."""
-        self._initial_settings: identity.Record = {}
-        """`_settings` at the start of the fit: files of functions may be edited while it runs."""
-        self._optimizer_as_made: identity.Record = {}
-        self._resumed: _Resumed | None = None
-        self._world_size_changed = False
+        self.identity = RunIdentity()
+        self._generators = checkpoints.GlobalGenerators()
         self.in_a_step = False
         """True if a step has begun and not ended: its counts are in no checkpoint."""
         self.optimizer_is_stepping = False
@@ -244,12 +178,6 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
 
     needs_reference = False
     """True if a term of the objective reads the reference; otherwise no reference is loaded."""
-
-    proven_with_zero = False
-    """True if tests compare the method under DeepSpeed's ZeRO with one process; others are refused there."""
-
-    proven_with_tensor_parallel = False
-    """True if tests compare the method under strategy=fsdp_tp with one process; others are refused there."""
 
     hub_tags: tuple[str, ...] = ("reinforcement-learning",)
     """The hub's tags for the way of training, for model cards."""
@@ -316,16 +244,6 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         trainer = self.trainer_or_none
         return Ranks.of(trainer, self.device) if trainer else Ranks(self.device)
 
-    @property
-    def reward_mesh(self) -> Any:
-        """The mesh over which FSDP2 shards reward models; None if each rank has whole ones."""
-        return getattr(self.trainer_or_none and self.trainer_or_none.strategy, "reward_mesh", None)
-
-    def from_tensor_group_leader(self, mine: Any) -> Any:
-        """Return the object of the first rank of our tensor-parallel group, or `mine` without one. A collective."""
-        strategy = self.trainer_or_none.strategy if self.trainer_or_none else None
-        return strategy.first_of_group(mine) if isinstance(strategy, FSDPTPStrategy) else mine
-
     def check_processes(self, data: Any, trainer: Any) -> None:
         """Refuse settings that do not fit the number of processes, before any of them is started.
 
@@ -347,38 +265,23 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         argument_checks.refuse_damaged_checkpoints(strategy)
         check_proven_precision(self.model, str(self.trainer.precision), strategy)
         check_mesh(strategy)
+        precision, clipping = str(self.trainer.precision), self.trainer.gradient_clip_algorithm
         if isinstance(strategy, DeepSpeedStrategy):
-            check_zero_settings(self.model, str(self.trainer.precision), strategy)
-            check_zero_method(
-                type(self).__name__,
-                self.proven_with_zero,
-                strategy,
-                clipping=self.trainer.gradient_clip_algorithm,
-                reference=self.reference if self.needs_reference else None,
-                generator=getattr(self, "generator", None),
-                parts=self.unproven_with_zero,
-            )
+            check_zero_settings(self.model, precision, strategy)
+            check_zero_clipping(clipping)
+        check_proven(type(self), self.features(), strategy)
+        if isinstance(strategy, DeepSpeedStrategy):
+            if self.needs_reference:
+                check_zero_reference(self.reference, strategy)
             if stage == "fit" and self.trainer.num_nodes > 1:
                 check_checkpoints_are_shared(self.trainer)
         if isinstance(strategy, FSDPTPStrategy):
             check_tensor_parallel(
-                type(self).__name__,
-                proven=self.proven_with_tensor_parallel,
                 stage=stage,
                 tp_size=strategy.tp_size,
-                precision=str(self.trainer.precision),
+                precision=precision,
                 model=self.model,
-            )
-            check_tensor_parallel_method(
-                reference=self.reference if self.needs_reference else None,
-                generator=getattr(self, "generator", None),
-                rewards=getattr(self, "reward_functions", None),
-                env=getattr(self, "env", None),
-                replay=getattr(self, "replay", None),
-                groups=getattr(self, "groups", None),
-                win_rate_against=getattr(getattr(self, "evaluation", None), "win_rate_against", None),
-                precomputed=getattr(self, "precomputed", None),
-                clips_by_value=self.trainer.gradient_clip_algorithm == "value",
+                clipping=clipping,
                 optimizer=getattr(self.optimizer, "path", None),
             )
         if self.model.use_liger_kernel:
@@ -410,22 +313,16 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         for schedule in self.schedules():
             check_schedule(schedule, self.total_steps)
 
-    @property
-    def unproven_with_zero(self) -> Mapping[str, Any]:
-        """Features, by key, that no test compares under DeepSpeed's ZeRO with one process; falsy values are unused."""
-        win_rate_against = getattr(getattr(self, "evaluation", None), "win_rate_against", None)
-        groups, replay = getattr(self, "groups", None), getattr(self, "replay", None)
-        parts = {"algo/groups": groups, "algo/replay": replay, "eval.win_rate_against": win_rate_against}
-        return parts | {"A loss that couples the rows of a step": getattr(self, "coupled_losses", None)}
+    def features(self) -> Iterator[Feature]:
+        """Yield the features in use that a strategy must be proven with."""
+        if self.needs_reference and not isinstance(self.reference, Auto | FrozenCopy):
+            name = type(self.reference).__name__
+            yield Feature("other reference", f"reference={name}", "Take reference=frozen_copy")
 
     # ------------------------------------------------------------------ memory
 
     def lengths(self) -> RowLengths | None:
         """Return the most tokens of a row that is learned from; None if unknown."""
-        return None
-
-    def decoding(self) -> RowLengths | None:
-        """Return the most tokens of a decoded sequence; None if the policy itself does not decode."""
         return None
 
     head: Head = "fused"
@@ -456,8 +353,11 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         policy = policy_network(self.model, shape, numbers, head)
         critic, stored = self.critic_network(policy, numbers), stored_bytes(self.model, numbers)
         networks = list(filter(None, (policy, critic)))
+        buckets = None
+        if isinstance(trainer.strategy, DDPStrategy):
+            viewed = upstream.views_gradients(trainer.strategy)
+            buckets = ddp_buckets(networks, numbers, viewed=viewed)
         reference = reference_bytes(self.reference, self.model, policy, numbers) if self.needs_reference else 0
-        share = getattr(getattr(self, "generator", None), "share_of_device", 0.0)
         device = trainer.strategy.root_device
         may_recompute = self.model.gradient_checkpointing == "auto" and shape.recomputes
         sizes = Memory(
@@ -466,11 +366,8 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             lengths,
             critic=critic,
             auxiliary=self.auxiliary_texts(),
-            buckets=self._buckets(networks, numbers),
+            buckets=buckets,
             others={"reference": reference, **self.frozen_model_bytes()},
-            engine=int(share * (device_memory(device, gigabytes=self.memory_gb) or 0)),
-            decoding=self.decoding(),
-            grouped_cache=getattr(getattr(self, "generator", None), "grouped_cache", False),
             spread_over=self.data_world_size if shards_weights(trainer.strategy) else 1,
             ranks=trainer.world_size,
             gathered=gathered_weights(policy, numbers, critic, reference=reference > 0, stored=stored)
@@ -491,13 +388,6 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             if self.micro_batch_plan is not None and self.micro_batch_plan.recompute
             else sizes
         )
-
-    def _buckets(self, networks: Sequence[Network], numbers: NumberSizes) -> DDPBuckets | None:
-        """Return the gradient buckets of DDP; None under other strategies."""
-        strategy: Any = self.trainer.strategy
-        if not isinstance(strategy, DDPStrategy):
-            return None
-        return ddp_buckets(networks, numbers, viewed=upstream.views_gradients(strategy))
 
     def device_budget(self) -> int | None:
         """Return the bytes that a plan may use on every rank, as before the policy was loaded; None if unknown.
@@ -566,17 +456,9 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         if stage == "fit":
             self.trainer.accumulate_grad_batches = self.user_accumulation
 
-    def fit_decoding(self) -> None:
-        """Bound the sequences decoded at once in a validation without training."""
-        if self.micro_batch_size == "auto" and self.micro_batch_plan is None:
-            memory, budget = self.memory(), self.device_budget()
-            if memory is not None and budget is not None:
-                self.bound_decoding(max(1, largest_decode_batch(memory, budget)))
-
     def decoded_at_once(self, step: StepRows) -> int:
         """Return the number of sequences that are decoded together."""
-        at_once = getattr(getattr(self, "generator", None), "rows_a_batch", None)
-        return step.sequences if at_once is None else min(at_once, step.sequences)
+        return step.sequences
 
     def _apply_micro_batches(self) -> None:
         """Apply the micro-batch plan to the Trainer and the generator. Samples and gradients do not depend on it."""
@@ -599,11 +481,12 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     def configure_model(self) -> None:
         """Load the policy, and the reference if a term needs it. Lightning calls it; by hand, call it once."""
         if self._fitting:
-            self._initial_settings = self._settings()
+            self.identity.settings = self._settings()
         if self.policy is not None:
             return
+        strategy = self.trainer_or_none.strategy if self.trainer_or_none else None
         if self.model.sees:
-            self._check_sees()
+            check_images(self.model, type(self).__name__, strategy, taken=self.takes_images)
         with preserve_generators():
             torch.manual_seed(self.seed)  # fresh adapters are random: equal on every rank and in every run
             policy = self.load_policy()
@@ -612,8 +495,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             reference = self.reference.module(policy) if self.needs_reference else None
             others = self.companions(policy)
         stays = reference if self.needs_reference and not self.reference.moves else None
-        self._base_record = identity.model_record(self.model, policy, stays)
-        strategy = self.trainer_or_none.strategy if self.trainer_or_none else None
+        self.identity.model = model_record(self.model, policy, stays)
         if isinstance(strategy, ZeROStrategy):
             check_zero_model(policy, strategy)
         if isinstance(strategy, ModelParallelStrategy):
@@ -638,16 +520,6 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             if isinstance(self.model, LoadedModel):
                 self.model.note_training()
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
-
-    def _check_sees(self) -> None:
-        """Refuse settings that do not support a model over images, before any weight is loaded."""
-        what = f"model.name={self.model.name!r} is a model over images, and"
-        if not self.takes_images:
-            raise ConfigError(f"{what} {type(self).__name__} reads prompts as text alone.")
-        trainer = self.trainer_or_none
-        if trainer is not None and flattens_weights(trainer.strategy):
-            name = type(trainer.strategy).__name__
-            raise ConfigError(f"{what} {name} is not there for it. Use strategy=ddp or strategy=fsdp.")
 
     def with_image_gradients(self, loss: Tensor) -> Tensor:
         """Add a gradient of 0 for weights that only rows with images train.
@@ -734,21 +606,15 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         argument_checks.check_made_optimizer(optimizer)
         if keeps_its_own:
             check_zero_optimizer(optimizer)
-        if self._averages_gradients(optimizer):
+        if averages_gradients(optimizer, self.trainer.strategy):
             self.trainer.strategy.model.require_backward_grad_sync = False  # pyright: ignore
         if isinstance(self.trainer.strategy, FSDPTPStrategy):
             check_tensor_parallel_optimizer(optimizer)
             step_one_by_one(optimizer)
         upstream.keep_gradients_scaled(optimizer)
         schedule = scheduler_by_group(optimizer, self.total_steps, self.schedules())
-        self._optimizer_as_made = resumed_optimizer.initial_settings(optimizer, schedule)
-        self._check_optimizer()
+        self.identity.note_optimizer(optimizer, schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def _averages_gradients(self, optimizer: Any) -> bool:
-        """Tell whether gradients are averaged over ranks here: DDP would reduce them in the narrow dtype of weights."""
-        narrow = any(is_narrow(weight) for group in optimizer.param_groups for weight in group["params"])
-        return narrow and isinstance(self.trainer.strategy, DDPStrategy)
 
     @property
     def total_steps(self) -> float:
@@ -784,7 +650,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         if isinstance(strategy, DeepSpeedStrategy):
             return  # the engine clips in its step, with the Trainer's setting: see `optimizer_step`
         trained = [p for group in optimizer.param_groups for p in group["params"]]
-        if self._averages_gradients(optimizer):
+        if averages_gradients(optimizer, strategy):
             average_over_ranks(trained, self.data_world_size)
         by_value = gradient_clip_algorithm == "value"
         limit = math.inf if by_value or not gradient_clip_val else gradient_clip_val
@@ -982,7 +848,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         checkpoints.check_trained_tensors(checkpoint["state_dict"], self._trained_names())
         self.load_state_dict(checkpoint["state_dict"], strict=False)  # checkpoints contain trained tensors only
         if self.needs_reference and self.reference.moves:
-            self._load_reference(checkpoint)
+            checkpoints.load_reference(self.reference, self.reference_policy, checkpoint, required=self._fitting)
         saved = [each["module"] for each in checkpoint["lit_rl"]]
         self.load_rank_state(self.merge_rank_states(saved) | self.state_kept_on_rollback())
         self.broken_steps.in_a_row = 0
@@ -1008,7 +874,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             weights = {name: tensor for name, tensor in checkpoint["state_dict"].items() if name in trained}
             checkpoint["state_dict"] = weights
         checkpoint["algorithm"] = checkpoints.algorithm_kind(type(self))
-        checkpoint["run"] = self._identity()
+        checkpoint["run"] = self.identity.record(self.identity.settings or self._settings())
         device = self.trainer.strategy.root_device if self.trainer_or_none else self.device
         mine = {"module": self.rank_state(), "rng": checkpoints.rng_state(device)}
         checkpoint["lit_rl"] = self.ranks.objects(mine | {"broken_steps": self.broken_steps.in_a_row})
@@ -1047,21 +913,18 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         if self._fitting:
             checkpoints.check_algorithm_kind(checkpoint, type(self))
             if self.needs_reference and not self.reference.moves:
-                self._check_reference_began()
-        self._check_identity(checkpoint)
+                checkpoints.check_reference_began(self.model, self.reference)
+        allowed = self.model.allow_changed
+        self.identity.compare(checkpoint, type(self).__name__, resumes=self._fitting, allow_changed=allowed)
         if weights := checkpoint.get("state_dict"):
             checkpoints.check_trained_tensors(weights, self._trained_names())
         if self._fitting:
-            before, now = checkpoint_precision(checkpoint), str(self.trainer.precision)
-            if self.precision_by_device and now != before:
-                raise StorageError(
-                    f"The checkpoint was made with trainer.precision={before}, and trainer.precision=auto is {now} on "
-                    f"this machine. Set trainer.precision={before} to go on as the run began, or {now} to change it."
-                )
+            if self.precision_by_device:
+                checkpoints.check_precision(checkpoint_precision(checkpoint), str(self.trainer.precision))
             trained = [tensor for tensor in self._trained_names().values() if tensor.requires_grad]
             check_masters(checkpoint.get("optimizer_states", ()), trained, self.optimizer)
         if self.needs_reference and self.reference.moves:
-            self._load_reference(checkpoint)
+            checkpoints.load_reference(self.reference, self.reference_policy, checkpoint, required=self._fitting)
         ranks = checkpoint.get("lit_rl", ()) if self.trainer_or_none is not None else ()
         if ranks and len(ranks) != self.data_world_size:
             if self._fitting:
@@ -1072,76 +935,16 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         if ranks:
             saved = ranks[self.data_rank]
             self.load_rank_state(checkpoints.saved_by_algorithm(saved["module"], type(self).__name__))
-            self._resumed_rng, self.broken_steps.in_a_row = saved["rng"], saved["broken_steps"]
+            self.broken_steps.in_a_row = saved["broken_steps"]
+            self._generators.load(saved["rng"])
 
-    def _identity(self) -> dict[str, identity.Record]:
-        """Return a checkpoint's record of the run, see `lit_rl.algorithms.rollouts.identity`."""
-        found = {"model": self._base_record, "settings": self._initial_settings or self._settings()}
-        return found | ({"optimizer": self._optimizer_as_made} if self._optimizer_as_made else {})
-
-    def _settings(self) -> identity.Record:
-        """Return the settings that change what a run learns or logs, without the optimizer's."""
-        held = {name: getattr(self.model, name) for name in _MODEL_SETTINGS}
-        given: dict[str, Any] = {"model": held | {name: _plain_string(held[name]) for name in _PLAIN_MODEL_STRINGS}}
-        given["model"]["chat_template"] = getattr(self.model.tokenizer, "chat_template", None)
-        given["model"]["lora.dropout"] = getattr(self.model.lora, "dropout", None)
-        given["algo"] = type(self)
-        for name, value in identity.with_choices(type(self), self._arguments).items():
-            if name in _CONFIG_GROUPS:
-                given[_CONFIG_GROUPS[name]] = getattr(self, name, value) if value is None else value
-            elif name not in ("optimizer", "micro_batch_size"):
-                given[f"algo.{name}"] = value
-        if (trainer := self.trainer_or_none) is not None:
-            given["trainer"] = {name: _plain_string(getattr(trainer, name)) for name in _TRAINER_SETTINGS}
-            for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
-                name = getattr(callback, "choice", "") or getattr(callback, "key", "") or type(callback).__name__
-                given[f"callbacks.{name}"] = identity.numbers_of(callback)
-            given["trainer"]["strategy"] = _plain_string(type(trainer.strategy).__name__)
-            given["trainer"]["accelerator"] = _plain_string(trainer.strategy.root_device.type)
-        return identity.settings_record(given)
-
-    def _check_identity(self, checkpoint: Mapping[str, Any]) -> None:
-        """Refuse weights of another model, and an optimizer that cannot read the state; report other changes.
-
-        Raises:
-            StorageError: names the difference.
-        """
-        if not self._fitting and "run" not in checkpoint:
-            return  # weights alone
-        noted = checkpoints.saved_by_algorithm(checkpoint, type(self).__name__)["run"]
-        said = []
-        if self._base_record:
-            beside = () if self._fitting else ("reference weights",)
-            now = {name: value for name, value in self._base_record.items() if name not in beside}
-            said += identity.check_model(noted["model"], now, allowed=self.model.allow_changed)
-        if not self._fitting:
-            return
-        said += identity.differences(noted["settings"], self._initial_settings or self._settings())
-        self._resumed = _Resumed(noted.get("optimizer"), said)
-        self._check_optimizer()
-
-    def _check_optimizer(self) -> list[str]:
-        """Refuse an optimizer that cannot read the checkpoint's state. Waits until both are known, in either order."""
-        if self._resumed is None or not self._optimizer_as_made:
-            return []
-        return resumed_optimizer.check_optimizer_state(self._resumed.optimizer, self._optimizer_as_made)
-
-    def _take_settings(self, resumed: _Resumed) -> None:
-        """Continue with the optimizer's settings of this run, and report the differences from the checkpoint's run."""
-        config, optimizer = self.trainer.lr_scheduler_configs[0], self.trainer.optimizers[0]
-        config.scheduler = resumed_optimizer.apply_settings(
-            optimizer,
-            config.scheduler,  # pyright: ignore[reportArgumentType]
-            resumed.optimizer,
-            self._optimizer_as_made,
-            lambda made: scheduler_by_group(made, self.total_steps, self.schedules()),
-        )
-        if said := [*self._check_optimizer(), *resumed.said]:
-            rank_zero_info(
-                f"Going on from step {self.global_step} with what the checkpoint's run had otherwise: "
-                f"{', '.join(said)}."
-            )
-        self._resumed = None
+    def _settings(self) -> Record:
+        """Return the settings that change what a run learns or logs, with the default objects of config groups."""
+        arguments = {
+            name: getattr(self, name, value) if value is None and name in CONFIG_GROUPS else value
+            for name, value in self._arguments.items()
+        }
+        return run_settings(type(self), arguments, self.model, self.trainer_or_none)
 
     def _load_other_world(self, ranks: Sequence[dict[str, Any]], loops: dict[str, Any]) -> None:
         """Resume at the next rollout or step from a checkpoint of another number of ranks.
@@ -1153,7 +956,8 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         name = type(self).__name__
         saved = [checkpoints.saved_by_algorithm(each["module"], name) for each in ranks]
         self.load_rank_state(checkpoints.saved_by_algorithm(self.merge_rank_states(saved), name))
-        self.broken_steps.in_a_row, self._world_size_changed = ranks[0]["broken_steps"], True
+        self.broken_steps.in_a_row = ranks[0]["broken_steps"]
+        self._generators.seed_by_step = True
         rank_zero_info(
             f"The checkpoint was written by {checkpoints.count_processes(len(ranks))}, and this run has "
             f"{self.data_world_size}. "
@@ -1171,36 +975,18 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         self._apply_micro_batches()
         self._set_checkpointing()
 
-    def _load_reference(self, checkpoint: dict[str, Any]) -> None:
-        if "reference" in checkpoint:
-            self.reference.load_state(self.reference_policy, checkpoint["reference"])
-        elif self._fitting:
-            raise StorageError(
-                f"reference={type(self.reference).__name__} changes during training, and the checkpoint lacks its "
-                "weights. Resume with the reference and the KL settings of the run's config.yaml."
-            )
-
-    def _check_reference_began(self) -> None:
-        """Refuse to resume with a model object that was trained in place, if the reference would be a copy of it."""
-        trained = isinstance(self.model, LoadedModel) and self.model.began_trained
-        if trained and isinstance(self.reference, Copy | Auto):
-            raise StorageError(
-                "The run is to be resumed with an object as model that was trained in place since it was loaded, and "
-                "the reference would be a copy of what it learned. Load it anew (from_pretrained), and give that."
-            )
-
     def on_train_start(self) -> None:
-        if self._resumed is not None:
-            self._take_settings(self._resumed)
+        if self.identity.is_resumed:
+            config, steps, schedules = self.trainer.lr_scheduler_configs[0], self.total_steps, self.schedules()
+            config.scheduler = self.identity.apply_settings(
+                self.trainer.optimizers[0],
+                config.scheduler,  # pyright: ignore[reportArgumentType]
+                lambda made: scheduler_by_group(made, steps, schedules),
+                step=self.global_step,
+            )
         if isinstance(self.model, LoadedModel):
             self.model.note_training()
-        if self._resumed_rng is not None:
-            checkpoints.set_rng_state(self._resumed_rng, self.trainer.strategy.root_device)
-            self._resumed_rng = None
-        elif self._world_size_changed:
-            torch.manual_seed(mix(self.seed, self.data_rank, self.global_step))
-        else:  # dropout and Clip-Cov draw from torch's global generator: equal in every run, different on every rank
-            torch.manual_seed(mix(self.seed, self.data_rank))
+        self._generators.start(self.seed, self.data_rank, self.global_step, self.trainer.strategy.root_device)
 
     def _trained_names(self) -> dict[str, Tensor]:
         """Return the tensors that training changes, by name: parameters with gradient, and saved buffers."""

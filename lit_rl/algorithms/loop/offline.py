@@ -28,6 +28,7 @@ from lit_rl.algorithms.checks.data_and_trainer import (
 )
 from lit_rl.algorithms.checks.memory import RowLengths
 from lit_rl.algorithms.checks.micro_batching import MicroBatchPlan, StepRows, rows_scored_at_once
+from lit_rl.algorithms.checks.strategy_checks import Feature
 from lit_rl.algorithms.data_parallel import data_world_size
 from lit_rl.algorithms.evaluation.summary_statistics import Averages, prefixed
 from lit_rl.algorithms.loop.generating import GeneratingModule
@@ -45,7 +46,7 @@ from lit_rl.algorithms.terms.precomputed_reference import (
     hash_of_weights,
 )
 from lit_rl.algorithms.terms.whole_step import WholeStep
-from lit_rl.core.errors import ConfigError, in_range
+from lit_rl.core.errors import ConfigError
 from lit_rl.core.examples import ExampleBatch, TokenBatch, Totals
 from lit_rl.core.rollout import PromptBatch
 from lit_rl.data.example_set import ExampleSet
@@ -53,17 +54,12 @@ from lit_rl.data.kinds import Kind
 from lit_rl.models.forward import TextScores, refuse_leaks, score_texts
 from lit_rl.models.model_costs import Span
 from lit_rl.ops.reductions import Metrics
+from lit_rl.settings.algorithms import OfflineConfig, OfflinePolicyConfig
+from lit_rl.settings.base import takes
 
 
 class OfflineModule(PolicyModule, ABC):
-    """Abstract base of methods that learn from a data set: subclasses define the loss. Validation measures it.
-
-    Args:
-        model: The model to train: a description, or its name, folder or hub id.
-        router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts (2101.03961, eq. 4 to 6), which
-            is defined over a micro-batch.
-        shared: Arguments of every `PolicyModule`.
-    """
+    """Abstract base of methods that learn from a data set: subclasses define the loss. Validation measures it."""
 
     learns_from: ClassVar[Kind]
     """The kind of examples that the data module must provide."""
@@ -73,10 +69,10 @@ class OfflineModule(PolicyModule, ABC):
     headline: ClassVar[tuple[str, ...]] = ("loss",)
     """Validation metrics that a run shows before and after training."""
 
-    def __init__(self, model: Any, *, router_aux_loss_coef: float = 0.0, **shared: Any) -> None:
-        super().__init__(model, **shared)
-        in_range("algo.router_aux_loss_coef", router_aux_loss_coef, low=0)
-        self.router_aux_loss_coef = router_aux_loss_coef
+    @takes(OfflineConfig)
+    def __init__(self, settings: OfflineConfig) -> None:
+        super().__init__(config=settings)
+        self.router_aux_loss_coef = settings.router_aux_loss_coef
         self.plan: OfflinePlan | None = None
         self.samples: dict[str, list[Any]] = {}
         self._records = OfflineRecords()
@@ -325,16 +321,11 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
     """Abstract base of methods that train a policy from a data set: subclasses define the loss.
 
     Validation measures the loss, and generates completions of the validation prompts.
-
-    Args:
-        model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions and weights, or one function, for the completions that validation generates; None only
-            generates them. Nothing is learned from it.
-        shared: Arguments of every `OfflineModule` and every `GeneratingModule`.
     """
 
-    def __init__(self, model: Any, reward: Any = None, **shared: Any) -> None:
-        super().__init__(model, reward=reward, **shared)  # by name: `OfflineModule` passes it to `GeneratingModule`
+    @takes(OfflinePolicyConfig)
+    def __init__(self, settings: OfflinePolicyConfig) -> None:
+        super().__init__(config=settings)
 
     precomputed: PrecomputedReference | None = None
     """Log-probs of the reference that are computed before the training, in the methods that support it."""
@@ -349,6 +340,11 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
     def reads_all_rows(self) -> Iterator[NeedsAllRows]:
         if self.precomputed is not None:
             yield NeedsAllRows("algo.precompute_reference=true asks the reference about", "set it to false")
+
+    def features(self) -> Iterator[Feature]:
+        yield from super().features()
+        if self.precomputed is not None:
+            yield Feature("precomputed reference", "algo.precompute_reference=true", "Set it to false")
 
     def take_generation_seconds(self) -> float:
         return self.stopwatch.take("generate")

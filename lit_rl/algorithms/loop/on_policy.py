@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
@@ -18,10 +18,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.checks import argument_checks, data_and_trainer, episode_checks, model_sizes
+from lit_rl.algorithms.checks import data_and_trainer, episode_checks, model_sizes
 from lit_rl.algorithms.checks.memory import REWARD_MODELS, Memory, RowLengths
 from lit_rl.algorithms.checks.micro_batching import MicroBatchPlan, StepRows
 from lit_rl.algorithms.checks.policy_gradient_checks import check_weight_copies
+from lit_rl.algorithms.checks.strategy_checks import Feature
 from lit_rl.algorithms.data_parallel import data_world_size
 from lit_rl.algorithms.evaluation.validation import MOST_ROWS, entropies
 from lit_rl.algorithms.loop.generating import GeneratingModule
@@ -40,8 +41,7 @@ from lit_rl.algorithms.rollouts.rollout_plan import (
 )
 from lit_rl.algorithms.rollouts.rollout_source import fail_on_all_ranks
 from lit_rl.algorithms.rollouts.scored import Scored, Spare
-from lit_rl.algorithms.terms.groups import GroupSelection
-from lit_rl.core.errors import ConfigError, GenerationError, in_range
+from lit_rl.core.errors import ConfigError, GenerationError
 from lit_rl.core.interrupts import run_ending_hook
 from lit_rl.core.rollout import Completions, PromptBatch, Rollout, Sampling, Width, used_columns_of_parts
 from lit_rl.core.vision_inputs import PromptVision
@@ -53,42 +53,19 @@ from lit_rl.models.shared_prefix import worth_sharing
 from lit_rl.ops.kl import k3
 from lit_rl.ops.reductions import Metrics, StepTokens, StepTotals
 from lit_rl.rewards.judges import RewardJudge
+from lit_rl.settings.algorithms import OnPolicyConfig
+from lit_rl.settings.base import takes
 
 
 class OnPolicyModule(GeneratingModule, ABC):
-    """Abstract base of on-policy methods: subclasses define the advantage and the loss.
+    """Abstract base of on-policy methods: subclasses define the advantage and the loss."""
 
-    Args:
-        model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions and weights, or one function.
-        group_size: Completions a prompt; 2 or more if the advantage compares completions of one prompt.
-        minibatches: Optimizer steps per pass over a rollout.
-        iterations: Passes over a rollout.
-        split_groups: Slices of every group, if a whole group is too large for a micro-batch. "auto" splits groups if
-            `micro_batch_size` or the memory plan requires it.
-        groups: Selection of the groups, or members of groups, to learn from. None: all.
-        shared: Arguments of every `GeneratingModule`.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        reward: Any,
-        *,
-        group_size: int = 8,
-        minibatches: int = 1,
-        iterations: int = 1,
-        split_groups: int | Literal["auto"] = "auto",
-        groups: GroupSelection | None = None,
-        **shared: Any,
-    ) -> None:
-        argument_checks.check_instance("group_size", group_size, int, "a whole number, such as group_size=8")
-        for key, value in (("algo.minibatches", minibatches), ("algo.iterations", iterations)):
-            in_range(key, value, low=1)
-        super().__init__(model, reward, **shared)
-        self.minibatches, self.iterations = minibatches, iterations
-        self.split_groups: int | Literal["auto"] = split_groups
-        self.group_size, self.groups = group_size, groups
+    @takes(OnPolicyConfig)
+    def __init__(self, settings: OnPolicyConfig) -> None:
+        super().__init__(config=settings)
+        self.minibatches, self.iterations = settings.minibatches, settings.iterations
+        self.split_groups: int | Literal["auto"] = settings.split_groups
+        self.group_size, self.groups = settings.group_size, settings.groups
         self.plan: BatchPlan | None = None
         self.rollout: Rollout | None = None
         self.scored: Scored | None = None
@@ -331,6 +308,11 @@ class OnPolicyModule(GeneratingModule, ABC):
             self.check_length(data)
         else:
             self.fit_decoding()
+
+    def features(self) -> Iterator[Feature]:
+        yield from super().features()
+        if self.groups is not None:  # each rank of a tensor-parallel group would draw, or score, by itself
+            yield Feature("group selection", f"algo/groups={type(self.groups).__name__}", "Set algo/groups=all")
 
     @property
     def ranks_score_together(self) -> bool:

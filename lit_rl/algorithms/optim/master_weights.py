@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, Precision
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import LBFGS, Optimizer
@@ -91,6 +91,12 @@ def check_masters(
 def is_narrow(weight: Tensor) -> bool:
     """Tell whether a weight has a master."""
     return weight.dtype == torch.bfloat16
+
+
+def averages_gradients(optimizer: Any, strategy: Any) -> bool:
+    """Tell whether `average_over_ranks` is needed: DDP would reduce gradients in the narrow dtype of weights."""
+    narrow = any(is_narrow(weight) for group in optimizer.param_groups for weight in group["params"])
+    return narrow and isinstance(strategy, DDPStrategy)
 
 
 def average_over_ranks(weights: Iterable[Tensor], world_size: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_rl.algorithms.rollouts.rollout_plan import mix
 from lit_rl.core.episode import Episode
 from lit_rl.core.errors import StorageError
 from lit_rl.core.rollout import Completions, Rollout
@@ -22,6 +23,9 @@ from lit_rl.core.vision_inputs import Later, PromptVision, Vision
 from lit_rl.core.visuals import ImageRef, VideoRef, Visual
 from lit_rl.data.loaders import whole_steps
 from lit_rl.data.visual_prompts import Processor, PromptVisuals
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.loaded_model import LoadedModel
+from lit_rl.models.references import Auto, Copy, Reference
 
 # ---------------------------------------------------------------------- half-used rollouts
 
@@ -282,7 +286,76 @@ def check_algorithm_kind(checkpoint: Mapping[str, Any], algorithm: type) -> None
         )
 
 
+def check_precision(before: str, now: str) -> None:
+    """Refuse `trainer.precision=auto` if it is another precision than that of the run that wrote the checkpoint.
+
+    Raises:
+        StorageError: names both.
+    """
+    if now != before:
+        raise StorageError(
+            f"The checkpoint was made with trainer.precision={before}, and trainer.precision=auto is {now} on "
+            f"this machine. Set trainer.precision={before} to go on as the run began, or {now} to change it."
+        )
+
+
+def check_reference_began(model: LanguageModel, reference: Reference) -> None:
+    """Refuse to resume with a model object that was trained in place, if the reference would be a copy of it.
+
+    Raises:
+        StorageError: it was.
+    """
+    trained = isinstance(model, LoadedModel) and model.began_trained
+    if trained and isinstance(reference, Copy | Auto):
+        raise StorageError(
+            "The run is to be resumed with an object as model that was trained in place since it was loaded, and "
+            "the reference would be a copy of what it learned. Load it anew (from_pretrained), and give that."
+        )
+
+
+def load_reference(reference: Reference, module: Any, checkpoint: Mapping[str, Any], *, required: bool) -> None:
+    """Restore a reference that follows the policy.
+
+    Args:
+        reference: The reference.
+        module: Its module.
+        checkpoint: The checkpoint.
+        required: Whether its weights must be there.
+
+    Raises:
+        StorageError: they are required and missing.
+    """
+    if "reference" in checkpoint:
+        reference.load_state(module, checkpoint["reference"])
+    elif required:
+        raise StorageError(
+            f"reference={type(reference).__name__} changes during training, and the checkpoint lacks its "
+            "weights. Resume with the reference and the KL settings of the run's config.yaml."
+        )
+
+
 # ---------------------------------------------------------------------- random generators
+
+
+class GlobalGenerators:
+    """torch's global generators, from which dropout and Clip-Cov draw: seeded for a run, or restored."""
+
+    def __init__(self) -> None:
+        self._saved: Mapping[str, Tensor] | None = None
+        self.seed_by_step = False
+        """True after a change of the world size: no rank's saved state is this one's."""
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Keep the `rng_state` of a checkpoint until `start`."""
+        self._saved = saved
+
+    def start(self, seed: int, rank: int, step: int, device: torch.device) -> None:
+        """Restore the saved state once; otherwise seed: equal in every run, different on every rank."""
+        if self._saved is not None:
+            set_rng_state(self._saved, device)
+            self._saved = None
+        else:
+            torch.manual_seed(mix(seed, rank, step) if self.seed_by_step else mix(seed, rank))
 
 
 def rng_state(device: torch.device | str) -> dict[str, Tensor]:

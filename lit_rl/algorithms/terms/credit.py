@@ -106,8 +106,8 @@ class CreditAssignment:
         changed = [f"algo.{name}" for name, setting in changes.items() if setting is not None]
         if scores.span_rewards is not None and changed:
             raise ConfigError(
-                f"{', '.join(changed)} rescales the rewards of whole completions, but the reward functions returned "
-                "values for spans, which it cannot rescale. Leave it out, or rescale the values of the spans in the "
+                f"{', '.join(changed)} changes the rewards of whole completions, but the reward functions returned "
+                "values for spans, which stay as they are. Leave it out, or change the values of the spans in the "
                 "reward function."
             )
         # Rewards come from the host: the copies are asynchronous.
@@ -342,8 +342,6 @@ class AdvantageClip:
     """
 
     def __init__(self, limit: float | None) -> None:
-        if limit is not None:
-            in_range("algo.advantage_clip", limit, low=0, open_low=True)
         self.limit = limit
 
     def __call__(self, advantages: Tensor) -> Tensor:

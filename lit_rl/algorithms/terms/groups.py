@@ -48,7 +48,7 @@ class GroupSelection(ABC):
         Args:
             group_size: Completions of a prompt.
             compares_completions: Tells whether the advantage needs several completions of one prompt. Called only if
-                the answer matters: it runs the estimator, and a user's estimator may have state.
+                the answer matters: it may run a user's estimator, which may have state.
 
         Raises:
             ConfigError: names settings that fit.

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.signatures import arguments_for, copies_for, reads_column, unwrap
-from lit_rl.core.errors import in_range
 from lit_rl.core.rollout import Rollout, Sampling
 from lit_rl.models.forward import score
 from lit_rl.models.language_model import ForwardOptions
@@ -153,8 +152,6 @@ class OffPolicyMask:
     """
 
     def __init__(self, threshold: float | None) -> None:
-        if threshold is not None:
-            in_range("algo.off_policy_threshold", threshold, low=0, open_low=True)
         self.threshold = threshold
 
     def __call__(

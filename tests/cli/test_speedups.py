@@ -1,0 +1,148 @@
+"""`model.speedups` and `generator.speedups`: what a value means, and what is said of one that means nothing."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import yaml
+from cli_helpers import QUICK, Command, refused
+
+from lit_rl.cli import lightning_app
+from lit_rl.cli.typed_words import as_addition
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.speedups import DecodingSpeedups, ModelSpeedups, Speedups
+from lit_rl.generation.native import NativeGenerator
+from lit_rl.models import LanguageModel
+from lit_rl.models.language_model import ForwardOptions
+
+SIDES = {"model.speedups": ModelSpeedups, "generator.speedups": DecodingSpeedups}
+
+
+@pytest.mark.parametrize(("key", "kind"), SIDES.items())
+def test_what_a_value_switches_on(key: str, kind: type[Speedups]) -> None:
+    usual, name = kind(), kind.names()[1]
+    assert kind.read(key, "auto") == kind.read(key, {}) == usual
+    assert {each for each, on in asdict(usual).items() if not on} <= {"cuda_graphs"}
+    assert set(asdict(kind.read(key, "off")).values()) == {False}
+    assert kind.read(key, yaml.safe_load("off")) == kind.read(key, "off"), "YAML reads the word as false"
+    assert asdict(kind.read(key, {name: False})) == asdict(usual) | {name: False}
+    assert kind.read(key, dict.fromkeys(kind.names(), False)) == kind.read(key, "off")
+
+
+def test_no_name_is_of_both_sides() -> None:
+    assert not {*ModelSpeedups.names()} & {*DecodingSpeedups.names()}
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("of", "generator.speedups='of' is unknown: allowed is auto, off, or a mapping such as {grouped_cache: false}."
+               " Did you mean 'off'?"),
+        (True, "generator.speedups=True is unknown: allowed is auto, off, or a mapping"),
+        (None, "generator.speedups=None is unknown: allowed is auto, off, or a mapping"),
+        ({"lean_step": False}, "generator.speedups.lean_step is unknown: allowed is grouped_cache, lean_steps, "
+                               "continuous_batching, cuda_graphs. Did you mean 'lean_steps'?"),
+        ({"lean_steps": 1}, "generator.speedups.lean_steps=1 is unknown: allowed is true, false."),
+        ({"fused_head": False}, "generator.speedups.fused_head is unknown"),
+    ],
+)  # fmt: skip
+def test_a_value_that_means_nothing_is_refused(value: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
+        NativeGenerator(speedups=value)
+
+
+def test_of_python() -> None:
+    model, generator = LanguageModel(speedups={"fused_head": False}), NativeGenerator(speedups="off")
+    assert model.forward_options == ForwardOptions(fused_head=False)
+    assert LanguageModel().forward_options == ForwardOptions()
+    assert generator.speedups == DecodingSpeedups(False, False, False, False) and not generator.grouped_cache
+    assert pickle.loads(pickle.dumps(generator)).speedups == generator.speedups
+    for kind, name, written in (
+        (LanguageModel, "fused_head", "{'fused_head': False}"),
+        (NativeGenerator, "lean_steps", "{'lean_steps': False}"),
+        (NativeGenerator, "cuda_graphs", "{'cuda_graphs': True}"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(f"takes no {name}=. Write speedups={written}")):
+            kind(**{name: False})
+
+
+# ------------------------------------------------------------------------------------------------- on a command line
+
+
+def test_hydra_sets_all_or_some(command: Command) -> None:
+    def made(*words: str) -> Any:
+        outcome = command(*words, "--cfg", "job", "--package", "generator")
+        assert outcome.code == 0, outcome.err
+        return yaml.safe_load(outcome.out)["speedups"]
+
+    assert made() == "auto"
+    assert made("generator.speedups=off") == "off"
+    assert made("generator.speedups.lean_steps=false") == {"lean_steps": False}
+    some = {"lean_steps": False, "cuda_graphs": True}
+    assert made("generator.speedups.lean_steps=false", "generator.speedups.cuda_graphs=true") == some
+    assert made("generator.speedups={lean_steps: false, cuda_graphs: true}") == some
+    assert made("lean_steps=false") == {"lean_steps": False}
+
+
+def test_a_run_without_any_draws_by_the_models_own_steps(command: Command, tmp_path: Any) -> None:
+    folder = tmp_path / "run"
+    outcome = command(*QUICK, "generator.speedups=off", "model.speedups.fused_head=false", f"run_dir={folder}")
+    assert outcome.code == 0, outcome.err
+    assert '"decode_steps": "own"' in (folder / "summary.json").read_text()
+    typed = yaml.safe_load((folder / "config.yaml").read_text())
+    assert (typed["generator"]["speedups"], typed["model"]["speedups"]) == ("off", {"fused_head": False})
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["generator.lean_steps=false"], "generator.lean_steps is not a key. Did you mean "
+                                         "'generator.speedups.lean_steps'?"),
+        (["model.fused_head=false"], "model.fused_head is not a key. Did you mean 'model.speedups.fused_head'?"),
+        (["generator.speedups.lean_step=false"], "Did you mean 'lean_steps'?"),
+        (["model.speedups=on"], "model.speedups='on' is unknown: allowed is auto, off, or a mapping"),
+        (["model.speedups.fused_head=2"], "model.speedups.fused_head=2 is unknown: allowed is true, false."),
+        (["generator=hf", "generator.speedups.lean_steps=false"], "generator.speedups is not a key. generator=native "
+                                                                  "has it"),
+        (["generator.speedups=off", "generator.speedups.lean_steps=true"], "generator.speedups=off and "
+                                                                           "generator.speedups.lean_steps=true"),
+    ],
+)  # fmt: skip
+def test_hydra_refuses(command: Command, words: list[str], said: str) -> None:
+    refused(command(*words), 2, said)
+
+
+def test_a_sweep_over_a_switch_stays_as_it_is_typed() -> None:
+    for word in ("generator.speedups.lean_steps=true,false", "generator.speedups=auto,off", "generator.batch_size=3"):
+        assert as_addition(word) == [word]
+    word = "algo.teacher.speedups.fused_head=false"
+    assert as_addition(word) == ["algo.teacher.speedups={}", f"++{word}"]
+
+
+NATIVE = "--model.generator=lit_rl.generation.native.NativeGenerator"
+
+
+@pytest.mark.parametrize(
+    ("typed", "value"),
+    [
+        ("--model.generator.speedups=off", "off"),
+        ("--model.generator.speedups={lean_steps: false}", {"lean_steps": False}),
+        ("--model.generator.speedups.lean_steps=false", {"lean_steps": False}),
+    ],
+)
+def test_lightning_sets_all_or_some(typed: str, value: Any, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    monkeypatch.setattr("sys.argv", ["lit-rl"])
+    with pytest.raises(SystemExit):
+        lightning_app.main(["fit", "--model=GRPO", "--model.model=tiny", NATIVE, typed, "--print_config"])
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["model"]["init_args"]["generator"]["init_args"]["speedups"] == value
+
+
+def test_lightning_says_where_a_switch_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["lit-rl"])
+    with pytest.raises(ConfigError, match="Did you mean 'model.generator.speedups.lean_steps'"):
+        lightning_app.main(["fit", "--model=GRPO", "--model.model=tiny", NATIVE, "--model.generator.lean_steps=false"])

@@ -1,0 +1,167 @@
+"""Settings of the algorithms: one dataclass a class, from which its constructor, its help and its types come."""
+
+import ast
+import dataclasses
+import inspect
+import pickle
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import pytest
+
+import lit_rl
+from lit_rl import algorithms
+from lit_rl.core.errors import ConfigError
+from lit_rl.ops.ranges import Range
+from lit_rl.settings import algorithms as settings
+from lit_rl.settings.base import REQUIRED, Imported, field_owners, ranges_of, sentences, types_of
+
+METHODS = {
+    name: kind
+    for name, kind in vars(algorithms).items()
+    if inspect.isclass(kind) and hasattr(kind.__init__, "settings") and not inspect.isabstract(kind)
+}
+CONFIGS = {name: kind.__init__.settings for name, kind in METHODS.items()}
+
+
+def test_every_method_has_settings_of_its_own_name_which_lit_rl_exports():
+    assert len(METHODS) == 16
+    for name, config in CONFIGS.items():
+        assert getattr(lit_rl, f"{name}Config") is config
+
+
+def test_settings_are_read_without_torch():
+    """What is refused early cannot wait seconds for PyTorch."""
+    script = (
+        "import sys, lit_rl.settings.algorithms as s; s.GRPOConfig(group_size=4); "
+        "print({'torch', 'lightning'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_signature_is_the_dataclass(name):
+    """Every setting is a keyword with its default, its type and its sentence; nothing is behind `**keywords`."""
+    config, signature = CONFIGS[name], inspect.signature(METHODS[name])
+    fields = {field.name: field for field in dataclasses.fields(config) if field.init}
+    assert signature.parameters.keys() == fields.keys()
+    for parameter in signature.parameters.values():
+        default = fields[parameter.name].default
+        default = default.load() if isinstance(default, Imported) else default
+        if default is REQUIRED:
+            assert parameter.default is parameter.empty
+        else:
+            assert parameter.default is default
+    assert typing.get_type_hints(METHODS[name].__init__, include_extras=True) == types_of(config)
+    assert [*sentences(config)] == [*field_owners(config)] == [*signature.parameters]
+    assert all(f"    {setting}: " in METHODS[name].__init__.__doc__ for setting in fields)
+
+
+def test_a_setting_stands_once():
+    """No class repeats a field of its parent with the same default and the same sentence."""
+    tree = ast.parse(Path(settings.__file__).read_text())
+    for node in (each for each in tree.body if isinstance(each, ast.ClassDef)):
+        config = getattr(settings, node.name)
+        parents = [parent for parent in config.__mro__[1:] if dataclasses.is_dataclass(parent)]
+        for name in vars(config).get("__annotations__", ()):
+            for parent in parents:
+                theirs = {field.name: field.default for field in dataclasses.fields(parent)}
+                mine = next(field.default for field in dataclasses.fields(config) if field.name == name)
+                if name in theirs and theirs[name] == mine:
+                    assert sentences(parent).get(name) != sentences(config).get(name), (node.name, name)
+
+
+def test_an_object_of_settings_is_the_same_as_its_keywords():
+    reward = lit_rl.exact_match
+    by_keyword = lit_rl.GRPO("tiny", reward, group_size=4, beta=0.1)
+    config = lit_rl.GRPOConfig(group_size=4, beta=0.1)
+    assert lit_rl.GRPO("tiny", reward, config=config)._arguments == by_keyword._arguments
+    whole = dataclasses.replace(config, model="tiny", reward=reward)
+    assert lit_rl.GRPO(config=whole)._arguments == by_keyword._arguments
+
+
+def test_a_keyword_beside_an_object_wins():
+    made = lit_rl.GRPO("tiny", lit_rl.exact_match, config=lit_rl.GRPOConfig(group_size=4, beta=0.1), group_size=2)
+    assert (made.group_size, made.beta) == (2, 0.1)
+
+
+def test_an_object_of_another_method_is_refused():
+    with pytest.raises(ConfigError, match=r"config is a DPOConfig; GRPO takes a GRPOConfig.*config=lit_rl\.GRPOConfig"):
+        lit_rl.GRPO("tiny", lit_rl.exact_match, config=lit_rl.DPOConfig())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_number_out_of_range_is_refused_by_the_dataclass_and_by_the_constructor_alike(name):
+    reward = {} if "reward" not in inspect.signature(METHODS[name]).parameters else {"reward": lit_rl.exact_match}
+    needed = {"model": "tiny", **reward} | ({"teacher": "tiny"} if name == "GKD" else {})
+    for setting, allowed in ranges_of(CONFIGS[name]).items():
+        below = allowed.low if allowed.open_low else allowed.low - 1
+        below = int(below) if allowed.whole else below
+        with pytest.raises(ConfigError, match=rf"algo\.{setting}={below} is out of range") as by_object:
+            CONFIGS[name](**{setting: below})
+        with pytest.raises(ConfigError) as by_keyword:
+            METHODS[name](**needed, **{setting: below})
+        assert str(by_object.value) == str(by_keyword.value)
+
+
+def test_a_whole_number_is_no_fraction_and_no_truth_value():
+    for value in (2.5, True, "4"):
+        with pytest.raises(ConfigError, match=r"group_size is .* Write a whole number, such as group_size=8"):
+            lit_rl.GRPOConfig(group_size=value)
+
+
+def test_ranges_are_those_of_the_annotations():
+    """Reading the annotations without importing their types finds what importing them does."""
+    for config in CONFIGS.values():
+        hints = {name: hint for name, hint in types_of(config).items()}
+        found = {
+            name: note
+            for name, hint in hints.items()
+            for option in (hint, *typing.get_args(hint))
+            for note in getattr(option, "__metadata__", ())
+            if isinstance(note, Range)
+        }
+        assert ranges_of(config) == found
+
+
+def test_settings_travel():
+    assert pickle.loads(pickle.dumps(lit_rl.GRPOConfig(group_size=4))) == lit_rl.GRPOConfig(group_size=4)
+
+
+TYPED = """
+from lit_rl import GRPO, GRPOConfig, exact_match
+
+GRPO("tiny", exact_match, group_size=4, config=GRPOConfig(beta=0.1))
+GRPO(model="tiny", reward=exact_match, group_size="4")
+GRPO("tiny", exact_match, grup_size=4)
+GRPO("tiny", exact_match, advantage=3)
+"""
+
+
+def test_a_type_checker_knows_every_keyword(tmp_path):
+    """The lines 5 to 7 are wrong, and no other."""
+    file = tmp_path / "typed.py"
+    file.write_text(TYPED)
+    command = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable, "--level", "error", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(lit_rl.__file__).parents[1])
+    lines = [line for line in done.stdout.splitlines() if " - error: " in line]
+    assert [int(line.split(".py:")[1].split(":")[0]) for line in lines] == [5, 6, 7], done.stdout
+    assert '"4"' in lines[0] or "group_size" in lines[0]
+    assert 'No parameter named "grup_size"' in lines[1]
+
+
+def test_what_is_no_function_is_refused_by_its_key():
+    for config, name in (
+        (lit_rl.GRPOConfig, "loss"),
+        (lit_rl.SFTConfig, "imitation"),
+        (lit_rl.DPOConfig, "divergence"),
+    ):
+        for value in ("cispo", None):
+            with pytest.raises(ConfigError, match=rf"{name} is {value!r}\. Allowed is a function of tensors: one of"):
+                config(**{name: value})
+    assert lit_rl.GRPOConfig(whitening=None).whitening is None
+    with pytest.raises(ConfigError, match=r"whitening is 3\. Allowed is a function of tensors, or None: one of"):
+        lit_rl.GRPOConfig(whitening=3)
