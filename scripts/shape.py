@@ -4,9 +4,9 @@
     python scripts/shape.py --flags     # and every place that it flags
     python scripts/shape.py --root DIR  # of another checkout
 
-Read from syntax trees, without importing anything. Code lines are lines with code: no blank line, comment or docstring.
-It informs: nothing here is a limit. What fails a build (`tests/test_shape.py`) is a public class or a file name that
-stands twice; layers and circles are import-linter's, the files of one training step `scripts/trace_step.py`'s.
+Read from syntax trees, without importing anything of it. Code lines are lines with code: no blank line, comment or
+docstring. It informs: nothing here is a limit. What fails a build (`tests/test_shape.py`) is a public class or a file
+name that stands twice; layers and circles are import-linter's, the files of one step `scripts/trace_step.py`'s.
 
 A function is *used once* where its name occurs once more in the package than it is defined, and nothing but Python
 calls it: no decorator, no special method, no method of a class with a base that is not ours.
@@ -23,6 +23,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+
+import upstream
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -253,6 +255,9 @@ def flags(found: list[Module]) -> Iterator[str]:
                 yield f"large class: {module.name}:{each.lineno} {each.name}"
         yield from (f"own attribute guessed: {module.name}:{line}" for line in guesses(module))
         yield from (f"docstring: {module.name}:{line} {text}" for line, text in riddles(module))
+    trees = [upstream.Module(f"lit_rl/{module.name}.py", module.tree) for module in found]
+    for use in upstream.astray(upstream.uses(trees)):
+        yield f"upstream private name: {use.file.removeprefix('lit_rl/').removesuffix('.py')}:{use.line} {use.name}"
 
 
 def main() -> None:

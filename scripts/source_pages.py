@@ -11,8 +11,8 @@ every public class and function of the module with the first sentence of its doc
 docstrings; in the repository the table is what one reads. Where a `:::` line has `members` below it, the table and the
 site have these names of the module and no others.
 
-lit_rl/cli/other_names.yaml has what a name of TRL or verl is here, from the tables of docs/from-trl.md and
-docs/from-verl.md.
+Two columns of lit_rl/core/other_names.yaml have what a name of TRL or verl is here, from the tables of docs/from-trl.md
+and docs/from-verl.md.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lit_rl.cli.aliases import OTHER_NAMES
+import yaml
+
 from lit_rl.core import errors
+from lit_rl.core.other_names import TABLE
 
 # -------------------------------------------------------------------------------------------------------------- errors
 
@@ -343,8 +345,8 @@ def modules_page() -> str:
 
 
 _NAMES_HEAD = (
-    "# What names of other tools are here. "
-    "`python scripts/source_pages.py names` writes this file: do not edit by hand.\n"
+    "# Names of settings in other libraries, a row each; core/other_names.py says what the columns are.\n"
+    "# TRL and verl are written by `python scripts/source_pages.py names`: edit the others alone.\n"
 )
 _ACTOR = ("actor", "rollout", "ref", "model")
 """What the page on verl writes without the `actor_rollout_ref` in which it stands."""
@@ -410,13 +412,19 @@ def keys_of_verl() -> dict[str, str]:
 
 
 def other_names() -> str:
-    """Return the file."""
-    lines = [_NAMES_HEAD]
+    """Return the table with these two columns as they should be; the others are kept."""
+    table = {name: dict(cells) for name, cells in yaml.safe_load(TABLE.read_text(encoding="utf-8")).items()}
     for library, names in (("TRL", names_of_trl()), ("verl", keys_of_verl())):
-        lines.append(f"{library}:\n")
-        # a JSON string is a YAML string
-        lines += [f"  {name}: {json.dumps(text, ensure_ascii=False)}\n" for name, text in sorted(names.items())]
-    return "".join(lines)
+        for cells in table.values():
+            cells.pop(library, None)
+        for name, text in names.items():
+            table.setdefault(name, {})[library] = text
+    return _NAMES_HEAD + "".join(f"{name}:{_cells(cells)}\n" for name, cells in sorted(table.items()) if cells)
+
+
+def _cells(cells: Mapping[str, object]) -> str:
+    """Return the lines of a row. JSON is YAML."""
+    return "".join(f"\n  {name}: {json.dumps(text, ensure_ascii=False)}" for name, text in cells.items())
 
 
 def made(kind: str) -> dict[Path, str]:
@@ -424,7 +432,7 @@ def made(kind: str) -> dict[Path, str]:
     if kind == "errors":
         return {ERRORS: errors_page()}
     if kind == "names":
-        return {OTHER_NAMES: other_names()}
+        return {TABLE: other_names()}
     pages = {path: path.read_text() for path in sorted(PAGES.glob("*.md"))}
     return {path: written(text) for path, text in pages.items() if MODULE.search(text)} | {MODULES: modules_page()}
 

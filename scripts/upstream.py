@@ -16,6 +16,8 @@ test:
 - *patch*: something of theirs is replaced, or something of ours is put among theirs.
 - *signature*: a signature or the code of one of their functions is read.
 
+Those of the command line and the Trainer stand in one module (`HOME`), which says why; `astray` finds others.
+
 Names in texts, and those that a class of ours shares with the class of theirs above it, are listed by hand (`BY_HAND`).
 Public methods that are overridden (Lightning's hooks, a dataset's ``__iter__``) are none of these.
 
@@ -82,7 +84,7 @@ TESTS = {
     "._forward_hooks": _LEAN,
     "._forward_pre_hooks": _LEAN,
     "._fsdp_flattened": _SHIPPING,
-    "._get_default_store": "tests/runs/test_ranks_end.py",
+    "torch.distributed.distributed_c10d._get_default_store": "tests/runs/test_ranks_end.py",
     "._get_process_group_backend": _STRATEGIES,
     "._device": "tests/models/test_models_sharding.py",
     "._engine_run_backward": "tests/runs/test_watchdog.py",
@@ -97,7 +99,6 @@ TESTS = {
     # Lightning
     "lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver": "tests/runs/test_ranks_end.py",
     "lightning.fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin": "tests/models/test_models_sharding.py",
-    "lightning.fabric.utilities.types._PATH": _CHECKPOINTS,
     "lightning.pytorch.trainer.call._call_callback_hooks": _FAULTS,
     "lightning.pytorch.trainer.call._call_lightning_module_hook": _FAULTS,
     "lightning.pytorch.utilities.exceptions._TunerExitException": _FAULTS,
@@ -109,9 +110,10 @@ TESTS = {
     "._device_mesh": "tests/runs/test_dist_mesh.py",
     "._find_last_checkpoints": _DOOR,
     "._format_batch_size_and_grad_accum_config": "tests/zero/test_zero.py",
-    "._get": _DOOR,
     "._init_config_if_needed": "tests/zero/test_zero.py",
     "._initialize_deepspeed_train": "tests/zero/test_zero.py",
+    "._last_global_step_saved": "tests/runs/test_timed_checkpoint.py",
+    "._should_remove_checkpoint": "tests/runs/test_timed_checkpoint.py",
     "._last_checkpoint_saved": "tests/runs/test_alarms.py",
     "._parse_ckpt_path": _DOOR,
     "._precision": "tests/cli/test_doctor.py",
@@ -197,15 +199,33 @@ OWN_SIGNATURES = {
 """Files that read signatures of lit_rl's own functions, or of the user's."""
 
 
-BY_HAND = {
-    "lit_rl/algorithms/optim/resumed_optimizer.py": (
-        "_step_count",
-        "_last_lr",
-        "_get_lr_called_within_step",
-        "_is_initial",
+HOME = "lit_rl/core/upstream.py"
+"""The one module for what the command line and the Trainer use."""
+
+INTERNALS = ("lit_rl/models/", "lit_rl/generation/", "lit_rl/ops/", "lit_rl/rewards/classifiers.py")
+"""Packages whose ideas are about the internals of a model or of torch, and which may name these where they use them."""
+
+SETTINGS = ("huggingface_hub.constants.HF_HUB_OFFLINE", "wandb.Table.MAX_ROWS")
+"""Public settings of other packages, which are variables to be set."""
+
+HOOKS = {
+    "lit_rl/algorithms/optim/strategies.py": (
+        *("_device_mesh", "_format_batch_size_and_grad_accum_config", "_get_process_group_backend"),
+        *("_init_config_if_needed", "_initialize_deepspeed_train", "_process_group_backend"),
     ),
-    "lit_rl/algorithms/optim/strategies.py": ("_tensor_parallel_size",),
-    "lit_rl/callbacks/watchdog.py": ("_engine_run_backward",),
+    "lit_rl/callbacks/timed_checkpoint.py": (
+        *("_last_global_step_saved", "_remove_checkpoint", "_should_remove_checkpoint"),
+    ),
+    "lit_rl/cli/lightning_app.py": ("_parse_ckpt_path", "_run_subcommand"),
+}
+"""Private members of Lightning's classes that one of ours, derived from it, overrides or calls, by file."""
+
+BY_HAND = {
+    HOME: (
+        *("_engine_run_backward", "_get_lr_called_within_step", "_is_initial", "_last_lr", "_normalize_file_name"),
+        *("_step_count", "_tensor_parallel_size"),
+    ),
+    "lit_rl/callbacks/timed_checkpoint.py": ("_last_global_step_saved", "_should_remove_checkpoint"),
 }
 """Private names that syntax trees do not tell from ours, by file."""
 
@@ -302,10 +322,18 @@ def uses(found: list[Module]) -> list[Use]:
     return sorted(by_hand | by_rule)
 
 
+def astray(found: Iterable[Use]) -> list[Use]:
+    """Return private names and patches that stand neither in `HOME` nor where an exception says."""
+    elsewhere = [use for use in found if use.kind != "signature" and use.file != HOME and use.name not in SETTINGS]
+    others = (use for use in elsewhere if not use.file.startswith(INTERNALS))
+    return [use for use in others if use.name.removeprefix(".") not in HOOKS.get(use.file, ())]
+
+
 def _by_hand(module: Module) -> Iterator[tuple[str, int, str, str]]:
     for name in BY_HAND.get(module.file, ()):
         named = (node for node in module.nodes if name in (getattr(node, "value", None), getattr(node, "attr", None)))
-        yield module.file, next(node.lineno for node in named), "private", f".{name}"  # pyright: ignore
+        if (first := next(named, None)) is not None:
+            yield module.file, first.lineno, "private", f".{name}"  # pyright: ignore
 
 
 def _defined(module: Module) -> set[str]:

@@ -34,6 +34,15 @@ def test_every_use_has_a_test_and_every_line_of_the_table_a_use(upstream: Module
     assert [file for file in upstream.OWN_SIGNATURES if "inspect." not in (root / file).read_text()] == []
 
 
+def test_what_the_command_line_and_the_trainer_use_stands_in_one_module(upstream: ModuleType) -> None:
+    found = upstream.uses(upstream.modules())
+    told = f"move it to {upstream.HOME}, or say in scripts/upstream.py why it stands where it is"
+    assert not [f"{use.file}:{use.line}: {use.name}" for use in upstream.astray(found)], told
+    used = {(use.file, use.name.removeprefix(".")) for use in found}
+    hooks = {(file, name) for file, names in upstream.HOOKS.items() for name in names}
+    assert not hooks - used, "nothing overrides or calls these any more"
+
+
 @pytest.mark.parametrize(
     ("code", "kind", "name"),
     [

@@ -21,6 +21,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 
 from lit_rl.callbacks.output_files import ALARMS
+from lit_rl.core import upstream
 from lit_rl.core.errors import ConfigError, StorageError, in_range, nearest
 
 # ---------------------------------------------------------------------- roll-backs
@@ -43,7 +44,7 @@ class GoodCheckpoint:
 
     def keep(self, trainer: L.Trainer, *, quiet: bool) -> None:
         """Link the checkpoint that was saved since the last call, if there was no problem (`quiet`)."""
-        newest = str(getattr(trainer.checkpoint_callback, "_last_checkpoint_saved", ""))
+        newest = upstream.last_saved(trainer.checkpoint_callback)
         if newest in ("", self._newest):
             return
         self._newest = newest

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
-from lightning.fabric.utilities.types import _PATH
-from torch.utils._pytree import tree_leaves
 
+from lit_rl.core import upstream
 from lit_rl.core.durable_files import (
     MANIFEST,
     PARTIAL,
@@ -136,7 +135,7 @@ def _find_fault(path: Path) -> str | None:
     if path.is_dir():
         return f"it is a folder that contains neither {_DEEPSPEED} nor {_FSDP}"
     try:
-        torch._C.PyTorchFileReader(os.fspath(path))  # it is stricter with an archive's index than Python's own reader
+        upstream.read_archive_index(os.fspath(path))
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
         return None if damaged is None else f"it is damaged: {damaged} in it does not have its checksum"
@@ -181,7 +180,7 @@ def _describe_non_archive(path: Path) -> str:
 class AtomicCheckpointIO(TorchCheckpointIO):
     """A checkpoint plugin that writes beside the target, flushes, then renames: a rename within a folder is atomic."""
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Write a checkpoint as Lightning does, but atomically.
 
         Raises:
@@ -199,7 +198,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             )
             raise StorageError(f"The checkpoint {target} could not be written: {error}. {hint}") from error
 
-    def load_checkpoint(self, path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read a checkpoint as Lightning does, once it is verified.
 
         Raises:
@@ -237,5 +236,5 @@ def _write_atomically(checkpoint: dict[str, Any], target: str) -> None:
 
 def checkpoint_size(checkpoint: Any) -> int:
     """Return the bytes of the tensors in a checkpoint; shared storage counts once."""
-    tensors = [each for each in tree_leaves(checkpoint) if isinstance(each, torch.Tensor)]
+    tensors = [each for each in upstream.leaves(checkpoint) if isinstance(each, torch.Tensor)]
     return sum({(each.data_ptr() or id(each), each.nbytes): each.nbytes for each in tensors}.values())

@@ -21,15 +21,13 @@ from typing import Any, NoReturn
 
 import lightning as L
 import torch
-from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.exceptions import _TunerExitException
 
-from lit_rl.algorithms.loop.save_on_error import SaveOnError, folder_of, validates_next
+from lit_rl.algorithms.loop.save_on_error import SaveOnError, folder_of
 from lit_rl.callbacks.checkpoint_io import is_whole
 from lit_rl.callbacks.process_signals import detach_from_terminal, requeue, requeue_signal
 from lit_rl.callbacks.timed_checkpoint import save_step
-from lit_rl.core import interrupts
+from lit_rl.core import interrupts, upstream
 
 # ---------------------------------------------------------------------- signals between ranks
 
@@ -47,7 +45,7 @@ def callback_store(name: str, rank: int) -> Any | None:
     distributed: Any = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
-    store = distributed.distributed_c10d._get_default_store().clone()
+    store = upstream.default_store().clone()
     # Counted in the store: in the second job of a sweep rank 0 has already counted one call, and others have not.
     turn = store.add(f"lit_rl/{name}/turns/{rank}", 1)
     return distributed.PrefixStore(f"lit_rl/{name}/{turn}", store)
@@ -219,16 +217,16 @@ class GracefulStop(SaveOnError):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if trainer.fit_loop._should_accumulate():
+        if upstream.is_accumulating(trainer):
             return
         # A validation that is due is begun, and ends before its first batch: the next start makes it.
-        if self._is_to_end(trainer) and not validates_next(trainer):
+        if self._is_to_end(trainer) and not upstream.validates_next(trainer):
             folder = folder_of(trainer)
             if folder is not None:
                 self.saved = folder / f"step_{trainer.global_step:08d}.ckpt"
                 save_step(trainer, self.saved)
             trainer.should_stop = True
-            trainer.fit_loop.epoch_loop._skip_next_val = True  # Lightning validates where `should_stop` is set
+            upstream.skip_validation(trainer)
             self._requeue(trainer)
 
     def _is_to_end(self, trainer: L.Trainer) -> bool:
@@ -258,10 +256,7 @@ class GracefulStop(SaveOnError):
         self.gave_up, in_validation = True, trainer.validating
         self.saved = self._save_place(trainer, in_validation=in_validation, anew=in_validation)
         self._requeue(trainer)
-        trainer.training = True
-        call._call_callback_hooks(trainer, "on_train_end")
-        call._call_lightning_module_hook(trainer, "on_train_end")
-        raise _TunerExitException  # the only exception that Lightning takes for a regular end of a loop
+        upstream.end_fit(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)

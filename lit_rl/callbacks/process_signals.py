@@ -17,6 +17,7 @@ import subprocess
 import sys
 from typing import Any
 
+from lit_rl.core import upstream
 from lit_rl.core.errors import SIGNALLED
 from lit_rl.core.machine import is_rank_zero
 
@@ -68,7 +69,7 @@ def requeue_signal(trainer: Any) -> int | None:
     """
     from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
-    environment = trainer._accelerator_connector.cluster_environment  # the strategy of one device has none
+    environment = upstream.cluster_environment(trainer)
     if isinstance(environment, SLURMEnvironment):
         return environment.requeue_signal if environment.auto_requeue else None
     return signal.SIGUSR1 if "SLURM_JOB_ID" in os.environ else None

@@ -16,9 +16,9 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils._pytree import tree_leaves
 
 from lit_rl.algorithms.optim.strategies import ZeROStrategy
+from lit_rl.core import upstream
 from lit_rl.core.durable_files import check_free_space
 from lit_rl.core.errors import StorageError, in_range
 
@@ -144,5 +144,5 @@ def _state_size(optimizer: torch.optim.Optimizer) -> int:
         for group in optimizer.param_groups
         for weight in group["params"]
     )
-    held = tree_leaves(dict(getattr(optimizer, "state", {})))
+    held = upstream.leaves(dict(getattr(optimizer, "state", {})))
     return max(moments, _bytes(each for each in held if isinstance(each, torch.Tensor)))

@@ -30,6 +30,7 @@ from torch.distributed import DistError
 
 from lit_rl.algorithms import data_parallel
 from lit_rl.callbacks.graceful_stop import callback_store
+from lit_rl.core import upstream
 from lit_rl.core.errors import BackendError, in_range
 
 _SHARE = 0.9
@@ -85,7 +86,7 @@ class Watchdog(L.Callback):
             return
         from torch.distributed.constants import default_pg_timeout
 
-        timeout: Any = getattr(trainer.strategy, "_timeout", None) or default_pg_timeout
+        timeout: Any = upstream.process_group_timeout(trainer.strategy) or default_pg_timeout
         self._watch = _Watch(trainer, store, self.limit or _SHARE * timeout.total_seconds(), self.all_wait)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -271,7 +272,7 @@ def waits_for_ranks(frames: list[FrameType]) -> bool:
             return True
         if not path.startswith(f"{_TORCH}{os.sep}"):
             return False
-        if frame.f_code.co_name == "_engine_run_backward":
+        if frame.f_code.co_name == upstream.BACKWARD:
             return True
     return False
 
@@ -286,6 +287,6 @@ def may_wait_for_others_than_ranks(frames: list[FrameType]) -> bool:
         frames: The thread's frames.
     """
     return any(
-        frame.f_code.co_filename.startswith((*_BESIDE, _FILES)) or frame.f_code.co_name == "_engine_run_backward"
+        frame.f_code.co_filename.startswith((*_BESIDE, _FILES)) or frame.f_code.co_name == upstream.BACKWARD
         for frame in frames
     )

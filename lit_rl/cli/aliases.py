@@ -1,19 +1,15 @@
 """Command-line aliases: names of TRL and verl, `lr`, a path in place of a preset.
 
-Only where a word can mean one thing; else the message names the keys. `other_names.yaml` says what a name of TRL or
-verl is here; `scripts/source_pages.py` writes it from docs/from-trl.md and docs/from-verl.md. Nothing heavy is loaded,
-so a refusal comes at once.
+Only where a word can mean one thing; else the message names the keys (`core.other_names`). Nothing heavy is loaded, so
+a refusal comes at once.
 """
 
 from __future__ import annotations
 
-import functools
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import yaml
 
 from lit_rl.cli import typed_words
 from lit_rl.cli.listing import (
@@ -28,114 +24,13 @@ from lit_rl.cli.listing import (
 )
 from lit_rl.cli.typed_words import quoted, readable, unquoted
 from lit_rl.core.errors import ConfigError, did_you_mean, nearest
-from lit_rl.core.speedups import DecodingSpeedups, ModelSpeedups
+from lit_rl.core.other_names import column, from_page, may_mean, meaning, near_name, not_a_key, unknown_key
 
-OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
-_PAGES = {"TRL": "docs/from-trl.md", "verl": "docs/from-verl.md"}
-
-
-def alias_hint(key: str) -> str:
-    """Return the hint for a key of TRL or verl, or an empty string where no table has it.
-
-    Args:
-        key: As it was typed. Its last word may be a field of TRL or, alone, the end of a key of verl.
-    """
-    name = key.rpartition(".")[2]
-    verl, trl = _tables()["verl"], _tables()["TRL"]
-    if re.search(rf"(?<![\w.]){re.escape(key)}=", f"{verl.get(key)} {trl.get(name)}"):  # a key of another choice
-        return ""
-    if key in verl:
-        return _hint_for(key, "verl", verl[key])
-    if name in trl:
-        return _hint_for(name, "TRL", trl[name])
-    ends = [whole for whole in verl if whole.endswith(f".{name}")] if "_" in name else []
-    return _hint_for(ends[0], "verl", verl[ends[0]]) if len(ends) == 1 else ""
-
-
-def nearest_alias(name: str) -> str:
-    """Return the hint for a mistyped name of TRL."""
-    found = nearest(name, _tables()["TRL"]) if len(name) > 5 else None
-    return "" if found in (None, name) else f" Did you mean {found!r}?{alias_hint(found)}"
-
-
-def _hint_for(name: str, library: str, answer: str) -> str:
-    whose = "TRL's name" if library == "TRL" else "verl's key"
-    end = "" if answer.endswith("...") else "."
-    return f" {name} is {whose}. Here: {answer}{end} More: {_PAGES[library]}."
-
-
-@functools.cache
-def _tables() -> dict[str, dict[str, str]]:
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return yaml.load(OTHER_NAMES.read_text(encoding="utf-8"), loader)  # both loaders make plain data alone
-
-
-MEANS = {
-    "lr": "optimizer.lr",
-    "learning_rate": "optimizer.lr",
-    "weight_decay": "optimizer.weight_decay",
-    "warmup_steps": "scheduler.warmup_steps",
-    "max_grad_norm": "trainer.gradient_clip_val",
-    "max_steps": "trainer.max_steps",
-    "steps": "trainer.max_steps",
-    "num_train_epochs": "trainer.max_epochs",
-    "max_epochs": "trainer.max_epochs",
-    "min_lr_rate": "scheduler.final",
-    "min_lr_ratio": "scheduler.final",
-    "output_dir": "run_dir",
-    "hydra.run.dir": "run_dir",
-    "num_generations": "algo.group_size",
-    "group_size": "algo.group_size",
-    "num_iterations": "algo.iterations",
-    "beta": "algo.beta",
-    "max_completion_length": "sampling.max_new_tokens",
-    "max_new_tokens": "sampling.max_new_tokens",
-    "temperature": "sampling.temperature",
-    "top_p": "sampling.top_p",
-    "top_k": "sampling.top_k",
-    "gradient_checkpointing": "model.gradient_checkpointing",
-    "model_name_or_path": "model",
-    "dataset_name": "data.path",
-    "max_length": "data.max_length",
-    "epochs": "trainer.max_epochs",
-    "gpus": "trainer.devices",
-    "lora_r": "model.lora.r",
-    "reward_funcs": "reward",
-    "reward.func": "reward.fn",
-    "reward.function": "reward.fn",
-    "losses": "replay.losses",
-    "rollout": "replay.rollout",
-    **{name: f"model.speedups.{name}" for name in ModelSpeedups.names()},
-    **{name: f"generator.speedups.{name}" for name in DecodingSpeedups.names()},
-}
-"""Names in other tools, and of single speedups, each with its key here."""
-
-_BATCH = (
-    "data.prompts_per_rollout counts the prompts of a rollout (each is completed algo.group_size times), "
-    "data.batch_size the rows of a step of methods that learn from a data set; both over all devices "
-    "(docs/batch-arithmetic.md)"
-)
 _BETA_OF_RLOO = "algo.reward_beta, the KL in the reward (TRL's beta of RLOO), or algo.beta, the KL in the loss"
-AMBIGUOUS = {
-    "batch_size": _BATCH,
-    "per_device_train_batch_size": _BATCH,
-    "loss_type": "a loss is a preset, algo=NAME (docs/from-trl.md), or algo/loss=NAME, algo/preference=[NAME]",
-    "bf16": "trainer.precision=bf16-true or bf16-mixed",
-    "fp16": "trainer.precision=16-mixed, on a GPU",
-    "wandb": "logger=[tensorboard,wandb]",
-    "min_lr": (
-        "scheduler.final, the share of optimizer.lr that linear and cosine end at; of a scheduler of torch "
-        "scheduler.kwargs, whose learning rates are such shares too"
-    ),
-    "kl_coef": "algo.beta, the KL in the loss, or algo.reward_beta, the KL in the reward",
-    "max_prompt_length": "data.max_prompt_tokens; longer prompts are left out, not cut (data.overlong)",
-    "dataset": "data=NAME (lit-rl list data), or data.path=FILE",
-}
-"""Names of TRL and others that are more than one key here, or another unit, with the words to type: those for which
-the table of `other_names.yaml`, which has every other name of TRL, has no row or less."""
 
-_NEVER_EMPTY = ("run_dir", "ckpt_path", "data.path", "data.val_path", "model.name", "seed", "reward.fn", *MEANS)
-"""Keys, beside the groups, that take no empty text: it would be the current folder, or nothing."""
+_NEVER_EMPTY = ("run_dir", "ckpt_path", "data.path", "data.val_path", "model.name", "seed", "reward.fn")
+"""Keys, beside the groups and the names that are read as a key, that take no empty text: it would be the current
+folder, or nothing."""
 _FEW = 4
 """Most choices that are named as having a key."""
 _MAY_BE_REMOVED = ("callbacks", "logger", "debug", "experiment")
@@ -177,7 +72,7 @@ def expand_aliases(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """
     elsewhere = (*typed_words.ELSEWHERE, "hydra.searchpath")
     own = any(word.startswith(elsewhere) for word in words)  # groups that we do not see
-    found = groups([conf_folder()])
+    found, keys = groups([conf_folder()]), column("key")
     typed = {word.partition("=")[0] for word in words if "=" in word}
     choices = _choices(words)
     out: list[str] = []
@@ -195,18 +90,18 @@ def expand_aliases(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if not equals or word.startswith("-"):
             out.append(word)
             continue
-        if not value and (key in found or key in _NEVER_EMPTY):
+        if not value and (key in found or key in _NEVER_EMPTY or key in keys):
             raise ConfigError(
                 f"{key}= has no value after the =; an unset variable of the shell looks like this. Type {key}=VALUE, "
                 "or leave it out for its default."
             )
         if value == "~" or value.startswith("~/"):  # which shells leave as it is behind a `=`, and Hydra cannot read
             value = quoted(str(Path(value).expanduser()))
-        if key in AMBIGUOUS:
-            raise unknown_key_error(key, meaning(key))
+        if key in column("may_mean"):
+            raise unknown_key(key)
         if key == "beta" and any(w.startswith("algo=rloo") for w in words):
-            raise unknown_key_error(key, _may_mean(_BETA_OF_RLOO))
-        read = _read(MEANS.get(key, key), value, typed, found)
+            raise not_a_key(key, may_mean(_BETA_OF_RLOO))
+        read = _read(keys.get(key, key), value, typed, found)
         if read != [word]:
             new += read
         if not own and read in ([word], [f"reward={value}"]):
@@ -234,7 +129,8 @@ def check_spaces(words: Sequence[str]) -> None:
         if after.startswith("=") and "=" not in word:
             rest = after[1:] or next(iter(words[words.index(after) + 1 :]), "...")
             raise ConfigError(f"{word} {after} has a space before the =: write {word}={rest}, without spaces.")
-        if "=" not in word and (word.partition(".")[0] in {*groups([conf_folder()]), *MEANS, *top_keys()}):
+        head = word.partition(".")[0]
+        if "=" not in word and head in {*groups([conf_folder()]), *column("key"), *top_keys()}:
             key, colon, value = word.partition(":")
             if not colon and after and "=" not in after and not after.startswith(("-", "~", "+")):
                 value = after  # key value, as other tools have it
@@ -302,20 +198,22 @@ def _check(key: str, value: str, found: Mapping[str, Mapping[str, str]], choices
             raise ConfigError(no_choice_message(key, word.strip(), list(found[key])))
     part = re.fullmatch(r"(\w+)[/\[](\w+)\]?", key)
     if part and part[1] in found and f"{part[1]}/{part[2]}" not in found:
-        raise unknown_key_error(key, f" A key in {part[1]} is written with a point: {part[1]}.{part[2]}={value}.")
+        raise ConfigError(
+            f"{key} is not a key. A key in {part[1]} is written with a point: {part[1]}.{part[2]}={value}."
+        )
     head, dot, rest = key.partition(".")
     tops = {group for group in found if "/" not in group}
     known = {*tops, *top_keys()} - {"hydra"}
     adds = {name: choice for choice in found.get("debug", ()) for name in top_keys(f"debug/{choice}.yaml")}
     if head in adds and head not in known and choices is not None:
         if choices.get("debug") != adds[head]:
-            raise unknown_key_error(key, f" debug={adds[head]} has it: type that too.")
+            raise ConfigError(f"{key} is not a key. debug={adds[head]} has it: type that too.")
         known.add(head)
     if choices is not None and not dot and head.isidentifier() and head not in {*known, "hydra"}:
-        raise unknown_key_error(head, meaning(head), _near(head, known, choices))
-    hint = "" if head in {*known, "hydra"} else did_you_mean(head, tops) or meaning(key)
-    if dot and head.isidentifier() and hint:  # others wait for the whole config
-        raise unknown_key_error(key, hint)
+        raise unknown_key(head, beside=_near(head, known, choices))
+    said = "" if head in {*known, "hydra"} else did_you_mean(head, tops) or meaning(key)
+    if dot and head.isidentifier() and said:  # others wait for the whole config
+        raise not_a_key(key, said)
     if dot and choices and choices.get(head) in found.get(head, {}):
         _check_in_group(key, head, rest.partition(".")[0], choices[head])
 
@@ -327,22 +225,13 @@ def _dashed(flag: str, value: str) -> str:
         value: What followed; nothing, or another option or setting, is no value of it.
     """
     name = flag.lstrip("-").replace("-", "_")
-    if name in AMBIGUOUS:
-        return f"{flag} is no option: settings are written key=value. What it may mean: {AMBIGUOUS[name]}."
+    keys, several = column("key"), column("may_mean")
+    if name in several:
+        return f"{flag} is no option: settings are written key=value.{may_mean(several[name])}"
     said = shlex.quote(value) if value and not value.startswith("-") and "=" not in value else "..."
-    if name not in MEANS and (told := alias_hint(name)) and name not in {*groups([conf_folder()]), *top_keys()}:
+    if name not in keys and (told := from_page(name)) and name not in {*groups([conf_folder()]), *top_keys()}:
         return f"{flag} is no option: settings are written key=value.{told}"
-    return f"{flag} is no option: settings are written key=value, such as {MEANS.get(name, name)}={said}"
-
-
-def unknown_key_error(key: str, told: str, beside: str = "") -> ConfigError:
-    """Return the error for an unknown key.
-
-    Args:
-        told: What its name means here, where that is known (`meaning`): then nothing else is said.
-        beside: The nearest name, and the keys that there are.
-    """
-    return ConfigError(f"{key} is not a key.{told or beside}")
+    return f"{flag} is no option: settings are written key=value, such as {keys.get(name, name)}={said}"
 
 
 def _near(name: str, known: set[str], choices: Mapping[str, str]) -> str:
@@ -353,23 +242,16 @@ def _near(name: str, known: set[str], choices: Mapping[str, str]) -> str:
         for key in keys_of_choice(group, choice) if (conf_folder() / group / f"{choice}.yaml").is_file() else ():
             inside.setdefault(key, []).append(f"{group}.{key}")
     listed = neighbouring_keys("", name, known)
-    near = nearest(name, sorted({*known, *MEANS, *AMBIGUOUS, *inside}))
-    if near is None and (told := nearest_alias(name)):
+    others = {*column("key"), *column("may_mean")}
+    near = nearest(name, sorted({*known, *others, *inside}))
+    if near is None and (told := near_name(name)):
         return told
     near = near or next((key for key in sorted(known) if name.startswith(key)), None)  # algorithm, model_name
     if near is None:
         return listed
-    if near in known or near not in {*MEANS, *AMBIGUOUS}:
+    if near in known or near not in others:
         return f" Did you mean {' or '.join(map(repr, [near] if near in known else inside[near]))}?{listed}"
     return meaning(near)
-
-
-def meaning(key: str) -> str:
-    """Return the meaning of an unknown key's last word in other tools; nothing where it has none."""
-    name = key.rpartition(".")[2]
-    if name in AMBIGUOUS:
-        return _may_mean(AMBIGUOUS[name])
-    return f" Did you mean {MEANS[name]!r}?" if MEANS.get(name, key) != key else alias_hint(key)
 
 
 def of_other_choices(key: str) -> str:
@@ -387,14 +269,9 @@ def of_other_choices(key: str) -> str:
     return f" {group}={f'{head} or ' if head else ''}{last} has it, and the {group} that is chosen here does not."
 
 
-def _may_mean(keys_of_ours: str) -> str:
-    return f" What it may mean: {keys_of_ours}."
-
-
 def _check_in_group(key: str, group: str, name: str, choice: str) -> None:
     """Refuse a key that no choice of the group has, where the chosen one has a similar name."""
     if name.isidentifier() and name not in keys_of_group(group):
         has = sorted(name for name in keys_of_choice(group, choice) if not name.startswith("_"))
-        told, near = meaning(key), did_you_mean(name, has)
-        if told or near:
-            raise unknown_key_error(f"{group}.{name}", told, f"{near}{neighbouring_keys(group, name, has)}")
+        if meaning(key) or nearest(name, has):
+            raise unknown_key(f"{group}.{name}", "train", has, neighbouring_keys(group, name, has))

@@ -19,7 +19,9 @@ from lit_rl.algorithms.optim.strategies import FSDPTPStrategy, check_mesh
 from lit_rl.cli.listing import neighbouring_keys
 from lit_rl.cli.schemas import TARGETS, parameters
 from lit_rl.cli.targets import ALLOWED, check_target, targets
-from lit_rl.core.errors import BackendError, ConfigError, LitRLError, UnknownKeyword, did_you_mean, in_range
+from lit_rl.core import upstream
+from lit_rl.core.errors import BackendError, ConfigError, LitRLError, UnknownKeyword, in_range
+from lit_rl.core.other_names import hint
 
 OPTIONAL = {
     "lit_rl.models.adapters.Lora",
@@ -141,7 +143,7 @@ def _refusal(tree: dict[str, Any], error: Exception, cause: BaseException) -> st
         shipped = target in TARGETS.values()
         command = "lit-rl train --cfg job" if shipped else f"python -m pydoc {target}"
         listed = neighbouring_keys(target.rpartition(".")[2], word, names, command)
-        return f"{where} is not a key of {target}.{did_you_mean(word, names)}{listed}"
+        return f"{where} is not a key of {target}.{hint(where, 'train', names, listed)}"
     came = ", ".join(f"{name}={value!r}" for name, value in node.items() if not isinstance(value, dict | None))
     came = came.replace(f"_target_={target!r}, ", "")
     return f"{key or 'The config'}: {target} refuses {came}: {type(cause).__name__}: {cause}"
@@ -196,7 +198,7 @@ def check_trainer(trainer: L.Trainer, asked: Any) -> None:
     timed = any(isinstance(callback, Timer) for callback in trainer.callbacks)  # pyright: ignore
     if trainer.max_steps == -1 and trainer.max_epochs == -1 and not timed:
         raise ConfigError("Nothing ends the run: set trainer.max_steps, trainer.max_epochs or trainer.max_time.")
-    method = getattr(trainer.strategy, "_start_method", "popen")
+    method = upstream.start_method(trainer.strategy)
     if isinstance(trainer.strategy, DDPStrategy) and method != "popen":
         typed = "ddp_spawn" if method == "spawn" else "ddp_fork (ddp_notebook is the same)"
         raise ConfigError(

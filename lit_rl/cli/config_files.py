@@ -1,59 +1,15 @@
-"""Config files whose aliases would blow them up are refused before they are built.
-
-Neither Hydra nor jsonargparse has a hook there, so the method with which each reads a file is wrapped.
-"""
+"""Config files whose aliases would blow them up are refused before they are built."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import yaml
-from hydra.core.plugins import Plugins
-from hydra.plugins.config_source import ConfigSource
 
 from lit_rl.core.errors import ConfigError
 
 LARGEST = 100_000
 """Values that a file may hold once its aliases are written out. Ours hold hundreds."""
-
-
-@contextmanager
-def bounded() -> Iterator[None]:
-    """Check every file of Hydra's before it is read, in this block."""
-    # Hydra loads its plugins by itself: the class that an import gives is another one.
-    kinds: list[Any] = Plugins.instance().discover(ConfigSource)
-    files = next(kind for kind in kinds if kind.scheme() == "file")
-
-    def file_of(source: Any, config_path: str) -> Path:
-        return Path(source.path) / source._normalize_file_name(config_path)
-
-    with checked_before(files, "load_config", file_of):
-        yield
-
-
-@contextmanager
-def checked_before(kind: type, method: str, file_of: Callable[..., Path]) -> Iterator[None]:
-    """Check a file before `method` of `kind` reads it, in this block.
-
-    Args:
-        kind: A class of who reads.
-        method: Its name.
-        file_of: The file, from what `method` is called with, `self` first.
-    """
-    read = getattr(kind, method)
-
-    def checked(*arguments: Any, **named: Any) -> Any:
-        check_size(file_of(*arguments, **named))
-        return read(*arguments, **named)
-
-    setattr(kind, method, checked)
-    try:
-        yield
-    finally:
-        setattr(kind, method, read)
 
 
 def check_size(file: Path) -> None:

@@ -48,13 +48,14 @@ from lit_rl.cli.run_info import (
     writes_nothing,
 )
 from lit_rl.cli.trainer_settings import cut_by, settle_precision, trainer_of, trainer_precision
+from lit_rl.core import upstream
 from lit_rl.core.errors import BackendError, ConfigError, StorageError
 from lit_rl.core.machine import is_rank_zero
 from lit_rl.data.example_module import ExampleDataModule
 from lit_rl.reports import run_files, run_page
 from lit_rl.reports.secrets import redact
 from lit_rl.runs import env_check, evaluate, exit_signals, plan, reward_test, train
-from lit_rl.runs.rank_processes import disarm_lightning_observer, end_children, wait_for_children, watching_children
+from lit_rl.runs.rank_processes import end_children, wait_for_children, watching_children
 from lit_rl.runs.rendezvous import (
     Rendezvous,
     device_count,
@@ -221,7 +222,7 @@ def _run(
                 wait_for_children(job.trainer.strategy.launcher)
                 return code
             except Exception as error:
-                disarm_lightning_observer()
+                upstream.disarm_lightning_observer()
                 refused = resumes and not job.began
                 if stood is not None and refused:
                     around.callback(run_dir.restore, stood)  # behind the end of other ranks, while we hold the lock

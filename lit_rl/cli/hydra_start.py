@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra._internal import hydra as internals
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
@@ -36,6 +34,7 @@ from lit_rl.cli.messages import describe, report_errors
 from lit_rl.cli.run_info import TOLD_CHECKPOINT, TOLD_FOLDER, folder_of, is_launched, is_sweep, writes_nothing
 from lit_rl.cli.targets import ALLOWED, check_target, find_here, targets
 from lit_rl.cli.typed_words import as_addition, check_speedups, with_line_breaks
+from lit_rl.core import upstream
 from lit_rl.core.errors import INTERRUPTED, BackendError, ConfigError, did_you_mean, seed_in_range
 from lit_rl.core.machine import is_rank_zero
 from lit_rl.runs.run_lock import RunLock
@@ -60,14 +59,14 @@ _LAUNCH = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 
 def main() -> int:
     """Compose from `sys.argv`, run, and return the exit code (the worst one of a sweep)."""
-    with config_files.bounded():
+    with upstream.before_hydra_reads(config_files.check_size):
         return _main()
 
 
 def _main() -> int:
     if not schemas.register_stored():
         schemas.register_schemas()
-    install_checked_loader()
+    upstream.compose_with(load_checked)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come to cli.messages, not to Hydra's own printer
     codes: list[int] = []
     fast_checks.check_sweep(sys.argv[1:])
@@ -304,27 +303,22 @@ _LOG_FILE = "${hydra.runtime.output_dir}/${hydra.job.name}.log"
 _STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
 
 
-class CheckedLoader(ConfigLoaderImpl):
-    """Hydra's loader, with a check of the composed config before anything reads it."""
-
-    def load_configuration(self, config_name: str | None, overrides: list[str], *rest: Any, **named: Any) -> DictConfig:
-        check_speedups(overrides)
-        read = [as_addition(word) for word in with_line_breaks(overrides)]
-        config = super().load_configuration(config_name, [each for words in read for each in words], *rest, **named)
-        check_hydra_node(config, overrides)
-        # The record holds words as they were typed: jobs of a sweep, and a config with more groups, are composed of it.
-        typed = {words[-1]: word for words, word in zip(read, overrides, strict=True)}
-        with flag_override(config.hydra, ["readonly", "struct"], [False, False]):
-            config.hydra.overrides.task = [typed[word] for word in config.hydra.overrides.task if word in typed]
-        # To find out whether it is a sweep at all, Hydra composes as for one and takes any override.
-        if RunMode.MULTIRUN in (*rest, *named.values()) and named.get("validate_sweep_overrides", True):
-            sweep_began(config)
-        return config
-
-
-def install_checked_loader() -> None:
-    """Let `hydra.main` compose with it."""
-    internals.ConfigLoaderImpl = CheckedLoader  # pyright: ignore[reportPrivateImportUsage]
+def load_checked(
+    compose: Callable[..., DictConfig], config_name: str | None, overrides: list[str], *rest: Any, **named: Any
+) -> DictConfig:
+    """Compose a config, and check it before anything reads it."""
+    check_speedups(overrides)
+    read = [as_addition(word) for word in with_line_breaks(overrides)]
+    config = compose(config_name, [each for words in read for each in words], *rest, **named)
+    check_hydra_node(config, overrides)
+    # The record holds words as they were typed: jobs of a sweep, and a config with more groups, are composed of it.
+    typed = {words[-1]: word for words, word in zip(read, overrides, strict=True)}
+    with flag_override(config.hydra, ["readonly", "struct"], [False, False]):
+        config.hydra.overrides.task = [typed[word] for word in config.hydra.overrides.task if word in typed]
+    # To find out whether it is a sweep at all, Hydra composes as for one and takes any override.
+    if RunMode.MULTIRUN in (*rest, *named.values()) and named.get("validate_sweep_overrides", True):
+        sweep_began(config)
+    return config
 
 
 def check_hydra_node(config: DictConfig, overrides: Sequence[str]) -> None:
@@ -363,9 +357,9 @@ def _followed(parent: Any, name: Any, key: str) -> Any:
     """Return the plain values of a node. References are followed; a text with a reference in it stays a text."""
     if OmegaConf.is_missing(parent, name):
         return None
-    raw = parent._get_node(name)
     if OmegaConf.is_interpolation(parent, name):
-        text = str(raw._value())
+        written: Any = OmegaConf.to_container(parent, resolve=False)
+        text = str(written[name])
         if text.startswith("${") and ":" in text:
             raise ConfigError(f"{key}={text}: what a resolver makes of it is known too late here; write it out.")
         try:
@@ -374,11 +368,13 @@ def _followed(parent: Any, name: Any, key: str) -> Any:
             return text
         if not OmegaConf.is_config(raw):
             return text
+    else:
+        raw = parent[name]
     if OmegaConf.is_dict(raw):
         return {inner: _followed(raw, inner, f"{key}.{inner}") for inner in raw}
     if OmegaConf.is_list(raw):
         return [_followed(raw, i, f"{key}[{i}]") for i in range(len(raw))]
-    return raw._value()
+    return raw
 
 
 def _refused(node: Any, key: str) -> Iterator[tuple[str, str]]:

@@ -25,7 +25,6 @@ from typing import Any
 import lightning as L
 import yaml
 from jsonargparse import set_parsing_settings
-from jsonargparse.typing import Path as ConfigPath
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -49,6 +48,7 @@ from lit_rl.cli.run_failures import record_error, record_lost_rank
 from lit_rl.cli.schemas import PYTHON_ONLY, parameters
 from lit_rl.cli.targets import ALLOWED, find_here
 from lit_rl.cli.trainer_settings import Accumulation, Asked, cut_by, settle_precision, trainer_precision
+from lit_rl.core import upstream
 from lit_rl.core.errors import SIGNALLED, BackendError, ConfigError, StorageError, did_you_mean
 from lit_rl.core.user_functions import is_file_path
 from lit_rl.data.tasks import Task
@@ -57,7 +57,7 @@ from lit_rl.reports import run_files, run_page
 from lit_rl.reports.secrets import redact, redact_command
 from lit_rl.runs import closing_report, evaluate, exit_signals, train
 from lit_rl.runs.export_checkpoint import commands_for_readers
-from lit_rl.runs.rank_processes import disarm_lightning_observer, end_children, wait_for_children, watching_children
+from lit_rl.runs.rank_processes import end_children, wait_for_children, watching_children
 from lit_rl.runs.rendezvous import devices_of_launcher
 from lit_rl.runs.run_dir import RunDir
 from lit_rl.runs.run_lock import RunLock
@@ -100,7 +100,7 @@ def command_line(arguments: Sequence[str], *, run: bool = True) -> CommandLine:
     by_hand = _named_on_the_command_line(arguments)
     versions = [f"lightning=={L.__version__}", f"lit_rl=={run_files.installed_version()}"]
     settings: dict[str, Any] = {"exit_on_error": False, "dump_header": versions}
-    checked = config_files.checked_before(ConfigPath, "read_text", lambda path: Path(path.absolute))
+    checked = upstream.before_jsonargparse_reads(config_files.check_size)
     with _importing_only(by_hand), checked, lightning_arguments.read_at_every_depth():
         return CommandLine(
             PolicyModule,
@@ -161,12 +161,12 @@ class CommandLine(LightningCLI):
         if not stops or requeue_signal(self.trainer) is None:
             remove_requeue_handler()
         self.place_metrics()
-        checkpoint = self._get(self.config, "ckpt_path")
+        checkpoint = self._setting("ckpt_path")
         if checkpoint is not None and Path(checkpoint).exists():
             verify_once(Path(checkpoint))
             if isinstance(self.model, PolicyModule):
                 check_algorithm_kind(read_lazily(Path(checkpoint)), type(self.model))
-        check_trainer(self.trainer, self._get(self.config, "trainer")["precision"])
+        check_trainer(self.trainer, self._setting("trainer")["precision"])
         if isinstance(self.model, PolicyModule):
             check_trainable_settings(self.model.model, str(self.trainer.precision), self.trainer.strategy)
             if self.trainer.world_size > 1:
@@ -176,7 +176,7 @@ class CommandLine(LightningCLI):
         self.summary = {"began": time.time()}
         if isinstance(self.model, PolicyModule):
             self.model.command = commands_for_readers([redact_command(_command())])
-        if self._get(self.config, "ckpt_path") is None and not self.trainer.fast_dev_run:  # pyright: ignore
+        if self._setting("ckpt_path") is None and not self.trainer.fast_dev_run:  # pyright: ignore
             train.measure(self._run_of(), self.summary, "before")
 
     def place_metrics(self) -> None:
@@ -247,8 +247,16 @@ class CommandLine(LightningCLI):
         if self.trainer.is_global_zero:
             Console().print(line, soft_wrap=True, markup=False, highlight=False)
 
+    def _setting(self, key: str) -> Any:
+        """Return the value of a key of the command that runs, as it was parsed."""
+        return self.config.get(str(self.subcommand), self.config).get(key)
+
+    def _built(self, key: str) -> Any:
+        """Return the object that was built for a key of the command that runs."""
+        return self.config_init.get(str(self.subcommand), self.config_init).get(key)
+
     def _run_of(self) -> Run:
-        folder, resumed = RunDir(_folder(self.trainer)), self._get(self.config, "ckpt_path")
+        folder, resumed = RunDir(_folder(self.trainer)), self._setting("ckpt_path")
         return Run(self.model, self.datamodule, self.trainer, folder, resumed, command="", dataset="")
 
     @staticmethod
@@ -318,13 +326,13 @@ class CommandLine(LightningCLI):
         with in_one_sentence(FACTORIES):
             # The module is built last: its constructor is given what stands in the keys beside it, and checks it.
             self.config_init = self.parser.instantiate(self.config, instantiators=[(_later, PolicyModule, True)])
-            self.datamodule = self._get(self.config_init, "data")
-            self.model = self._module(self._get(self.config_init, "model"))
+            self.datamodule = self._built("data")
+            self.model = self._module(self._built("model"))
             self.trainer = self.instantiate_trainer()
 
     def _check_row_functions(self) -> None:
         """Refuse a function from row to row by a dotted name that no config may build: jsonargparse sees a text."""
-        data, given = self._get(self.config, "data") or {}, self._get(self.config, "allow_targets") or ()
+        data, given = self._setting("data") or {}, self._setting("allow_targets") or ()
         allowed = (*ALLOWED, *(f"{name}." for name in given))
         for each in (data, *(data.get("sources") or ())):
             name = each.get("map_row") if hasattr(each, "get") else None
@@ -337,14 +345,14 @@ class CommandLine(LightningCLI):
                 )
 
     def _check_nulls(self) -> None:
-        lightning_arguments.check_nulls("data", self._get(self.config, "data"), self.datamodule_class)
-        lightning_arguments.check_nulls("trainer", self._get(self.config, "trainer"), L.Trainer)
+        lightning_arguments.check_nulls("data", self._setting("data"), self.datamodule_class)
+        lightning_arguments.check_nulls("trainer", self._setting("trainer"), L.Trainer)
         for key in ("model", *FACTORIES):
-            if (spec := self._get(self.config, key)) is not None:
+            if (spec := self._setting(key)) is not None:
                 lightning_arguments.check_nulls(key, spec)
 
     def _module(self, make: partial[PolicyModule]) -> PolicyModule:
-        chosen = {key: self._get(self.config_init, key) for key in FACTORIES}
+        chosen = {key: self._built(key) for key in FACTORIES}
         given = {key: factory for key, factory in chosen.items() if factory is not None}
         taken = {parameter.name for parameter, _ in parameters(make.func)}
         module = make(**{key: factory for key, factory in given.items() if key in taken})
@@ -353,19 +361,19 @@ class CommandLine(LightningCLI):
         return module
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        given = self._get(self.config_init, "trainer")["plugins"]
+        given = self._built("trainer")["plugins"]
         plugins = [] if given is None else list(given) if isinstance(given, list) else [given]
-        settings = self._get(self.config_init, "trainer")
+        settings = self._built("trainer")
         kwargs["max_epochs"] = run_info.max_epochs(settings)
         kwargs["devices"] = devices_of_launcher(settings["devices"])
         kwargs["accumulate_grad_batches"] = cut_by(self.model, settings["accumulate_grad_batches"])
-        kwargs["precision"] = given = trainer_precision(settings, self._get(self.config, "ckpt_path"))
+        kwargs["precision"] = given = trainer_precision(settings, self._setting("ckpt_path"))
         try:
             trainer = super().instantiate_trainer(plugins=[*plugins, AtomicCheckpointIO()], **kwargs)
         except TypeError as error:  # it checks settings one by one, and names the one that it refuses
             raise ConfigError(f"trainer: {error}") from error
         if choice := settle_precision(settings["precision"], given, trainer, self.model):
-            self._get(self.config, "trainer")["precision"] = choice.precision  # as `SaveConfig` writes it
+            self._setting("trainer")["precision"] = choice.precision  # as `SaveConfig` writes it
             if trainer.is_global_zero:
                 choice.say()
         return let_loggers_fail(trainer)
@@ -397,7 +405,7 @@ class CommandLine(LightningCLI):
 
     def _write_down(self, error: Exception) -> None:
         """Record a failed fit as `train` does; a folder that this start did not take is left alone."""
-        disarm_lightning_observer()
+        upstream.disarm_lightning_observer()
         with contextlib.ExitStack() as around:
             around.callback(end_children, self.trainer.strategy.launcher)
             for config in self._saved_configs():
@@ -531,7 +539,7 @@ def _has_last(trainer: L.Trainer) -> bool:
     """Tell whether Lightning finds a checkpoint for `ckpt_path=last`. Where it finds none it begins anew, with a
     warning."""
     found: list[Any] = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]  # pyright: ignore
-    return any(each._find_last_checkpoints(trainer) for each in found)
+    return any(upstream.has_last_checkpoint(each, trainer) for each in found)
 
 
 def _locked(folder: Path) -> RunLock:

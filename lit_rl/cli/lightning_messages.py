@@ -16,6 +16,7 @@ from lit_rl.cli.lightning_words import no_such_key
 from lit_rl.cli.schemas import parameters
 from lit_rl.cli.targets import ALLOWED
 from lit_rl.core.errors import ConfigError, LitRLError, did_you_mean
+from lit_rl.core.rollout import Sampling
 from lit_rl.data.prompt_module import RolloutDataModule
 
 Factories = Mapping[str, Sequence[type]]
@@ -135,6 +136,8 @@ def _unknown(key: str, text: str, factories: Factories) -> ConfigError:
     if built := re.findall(r"given class_path '([\w.]+)'", text):
         module, _, last = built[-1].rpartition(".")
         owner = getattr(sys.modules.get(module), last, None)
+    if head.rpartition(".")[2] == "sampling":  # a setting of the model, with settings of its own
+        head, owner = "model.sampling", Sampling
     taken = [p.name for p, _ in parameters(owner)] if owner else []
     if (first := key.partition(".")[0]) in factories and first in taken:  # said of the model, without its name
         return ConfigError(f"model.{key} is not a key: it stands at the top, --{key}=...")

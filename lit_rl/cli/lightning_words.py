@@ -10,7 +10,7 @@ from lit_rl.cli import typed_secrets
 from lit_rl.cli.listing import neighbouring_keys, schema_keys
 from lit_rl.cli.schemas import schema_versions
 from lit_rl.core.errors import ConfigError, did_you_mean
-from lit_rl.core.speedups import DecodingSpeedups, ModelSpeedups
+from lit_rl.core.other_names import column, unknown_key
 
 _CONFIG = ("--config", "-c")
 _TRAINER = "--trainer."
@@ -90,7 +90,7 @@ def no_such_key(head: str, name: str, names: Sequence[str]) -> ConfigError:
         names: Those that there are; none where that is not known.
     """
     key = f"{head}.{name}" if head else name
-    if "speedups" in names and name in (*ModelSpeedups.names(), *DecodingSpeedups.names()):
+    if "speedups" in names and name in column("speedups"):
         return ConfigError(f"{key} is not a key. Did you mean '{head}.speedups.{name}'?")
     listed = neighbouring_keys(head, name, names, "lit-rl fit --help")
-    return ConfigError(f"{key} is not a key.{did_you_mean(name, names)}{listed}")
+    return unknown_key(key, "fit", names, listed)

@@ -16,9 +16,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from lit_rl.cli.aliases import check_spaces, meaning, of_other_choices, unknown_key_error
+from lit_rl.cli.aliases import check_spaces, of_other_choices
 from lit_rl.cli.listing import neighbouring_keys, no_choice_message
 from lit_rl.cli.typed_words import ambiguous
+from lit_rl.core import other_names, upstream
 from lit_rl.core.durable_files import is_failing, is_full
 from lit_rl.core.errors import (
     INTERRUPTED,
@@ -130,10 +131,10 @@ def _hydra(error: BaseException) -> LitRLError | None:
             if not names:
                 return ConfigError(f"{key} is not a key yet. To add it: +{key}=...")
             head, _, name = key.rpartition(".")
+            if (choices := of_other_choices(key)) and not other_names.meaning(key):
+                return other_names.not_a_key(key, choices)
             near = did_you_mean(name, names) or _elsewhere(link)
-            return unknown_key_error(
-                key, meaning(key) or of_other_choices(key), f"{near}{neighbouring_keys(head, name, names)}"
-            )
+            return other_names.unknown_key(key, beside=f"{near}{neighbouring_keys(head, name, names)}")
         if isinstance(link, ValidationError) and link.full_key:
             reason = str(link).split("\n")[0]
             if link.full_key == "data.path" and "'list'" in reason:
@@ -227,13 +228,10 @@ def _of_its_type(error: Any, reason: str) -> ConfigError:
         error: Of OmegaConf, which knows the key and what stands there.
         reason: The first line that it says.
     """
-    from omegaconf import DictConfig, Node
-
     followed = re.match(r"While dereferencing interpolation '\$\{([\w.]+)\}': (.*)", reason, re.DOTALL)
     key, reason = (followed[1], followed[2]) if followed else (str(error.full_key), reason)
-    name, group, default, optional = key.rpartition(".")[2], error.parent_node, None, False
-    if not followed and isinstance(group, DictConfig) and isinstance(node := group._get_node(name), Node):
-        default, optional = node._value(), node._is_optional()
+    group = None if followed else error.parent_node
+    default, optional = upstream.value_and_optional(group, key.rpartition(".")[2])
     nothing = re.search(r"is not Optional|Incompatible value 'None'", reason)
     wrong = re.search(
         r"Value '(.*)' (?:of type '(\w+)' could not be converted to (Integer|Float)|is not a valid (bool))",
@@ -304,13 +302,7 @@ def _siblings(link: Any) -> list[str]:
 
 def _elsewhere(link: Any) -> str:
     """Return the key of the nearest name in the whole config, for a key in the wrong place."""
-    from omegaconf import OmegaConf
-
-    root = link.parent_node._get_root() if link.parent_node is not None else None
-    keys: dict[str, str] = {}
-    for group, node in root.items_ex(resolve=False) if root is not None else ():
-        for name in node if OmegaConf.is_dict(node) and not node._is_none() and not node._is_missing() else ():
-            keys.setdefault(str(name), f"{group}.{name}")
+    keys = {} if link.parent_node is None else upstream.keys_of_groups(link.parent_node)
     near = nearest(str(link.full_key).rpartition(".")[2], keys)
     return f" Did you mean {keys[near]!r}?" if near else ""
 

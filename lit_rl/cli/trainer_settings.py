@@ -29,12 +29,12 @@ from lit_rl.algorithms.optim.master_weights import (
 )
 from lit_rl.callbacks import AtomicCheckpointIO, JsonlLogger, Record, let_loggers_fail
 from lit_rl.callbacks.checkpoint_io import read_lazily
-from lit_rl.cli.aliases import meaning, unknown_key_error
 from lit_rl.cli.build import build, check_trainer
 from lit_rl.cli.fast_checks import check_accumulation
 from lit_rl.cli.listing import neighbouring_keys
 from lit_rl.cli.schemas import parameters
-from lit_rl.core.errors import ConfigError, StorageError, did_you_mean
+from lit_rl.core.errors import ConfigError, StorageError
+from lit_rl.core.other_names import unknown_key
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.runs.run_dir import RunDir
 
@@ -86,8 +86,7 @@ def trainer_of(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> L.Trainer:
     known = [*inspect.signature(L.Trainer).parameters]
     if unknown := [name for name in settings if name not in known]:
         name = unknown[0]
-        told = meaning(name) or did_you_mean(name, known) + neighbouring_keys("trainer", name, known)
-        raise unknown_key_error(f"trainer.{name}", told)
+        raise unknown_key(f"trainer.{name}", "train", known, neighbouring_keys("trainer", name, known))
     try:
         trainer = L.Trainer(**settings)
     except (TypeError, ValueError, AttributeError) as error:  # it checks settings one by one, and names what it refuses

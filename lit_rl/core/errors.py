@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import difflib
 import errno
-import functools
 import inspect
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 
 class LitRLError(Exception):
@@ -276,9 +275,6 @@ def in_range(
         raise ConfigError(f"{key}={value} is out of range: allowed is {left}{low:g}, {high:g}{right}.")
 
 
-T = TypeVar("T")
-
-
 class UnknownKeyword(ConfigError):
     """A keyword that no constructor takes."""
 
@@ -306,52 +302,3 @@ def constructors_of(kind: type) -> Iterator[Callable[..., Any]]:
             return
         if not any(each.kind is each.VAR_KEYWORD for each in parameters):
             return
-
-
-def refuse_unknown_keywords(
-    kind: type, given: Iterable[str], taken: type, place: Callable[[str, set[str]], str]
-) -> None:
-    """Refuse keywords that no constructor takes.
-
-    Args:
-        kind: The class to construct.
-        given: The names of the keywords that are passed on.
-        taken: The class whose constructor gets them, and its parents'.
-        place: From a name, and all that `kind` takes, to the place where it belongs here; empty if unknown.
-
-    Raises:
-        UnknownKeyword: names the first of them, and the place where it belongs or the nearest keyword.
-    """
-    known = keyword_names(taken)
-    wrong = next((name for name in given if name not in known), None)
-    if wrong is None:
-        return
-    allowed = known | keyword_names(kind)
-    elsewhere = place(wrong, allowed)
-    hint = f" {elsewhere[0].upper()}{elsewhere[1:]}." if elsewhere else did_you_mean(wrong, allowed)
-    error = UnknownKeyword(f"{kind.__name__} takes no {wrong}=.{hint} help({kind.__name__}) lists them.")
-    error.keyword = wrong
-    raise error
-
-
-def reject_unknown_keywords(places: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
-    """Decorate a class without `**keywords`, such as a dataclass, to refuse unknown keywords with a helpful message.
-
-    The constructor keeps its signature.
-
-    Args:
-        places: Hints by the names that other libraries have for a setting.
-    """
-
-    def decorate(kind: type[T]) -> type[T]:
-        made: Any = kind.__init__
-
-        @functools.wraps(made)
-        def constructor(self: Any, *arguments: Any, **given: Any) -> None:
-            refuse_unknown_keywords(kind, given, kind, lambda name, _: places.get(name, ""))
-            made(self, *arguments, **given)
-
-        kind.__init__ = constructor
-        return kind
-
-    return decorate

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_rl.core.episode import Episode, Prompt, Responder
-from lit_rl.core.errors import ConfigError, check_strings, in_range, reject_unknown_keywords
+from lit_rl.core.errors import ConfigError, check_strings, in_range
+from lit_rl.core.other_names import reject_unknown_keywords
 from lit_rl.core.transfers import CopiedToHost, HostCopy, to_device
 from lit_rl.core.vision_inputs import PromptVision, Vision
 from lit_rl.ops.sampling_distribution import Truncation
@@ -160,22 +161,7 @@ def columns_of(item: Any) -> Iterator[tuple[str, Width, Tensor | None]]:
             yield each.name, width, value
 
 
-_FOREIGN_NAMES = {
-    **dict.fromkeys(
-        ("max_tokens", "max_completion_length", "max_length", "max_completion_tokens", "response_length"),
-        "here it is max_new_tokens=",
-    ),
-    **dict.fromkeys(("stop_strings", "stop_sequences"), "here it is stop="),
-    **dict.fromkeys(("min_tokens", "min_length"), "here it is min_new_tokens="),
-    **dict.fromkeys(("n", "num_generations", "num_return_sequences"), "it belongs to the algorithm: group_size="),
-    **dict.fromkeys(("do_sample", "greedy"), "temperature=0 is greedy decoding, and anything above it samples"),
-    **dict.fromkeys(("guided_decoding", "structured_outputs"), "here it is structured="),
-    "seed": "it belongs to the algorithm: seed=",
-}
-"""Hints by the names that other libraries have for a setting of sampling."""
-
-
-@reject_unknown_keywords(_FOREIGN_NAMES)
+@reject_unknown_keywords("sampling")
 @dataclass(frozen=True)
 class Sampling:
     """Sampling settings, shared by the engine that samples and the module that scores.

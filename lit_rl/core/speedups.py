@@ -2,7 +2,7 @@
 `generator.speedups`.
 
 Either key is `auto`, `off`, or a mapping from names to true and false. The names, and what `auto` switches on, are the
-fields of a dataclass for each of the two.
+fields of a dataclass for each of the two. `core/other_names.yaml` has them as old keys and keywords of their own.
 """
 
 from __future__ import annotations
@@ -60,14 +60,6 @@ class Speedups:
     def names(cls) -> list[str]:
         """Return the names of the switches."""
         return [field.name for field in fields(cls)]
-
-    @classmethod
-    def keyword_hints(cls) -> dict[str, str]:
-        """Return the hint for each switch that is passed as a keyword of its own."""
-        return {
-            field.name: f"write speedups={{{field.name!r}: {not field.default}}}, where {field.default} is the default"
-            for field in fields(cls)
-        }
 
 
 @dataclass(frozen=True)

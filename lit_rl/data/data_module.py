@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lit_rl.core import errors
 from lit_rl.core.errors import ConfigError, DataError, in_range, seed_in_range
+from lit_rl.core.other_names import refuse_unknown_keywords
 from lit_rl.core.vision_inputs import PromptVision
 from lit_rl.data.corpus import Corpus, CorpusReader, Report
 from lit_rl.data.loaders import EvalLoader, plain_settings
@@ -25,38 +25,6 @@ from lit_rl.data.splits import RowSource, check_rows, parse_sources, refuse_text
 from lit_rl.data.tasks import Task
 from lit_rl.data.visual_prompts import Processor
 
-_OTHER_NAMES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("eval_dataset", "val_dataset", "test_dataset"), ("val",)),
-    **dict.fromkeys(("train_dataset", "dataset"), ("rows",)),
-    **dict.fromkeys(("data_path", "data_files", "dataset_name"), ("path",)),
-    **dict.fromkeys(
-        ("batch_size", "train_batch_size", "per_device_train_batch_size", "generation_batch_size"),
-        ("prompts_per_rollout", "batch_size"),
-    ),
-    "prompts_per_rollout": ("batch_size",),
-    **dict.fromkeys(("eval_batch_size", "per_device_eval_batch_size"), ("val_batch_size",)),
-    **dict.fromkeys(("max_prompt_length", "max_length", "max_seq_length"), ("max_prompt_tokens", "max_length")),
-    "max_completion_length": ("max_completion_tokens",),
-    "shuffle_dataset": ("shuffle",),
-    **dict.fromkeys(("assistant_only_loss", "completion_only_loss"), ("learn",)),
-    "step_separator": ("separator",),
-    "train_on_last_step_only": ("last_step_only",),
-    "formatting_func": ("map_row",),
-    "dataset_text_field": ("rename",),
-    "test_size": ("val_fraction",),
-}
-"""Names of settings in other libraries, and candidates here: the first that the data module has is meant."""
-
-_MODULE = "it belongs to the algorithm, such as lit_rl.GRPO(...)"
-_HINTS = {
-    **dict.fromkeys(("tokenizer", "processing_class"), "the data module takes the tokenizer of the algorithm's model"),
-    **dict.fromkeys(("group_size", "num_generations"), f"{_MODULE}: group_size="),
-    **dict.fromkeys(("reward", "reward_funcs"), f"{_MODULE}: reward="),
-    **dict.fromkeys(("max_new_tokens", "temperature"), "it belongs to lit_rl.Sampling(...), which the algorithm takes"),
-    "data_collator": "rows are padded here without one",
-    "num_workers": "rows are read and tokenised once, before the first step",
-}
-
 
 def check_keywords(kind: type, given: Iterable[str], taken: type) -> None:
     """Refuse keywords that no constructor of a data module takes.
@@ -69,12 +37,7 @@ def check_keywords(kind: type, given: Iterable[str], taken: type) -> None:
     Raises:
         ConfigError: names the first of them, and what it is called here or what is near.
     """
-    errors.refuse_unknown_keywords(kind, given, taken, _keyword_hint)
-
-
-def _keyword_hint(name: str, known: set[str]) -> str:
-    here = next((each for each in _OTHER_NAMES.get(name, ()) if each in known), None)
-    return f"here it is {here}=" if here else _HINTS.get(name, "")
+    refuse_unknown_keywords(kind, given, taken, "data")
 
 
 _HELD_OUT = 0.05

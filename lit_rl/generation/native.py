@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from lit_rl.core.episode import EnvironmentTurn, Responder
-from lit_rl.core.errors import ConfigError, reject_unknown_keywords
+from lit_rl.core.errors import ConfigError
+from lit_rl.core.other_names import reject_unknown_keywords
 from lit_rl.core.rollout import Prompts, Sampling
 from lit_rl.core.speedups import DecodingSpeedups, SpeedupsSetting
 from lit_rl.core.vision_inputs import Later
@@ -33,7 +34,7 @@ MakeSteps = Callable[[nn.Module, DecodeBatch, int], DecodingSteps]
 """A function that makes the steps of a policy for a batch of rows and their number of new tokens."""
 
 
-@reject_unknown_keywords(DecodingSpeedups.keyword_hints())
+@reject_unknown_keywords("speedups")
 class NativeGenerator(InProcessGenerator):
     """A generator that decodes in this process with the live policy: no copy, no server, nothing to install.
 

@@ -15,8 +15,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lit_rl.core.errors import ConfigError, did_you_mean, one_of, reject_unknown_keywords
+from lit_rl.core.errors import ConfigError, did_you_mean, one_of
 from lit_rl.core.model_paths import SHIPPED
+from lit_rl.core.other_names import column, reject_unknown_keywords
 from lit_rl.core.speedups import ModelSpeedups, SpeedupsSetting
 from lit_rl.models import hub_files
 from lit_rl.models import tokenizer as tokenizers
@@ -83,23 +84,6 @@ def check_overrides(
 
 
 _DTYPES = ("float32", "bfloat16", "float16", "auto")
-_OWN = {  # from_pretrained arguments that are settings here, or would undo a safety of ours
-    "dtype": "model.dtype",
-    "torch_dtype": "model.dtype",
-    "attn_implementation": "model.attn_implementation",
-    "revision": "model.revision",
-    "code_revision": "model.revision",
-    "trust_remote_code": "model.trust_remote_code",
-    "allow_all_kernels": "a kernel that transformers trusts in model.attn_implementation; others run code of the hub",
-    "quantization_config": "model.quantization",
-    "token": "the HF_TOKEN environment variable, which no config file records",
-    "use_auth_token": "the HF_TOKEN environment variable, which no config file records",
-    "cache_dir": "the HF_HOME environment variable",
-    "local_files_only": "the HF_HUB_OFFLINE environment variable",
-    "subfolder": "the folder itself as model.name",
-    **dict.fromkeys(("use_safetensors", "weights_only", "gguf_file"), "safetensors files: nothing else is read"),
-    **dict.fromkeys(("output_loading_info", "ignore_mismatched_sizes", "state_dict", "config"), "nothing: it is fixed"),
-}
 _LOADING = (
     *("device_map", "max_memory", "offload_folder", "offload_buffers", "variant", "key_mapping", "generation_config"),
     *("adapter_kwargs", "adapter_name", "distributed_config", "device_mesh", "tp_plan", "tp_size", "use_kernels"),
@@ -109,7 +93,7 @@ _LOADING = (
 """Other arguments of from_pretrained, which are no fields of a config."""
 
 
-@reject_unknown_keywords(ModelSpeedups.keyword_hints())
+@reject_unknown_keywords("speedups")
 class LanguageModel:
     """A Hugging Face causal language model by name, and how to hold it. Nothing heavy happens before `load`.
 
@@ -242,8 +226,8 @@ class LanguageModel:
                 f"model.gradient_checkpointing={self.gradient_checkpointing!r} is unknown: allowed is true, false, "
                 "auto, offload."
             )
-        for key in sorted(self.init_kwargs.keys() & _OWN.keys()):
-            raise ConfigError(f"model.init_kwargs.{key} is not taken: use {_OWN[key]}.")
+        for key in sorted(self.init_kwargs.keys() & column("model").keys()):
+            raise ConfigError(f"model.init_kwargs.{key} is not taken: use {column('model')[key]}.")
         if self.compile and self.use_liger_kernel:
             raise ConfigError(
                 "model.compile=true and model.use_liger_kernel=true are two ways to compute the same operations: set "
@@ -304,7 +288,7 @@ class LanguageModel:
         config, unused = found
         unused = {key: value for key, value in unused.items() if key in self.init_kwargs}
         if not self.trust_remote_code:  # code of the user's choice may take anything
-            check_overrides("model.init_kwargs", unused, config, self.name, beside=_LOADING, elsewhere=_OWN)
+            check_overrides("model.init_kwargs", unused, config, self.name, beside=_LOADING, elsewhere=column("model"))
         return config, unused
 
     @property

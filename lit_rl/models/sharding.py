@@ -33,6 +33,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from lit_rl.core import upstream
 from lit_rl.core.errors import ConfigError
 from lit_rl.models.vision_parts import find_vision_model, trained_by_images
 
@@ -139,15 +140,12 @@ def decoder_layers(module: nn.Module) -> list[nn.Module]:
 
 def move_all_but_shards(model: nn.Module, device: torch.device) -> None:
     """Move a model as `model.to(device)` does, with the shards of FSDP2 left where they are."""
-    from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
-
     for part in model.modules():
         if not any(isinstance(weight, DTensor) for weight in part.parameters(recurse=False)):
             part._apply(lambda tensor: tensor.to(device), recurse=False)
         for name, tensor in part.named_buffers(recurse=False):
             part._buffers[name] = tensor.to(device)
-        if isinstance(part, _DeviceDtypeModuleMixin):
-            part._device = device  # what `module.device` says
+        upstream.tell_device(part, device)
 
 
 @contextmanager

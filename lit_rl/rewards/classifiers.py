@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lit_rl.core.errors import ConfigError, RewardError, StorageError, did_you_mean, in_range
 from lit_rl.core.examples import TokenBatch
+from lit_rl.core.other_names import column
 from lit_rl.core.vision_inputs import PromptVision, Vision
 
 if TYPE_CHECKING:
@@ -29,24 +30,6 @@ if TYPE_CHECKING:
     """A folder or hub id, or a model that is loaded already. Configs that are read from files know the first."""
 else:
     ScorerLike = str
-
-SET_ELSEWHERE = {
-    "dtype": "dtype",
-    "torch_dtype": "dtype",
-    "revision": "revision",
-    "code_revision": "revision",
-    "device_map": "device",
-    "token": "the HF_TOKEN environment variable, which no config file records",
-    "cache_dir": "the HF_HOME environment variable",
-    "local_files_only": "the HF_HUB_OFFLINE environment variable",
-    "trust_remote_code": "nothing: a reward model runs no code of its repository",
-    "auto_map": "nothing: a reward model runs no code of its repository",
-    "use_safetensors": "nothing: safetensors files alone are read",
-    "quantization_config": "dtype: reward models are not quantised",
-    **dict.fromkeys(("num_labels", "id2label", "label2id"), "label, which chooses among the labels that it has"),
-    **dict.fromkeys(("architectures", "model_type"), "nothing: they are those of its files"),
-}
-"""Arguments of `from_pretrained` that are settings of their own, are fixed, or would undo a safety."""
 
 EXTRA_INIT_KWARGS = ("attn_implementation",)
 """Arguments of `from_pretrained` that are no field of a config."""
@@ -211,8 +194,8 @@ class Classifier(OnRunDevice):
                 "it. A template of your own is chat_template."
             )
         for key in self.init_kwargs:
-            if key in SET_ELSEWHERE:
-                raise ConfigError(f"init_kwargs.{key} is not taken: use {SET_ELSEWHERE[key]}.")
+            if elsewhere := column("reward_model").get(key):
+                raise ConfigError(f"init_kwargs.{key} is not taken: use {elsewhere}.")
         self._loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
         self._processor: VisionProcessor | None = None
         self.lockstep: Lockstep | None = None
@@ -401,7 +384,8 @@ def _load_classifier(description: Classifier, device: torch.device) -> tuple[Pre
         config = AutoConfig.from_pretrained(path, revision=revision)
         if description.init_kwargs:
             overrides = description.init_kwargs
-            check_overrides("init_kwargs", overrides, config, name, beside=EXTRA_INIT_KWARGS, elsewhere=SET_ELSEWHERE)
+            taken = column("reward_model")
+            check_overrides("init_kwargs", overrides, config, name, beside=EXTRA_INIT_KWARGS, elsewhere=taken)
             config = AutoConfig.from_pretrained(path, revision=revision, **overrides)
     description.check_labels(config)
     hub_files.refuse_pickle("name", path, "")

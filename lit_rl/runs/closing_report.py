@@ -21,6 +21,7 @@ from rich.text import Text
 from lit_rl.callbacks.display import one_line
 from lit_rl.callbacks.loggers import TrackioLogger, not_written
 from lit_rl.callbacks.output_files import ALARMS, PROFILE
+from lit_rl.core import upstream
 from lit_rl.core.errors import StorageError
 from lit_rl.core.rollout import PromptForm
 from lit_rl.reports.metric_groups import PHASES
@@ -190,7 +191,7 @@ def tracker_lines(loggers: Sequence[Logger]) -> Iterator[str]:
                 folder = Path(logger.experiment.dir).parent
                 line = f"wandb         {logger.experiment.url or f'{folder}  (wandb sync sends it)'}"
             elif isinstance(logger, MLFlowLogger):
-                uri = str(logger._tracking_uri)
+                uri = upstream.mlflow_address(logger)
                 if uri.startswith("sqlite:///"):  # of the current folder
                     uri = f"{Path(uri.removeprefix('sqlite:///')).absolute()}  (mlflow ui --backend-store-uri {uri})"
                 line = f"mlflow        {uri}, run {logger.run_id}"

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_rl.callbacks.graceful_stop import stop_signals
 from lit_rl.callbacks.process_signals import LossyStream, detach_from_terminal, requeue_signal
+from lit_rl.core import upstream
 from lit_rl.core.errors import INTERRUPTED, SIGNALLED, TERMINATED, BackendError
 
 
@@ -63,15 +64,13 @@ def exit_on_signal(trainer: L.Trainer, then: Callable[[int], None]) -> Iterator[
     before = {number: signal.signal(number, leave) for number in stop_signals(trainer)}
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = map(LossyStream, streams)
-    connector: Any = trainer._signal_connector
-    connector.register_signal_handlers = lambda: None
     try:
-        yield
+        with upstream.without_signal_handlers(trainer):
+            yield
     except BaseException:
         if not received:
             raise
     finally:
-        del connector.register_signal_handlers
         for number, handler in before.items():
             signal.signal(number, handler)
         if received:

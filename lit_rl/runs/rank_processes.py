@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from lit_rl.core import upstream
 from lit_rl.core.errors import SIGNALLED, BackendError, LitRLError
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ def _watch_children(
         started = _children_of(trainer.strategy.launcher)
         _children.extend(process for process in started if process not in _children)
         if _children:
-            disarm_lightning_observer()
+            upstream.disarm_lightning_observer()
         if (failed := _first_failed()) is None:
             continue
         grace = seconds if ranks_have_met() else min(seconds, _EXIT_GRACE)
@@ -225,18 +226,6 @@ def _first_failed() -> subprocess.Popen[Any] | None:
     """
     ended = (each for each in _children if each.poll())
     return next((each for each in ended if not SIGNALLED < each.returncode <= SIGNALLED + signal.NSIG), None)
-
-
-def disarm_lightning_observer() -> None:
-    """Keep Lightning from killing this process, which ends by itself where another one fails.
-
-    A thread of Lightning's looks every five seconds, and kills this process once one that it started has failed.
-    """
-    from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
-
-    for thread in threading.enumerate():
-        if isinstance(thread, _ChildProcessObserver):
-            thread._child_processes = []  # it looks at none, and has nothing else to do
 
 
 # ---------------------------------------------------------------------- how they end

@@ -27,6 +27,7 @@ from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.callbacks.display import ruled_table
 from lit_rl.callbacks.output_files import list_tables, write_parquet
 from lit_rl.callbacks.saved_rollouts import SavedRollout
+from lit_rl.core import upstream
 from lit_rl.core.durable_files import replacing
 from lit_rl.core.errors import StorageError
 from lit_rl.core.process_state import preserve_generators
@@ -133,7 +134,7 @@ def _load(job: Replay) -> int:
     wanted = job.rollout.ref_logprobs is None and any(module.needs_reference for _, module in job.modules)
     host = next((m for _, m in job.modules if m.needs_reference == wanted), job.modules[0][1])
     step = load_saved_weights(host, job.checkpoint, extra_keys=["reference"])  # brings a reference that moved
-    job.fabric._precision.convert_module(host)
+    upstream.convert_precision(job.fabric, host)
     host.to(job.fabric.device)
     for _, module in job.modules:
         module.policy, module.reference_policy = host.policy, host.reference_policy

@@ -11,6 +11,7 @@ import torch
 
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.callbacks.checkpoint_io import fault_of_contents, unusable_checkpoint, verify_once
+from lit_rl.core import upstream
 from lit_rl.models.language_model import LanguageModel
 
 
@@ -53,5 +54,5 @@ def load_policy(model: LanguageModel, fabric: L.Fabric, *, seed: int, checkpoint
         module.configure_model()
     else:
         load_saved_weights(module, checkpoint)
-    fabric._precision.convert_module(module)
+    upstream.convert_precision(fabric, module)
     return module.policy.to(fabric.device)

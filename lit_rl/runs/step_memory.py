@@ -48,11 +48,11 @@ def explain_out_of_memory(module: PolicyModule) -> Iterator[None]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        fits = module._trainer is not None and module.trainer.state.fn == "fit"
+        fits = module.trainer_or_none is not None and module.trainer.state.fn == "fit"
         explained = None
         if isinstance(error, DecodingMemoryError):
             explained = _decoding_error(error, module, fits)
-        elif module._trainer is not None and not fits:
+        elif module.trainer_or_none is not None and not fits:
             explained = _scoring_error(error, module)
         if explained is None and fits:
             explained = _learning_error(error, module)

@@ -27,6 +27,7 @@ from lit_rl.callbacks.loggers import TrackioLogger, not_written
 from lit_rl.callbacks.process_signals import remove_requeue_handler, requeue, requeue_signal
 from lit_rl.callbacks.record import Record
 from lit_rl.callbacks.timed_checkpoint import save_step
+from lit_rl.core import upstream
 from lit_rl.core.errors import SIGNALLED, ConfigError, GenerationError, LitRLError, NumericError
 from lit_rl.models.sharding import full_state_dict
 from lit_rl.reports import run_page
@@ -232,7 +233,7 @@ def _finish(run: Run, summary: dict[str, Any], earlier: float, started: float) -
     # fit that goes on from the very last step trains nothing and counts neither, so the validation after it would be
     # logged under the step before. So both are counted here, where Lightning has not.
     loop = run.trainer.fit_loop
-    loop.epoch_loop._batches_that_stepped = run.trainer.global_step
+    upstream.count_steps_as_logged(run.trainer)
     epochs: Any = loop.epoch_progress
     for counted in (epochs.total, epochs.current):
         counted.completed = max(counted.completed, counted.started)  # a resume may leave out the count of a start

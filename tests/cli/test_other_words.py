@@ -12,10 +12,11 @@ from cli_helpers import Command, contents, refused, write_jsonl
 from hydra._internal.utils import get_args_parser
 
 from lit_rl import cli
-from lit_rl.cli import aliases, lightning_messages, typed_words
-from lit_rl.cli.aliases import AMBIGUOUS, MEANS, MERGED, expand_aliases, expand_export
+from lit_rl.cli import lightning_messages, typed_words
+from lit_rl.cli.aliases import MERGED, expand_aliases, expand_export
 from lit_rl.cli.listing import conf_folder, groups, neighbouring_keys, top_keys
 from lit_rl.cli.typed_words import after_settings
+from lit_rl.core import other_names
 from lit_rl.core.errors import ConfigError
 
 SCORE = "def score(completions, **_):\n    return [float(len(c)) for c in completions]\n"
@@ -79,7 +80,7 @@ def test_a_reward_that_was_chosen_stays():
     assert expand_aliases(["experiment=vl_digits", "reward.fn=a:b"])[1] == []
 
 
-@pytest.mark.parametrize("name", AMBIGUOUS)
+@pytest.mark.parametrize("name", other_names.column("may_mean"))
 def test_what_may_be_several_keys_names_them(name):
     with pytest.raises(ConfigError, match=rf"^{name} is not a key. What it may mean: "):
         expand_aliases([f"{name}=3"])
@@ -171,8 +172,8 @@ def test_export_takes_what_its_issue_calls_its_words(capsys, tmp_path):
 
 
 def test_no_word_is_offered_to_who_typed_it():
-    for name in aliases._tables()["TRL"]:
-        assert f"mean {name!r}?" not in f"{aliases.alias_hint(name)}{aliases.nearest_alias(name)}"
+    for name in other_names.column("TRL"):
+        assert f"mean {name!r}?" not in f"{other_names.from_page(name)}{other_names.near_name(name)}"
 
 
 @pytest.mark.parametrize(
@@ -334,7 +335,7 @@ def test_every_name_stands_for_a_key_that_there_is(command: Command, cwd):
         "dataset_name": "y",
         "reward_funcs": "./a.py:f",
     }
-    for names, algo in ((set(MEANS) - {"max_length"}, "grpo"), ({"max_length"}, "dpo")):
+    for names, algo in ((set(other_names.column("key")) - {"max_length"}, "grpo"), ({"max_length"}, "dpo")):
         words = [f"{name}={values.get(name, 1)}" for name in sorted(names)]
         outcome = command(
             "--cfg", "job", f"algo={algo}", "data=jsonl" if algo == "grpo" else "data=preferences", *words

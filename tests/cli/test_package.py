@@ -95,7 +95,7 @@ def test_the_wheel_holds_everything_and_nothing_else(wheel):
     others = {
         "lit_rl/data/digits.csv.gz",
         "lit_rl/cli/schema_keys.yaml",
-        "lit_rl/cli/other_names.yaml",
+        "lit_rl/core/other_names.yaml",
         "lit_rl/reports/defaults.yaml",
         "lit_rl/py.typed",
     }

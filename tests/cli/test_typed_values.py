@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lit_rl.cli.aliases import expand_aliases as words_of
-from lit_rl.cli.hydra_start import CheckedLoader
+from lit_rl.cli.hydra_start import load_checked
 from lit_rl.cli.messages import as_lit_rl_error
 from lit_rl.cli.typed_words import ambiguous, readable, typed, unquoted, with_line_breaks
+from lit_rl.core import upstream
 from lit_rl.core.errors import ConfigError
 
 TEXTS = [
@@ -152,7 +153,8 @@ def test_hydra_run_dir_is_where_a_run_writes():
 def test_a_word_that_is_composed_twice_means_the_same(word, text, tmp_path, monkeypatch):
     """As where a group is chosen by the columns of a file, and in the jobs of a sweep."""
     (tmp_path / "config.yaml").write_text("text: a\n")
-    monkeypatch.setattr(internals, "ConfigLoaderImpl", CheckedLoader)
+    monkeypatch.setattr(internals, "ConfigLoaderImpl", internals.ConfigLoaderImpl)  # put back after the test
+    upstream.compose_with(load_checked)
     with initialize_config_dir(str(tmp_path), version_base=None):
         first = compose("config", [word], return_hydra_config=True)
         again = compose("config", list(first.hydra.overrides.task))

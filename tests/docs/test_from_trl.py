@@ -21,7 +21,7 @@ from doc_runs import left_as_found, script
 from tiers import quick
 
 from lit_rl.algorithms.rollouts.rollout_plan import BatchPlan
-from lit_rl.cli.aliases import MEANS
+from lit_rl.core.other_names import column
 from lit_rl.models import Lora
 
 BOTH, INHERITED = "Fields of both trainers", "Fields inherited from transformers.TrainingArguments"
@@ -335,11 +335,11 @@ def test_the_batches_of_the_example_are_the_same(page: Path, composed: Any) -> N
 
 def test_the_messages_say_what_the_tables_say(root: Path) -> None:
     made = script(root, "source_pages")
-    assert made.OTHER_NAMES.read_text() == made.other_names(), "run: python scripts/source_pages.py names"
+    assert made.TABLE.read_text() == made.other_names(), "run: python scripts/source_pages.py names"
     names = made.names_of_trl()
     for config in ("ModelConfig", "ScriptArguments"):
         assert defaults_of(getattr(trl, config)).keys() <= names.keys(), config
-    for name, key in MEANS.items():  # what is read without a question is what its row says
+    for name, key in column("key").items():  # what is read without a question is what its row says
         assert name not in names or key in names[name] or key == "model", name
 
 

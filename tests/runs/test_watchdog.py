@@ -90,7 +90,7 @@ names = {}
 exec(compile("def wait(read):\\n    return read()", torch.__path__[0] + "/distributed/collectives.py", "exec"), names)
 print("waits", flush=True)
 names["wait"](sys.stdin.readline)
-print(watch.said, flush=True)
+print(watch.end_reason, flush=True)
 """
 
 

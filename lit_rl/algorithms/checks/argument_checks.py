@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_rl.algorithms.checks.data_and_trainer import MODULES, check_example_data
-from lit_rl.core.errors import ConfigError, StorageError, refuse_unknown_keywords
+from lit_rl.core import other_names
+from lit_rl.core.errors import ConfigError, StorageError
 from lit_rl.data.kinds import Kind
 from lit_rl.environments.environment_base import Interactive
 from lit_rl.models.language_model import LanguageModel
@@ -38,50 +39,9 @@ def try_settings(key: str, probe: Callable[[], Any]) -> None:
         raise ConfigError(f"algo.{key}: {error}") from error
 
 
-_MODEL = "it belongs to the model: model=lit_rl.LanguageModel(name, lora=...), or a PeftModel with tokenizer="
-_OPTIMIZER = "it belongs to the optimizer: optimizer=lit_rl.AdamW(lr=...)"
-_SAMPLING = "it belongs to the sampling: sampling=lit_rl.Sampling(max_new_tokens=..., temperature=...)"
-_ENV = "it is an environment: env=lit_rl.FunctionTools(...), CustomEnvironment(...) or RolloutFunction(...)"
-_DATA = "rows belong to a data module: trainer.fit(module, datamodule=lit_rl.RolloutDataModule(rows, val=...))"
-_TRAINER = "it belongs to lightning.Trainer(...)"
-_REWARD = "reward=...: a function, or lit_rl.exact_match"
-_REFERENCE = "here it is reference=lit_rl.models.references.OtherModel(name); without it, the policy as it began"
-_LENGTH = "it belongs to the data module: lit_rl.RolloutDataModule(rows, max_prompt_tokens=...)"
-_CRITIC = "here it is critic=, of lit_rl.models.critics: SeparateCritic() or SharedTrunk()"
-_LOSS = "a loss is a function of tensors (docs/python.md)"
-_ALIAS_HINTS = {
-    "loss_type": "a loss is a function: loss=lit_rl.cispo_loss, advantage=..., reduction=... (docs/from-trl.md)",
-    **dict.fromkeys(("lora", "peft_config"), _MODEL),
-    "quantization_config": 'it belongs to the model: model=lit_rl.LanguageModel(name, quantization="nf4", lora=...)',
-    **dict.fromkeys(("ref_model", "ref_policy"), _REFERENCE),
-    **dict.fromkeys(("lr", "learning_rate", "weight_decay", "optim", "optimizer_cls_and_kwargs"), _OPTIMIZER),
-    **dict.fromkeys(("max_new_tokens", "max_completion_length", "temperature", "top_p", "top_k", "min_p"), _SAMPLING),
-    **dict.fromkeys(("tools", "rollout_func", "environment_factory", "environment"), _ENV),
-    **dict.fromkeys(("train_dataset", "eval_dataset", "dataset", "data"), _DATA),
-    **dict.fromkeys(("callbacks", "max_steps", "max_grad_norm", "output_dir", "precision"), _TRAINER),
-    **dict.fromkeys(("max_length", "max_prompt_length"), _LENGTH),
-    "value_model": _CRITIC,
-    "data_collator": "rows are padded by the data module, without one",
-    "formatting_func": "rows are formatted by the data module, which takes map_row=, a function from row to row",
-    "compute_loss_func": _LOSS,
-    **dict.fromkeys(
-        ("compute_metrics", "preprocess_logits_for_metrics"),
-        "metrics of your own are self.log(...) in a class derived from it, or a callback of Lightning",
-    ),
-    "num_generations": "here it is group_size=",
-    "num_iterations": "here it is iterations=",
-    "reward_funcs": f"it is TRL's name: here it is {_REWARD}",
-    "processing_class": "here it is tokenizer=, of a model that is loaded already",
-    "reward_processing_classes": "it belongs to the reward: lit_rl.RewardModel(model, tokenizer=...)",
-    "args": "there is no object of arguments: each setting is a keyword (docs/from-trl.md)",
-    "optimizers": "here they are optimizer= and scheduler=, functions that make them",
-}
-"""Names of settings in other libraries, with their place here."""
-
-
 _NEEDED = {
     "model": "model=...: a name, folder or hub id, or lit_rl.LanguageModel(name)",
-    "reward": _REWARD,
+    "reward": other_names.REWARD,
 }
 """Values to pass for arguments without a default."""
 
@@ -125,7 +85,7 @@ def _check_nothing_missing(algorithm: type, arguments: Mapping[str, Any]) -> Non
     known = inspect.signature(algorithm).parameters.values()
     needed = [each.name for each in known if each.default is each.empty and each.kind not in _VARIADIC]
     if missing := [name for name in needed if name not in arguments]:
-        foreign = {name: value for name, value in arguments.items() if name in _ALIAS_HINTS}
+        foreign = {name: value for name, value in arguments.items() if name in other_names.column("algorithm")}
         check_keywords(algorithm, foreign, algorithm)
         examples = ", and ".join(_NEEDED.get(name, f"{name}=...") for name in missing)
         name = algorithm.__name__
@@ -167,22 +127,12 @@ def check_keywords(algorithm: type, keywords: Mapping[str, Any], taken: type) ->
     Raises:
         ConfigError: names the first of them, and where it belongs or what is near.
     """
-    refuse_unknown_keywords(algorithm, keywords, taken, partial(_alias_hint, getattr(algorithm, "learns_from", None)))
-
-
-def _alias_hint(learns_from: Kind | None, name: str, known: set[str]) -> str:
-    """Return the hint for a name of another library, where the algorithm has such a setting."""
-    hint = _ALIAS_HINTS.get(name, "")
-    if hint == _DATA and learns_from is not None:
-        return hint.replace("RolloutDataModule(", f"{_data_module_name(learns_from)}(")
-    if hint == _LENGTH and learns_from is not None:
-        return f"it belongs to the data module: lit_rl.{_data_module_name(learns_from)}(rows, max_length=...)"
-    setting = {_SAMPLING: "sampling", _ENV: "env", _CRITIC: "critic"}.get(
-        hint, "reward" if name.startswith("reward_") else None
-    )
-    if setting is None or setting in known:
-        return hint
-    return "it learns from the rows of a data set" if setting == "reward" else ""
+    kind: Kind | None = getattr(algorithm, "learns_from", None)
+    facts = {"length": "max_length", "batch": "batch_size"} if kind else {}
+    settings = getattr(algorithm.__init__, "settings", None)
+    facts |= {"config": settings.__name__} if settings else {}
+    facts = other_names.ROLLOUT | facts | {"module": _data_module_name(kind)}
+    other_names.refuse_unknown_keywords(algorithm, keywords, taken, "algorithm", facts)
 
 
 def _data_module_name(learns_from: Kind | None) -> str:

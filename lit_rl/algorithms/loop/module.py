@@ -95,6 +95,7 @@ from lit_rl.algorithms.optim.strategies import (
 from lit_rl.algorithms.rollouts import checkpoints
 from lit_rl.algorithms.rollouts.identity import Record, model_record
 from lit_rl.algorithms.rollouts.phase_costs import PhaseMemory, SpeedMeter, peak_of
+from lit_rl.core import upstream
 from lit_rl.core.errors import ConfigError, check_instance, seed_in_range
 from lit_rl.core.process_state import preserve_generators
 from lit_rl.core.ranks import gather_objects
@@ -196,7 +197,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     def trainer(self, trainer: L.Trainer | None) -> None:
         """Check the Trainer and its data module. Lightning attaches the data just before, unchecked."""
         if isinstance(trainer, L.Trainer):
-            argument_checks.check_trainer(type(self).__name__, trainer, compiled=self._compiler_ctx is not None)
+            argument_checks.check_trainer(type(self).__name__, trainer, compiled=upstream.is_compiled(self))
             came, trainer.datamodule = trainer.datamodule, None  # pyright: ignore
             argument_checks.check_data_module(
                 type(self), came
@@ -207,7 +208,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     @property
     def trainer_or_none(self) -> L.Trainer | None:
         """The Trainer, or None if the module is used by hand (a notebook's cells)."""
-        return self._trainer
+        return upstream.trainer_of(self)
 
     @property
     def data_world_size(self) -> int:
@@ -354,7 +355,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         networks = list(filter(None, (policy, critic)))
         buckets = None
         if isinstance(trainer.strategy, DDPStrategy):
-            viewed = bool(trainer.strategy._ddp_kwargs.get("gradient_as_bucket_view"))
+            viewed = upstream.views_gradients(trainer.strategy)
             buckets = ddp_buckets(networks, numbers, viewed=viewed)
         reference = reference_bytes(self.reference, self.model, policy, numbers) if self.needs_reference else 0
         device = trainer.strategy.root_device
@@ -610,8 +611,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         if isinstance(self.trainer.strategy, FSDPTPStrategy):
             check_tensor_parallel_optimizer(optimizer)
             step_one_by_one(optimizer)
-        # Fused optimizers declare that they unscale fp16 gradients; these would then be clipped while still scaled.
-        optimizer._step_supports_amp_scaling = False  # pyright: ignore
+        upstream.keep_gradients_scaled(optimizer)
         schedule = scheduler_by_group(optimizer, self.total_steps, self.schedules())
         self.identity.note_optimizer(optimizer, schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

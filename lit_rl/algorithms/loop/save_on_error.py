@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_rl.algorithms.rollouts.checkpoints import rng_state, set_rng_state
+from lit_rl.core import upstream
 from lit_rl.core.errors import GenerationError, NumericError, StorageError
 
 Saved = TypeVar("Saved")
@@ -42,7 +43,7 @@ class SaveOnError(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         # Only at the end of an optimizer step on every rank: there is no half-accumulated gradient to save.
-        if trainer.fit_loop._should_accumulate():
+        if upstream.is_accumulating(trainer):
             self._place = None
         else:
             self._take_snapshot(trainer)
@@ -217,7 +218,7 @@ def _ends_step(trainer: L.Trainer) -> bool:
     """Tell whether callbacks are in `on_train_batch_end` of the last micro-batch of an optimizer step."""
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     at_end = trainer.training and batches.processed == batches.ready == batches.completed + 1
-    return at_end and not trainer.fit_loop._should_accumulate()
+    return at_end and not upstream.is_accumulating(trainer)
 
 
 def folder_of(trainer: L.Trainer) -> Path | None:
@@ -226,27 +227,19 @@ def folder_of(trainer: L.Trainer) -> Path | None:
     return None if folder is None or "://" in str(folder) else Path(folder)
 
 
-def validates_next(trainer: L.Trainer) -> bool:
-    """Tell whether Lightning validates after this optimizer step."""
-    epoch_loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
-    batches = sum(epoch_loop.val_loop.max_batches)
-    return fetcher is not None and batches > 0 and epoch_loop._should_check_val_fx(fetcher)
-
-
 def _between_step_and_validation(trainer: L.Trainer) -> bool:
     """Tell whether a callback saves at the end of a step, and a validation is due in the middle of an epoch.
 
     Lightning skips this validation when such a checkpoint is resumed, unless the checkpoint records that it has begun.
     (At the end of an epoch Lightning runs it anyway.)
     """
-    fit_loop, progress = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress
+    progress = trainer.fit_loop.epoch_loop.batch_progress
     current: Any = progress.current
     ends_batch = trainer.training and current.processed == current.completed + 1
-    if not ends_batch or progress.is_last_batch or fit_loop._should_accumulate():
+    if not ends_batch or progress.is_last_batch or upstream.is_accumulating(trainer):
         return False
-    if trainer._val_check_time_interval is not None:  # pyright: ignore  # by a timer, which starts anew
-        return False
-    return validates_next(trainer)
+    # A timer starts anew.
+    return not upstream.validates_by_timer(trainer) and upstream.validates_next(trainer)
 
 
 def _validation_to_begin(fit_loop: dict[str, Any]) -> dict[str, Any]:

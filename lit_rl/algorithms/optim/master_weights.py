@@ -30,6 +30,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lit_rl.algorithms.optim.optimizers import AdamWSplit, OptimizerFactory
 from lit_rl.algorithms.optim.split_adamw import SplitAdamW, join, split
+from lit_rl.core import upstream
 from lit_rl.core.errors import ConfigError, StorageError
 
 REMAINDER = "remainder"
@@ -113,9 +114,7 @@ def average_over_ranks(weights: Iterable[Tensor], world_size: int) -> None:
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         torch.distributed.all_reduce(flat)
         parts = flat.div_(world_size).split([gradient.numel() for gradient in gradients])
-        torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
-            gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)]
-        )
+        upstream.copy_tensors(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:

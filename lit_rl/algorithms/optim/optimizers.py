@@ -14,7 +14,8 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 
 from lit_rl.algorithms.optim.split_adamw import SplitAdamW
-from lit_rl.core.errors import BackendError, ConfigError, check_betas, did_you_mean, in_range, reject_unknown_keywords
+from lit_rl.core.errors import BackendError, ConfigError, check_betas, did_you_mean, in_range
+from lit_rl.core.other_names import reject_unknown_keywords
 
 T = TypeVar("T")
 
@@ -51,21 +52,6 @@ class OptimizerFactory(Protocol):
     def __call__(self, groups: ParamGroups) -> torch.optim.Optimizer: ...
 
 
-_ALIAS_HINTS = {
-    **dict.fromkeys(("learning_rate", "base_lr"), "here it is lr="),
-    **dict.fromkeys(("adam_beta1", "adam_beta2", "beta1", "beta2"), "here it is betas=(0.9, 0.999)"),
-    **dict.fromkeys(("adam_epsilon", "epsilon"), "here it is eps="),
-    "params": "the algorithm hands the weights of its policy to it",
-    **dict.fromkeys(("max_grad_norm", "clip_grad"), "it belongs to lightning.Trainer(gradient_clip_val=...)"),
-    **dict.fromkeys(
-        ("lr_scheduler_type", "warmup_steps", "warmup_ratio", "scheduler"),
-        "it belongs to the algorithm: scheduler=lit_rl.Linear(...)",
-    ),
-    **dict.fromkeys(("fused", "foreach"), "torch's fused implementation is what runs"),
-}
-"""Names of optimizer settings in other libraries, with their place here."""
-
-
 def _check_settings(
     lr: float, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0, eps: float = 1e-8
 ) -> None:
@@ -75,7 +61,7 @@ def _check_settings(
     in_range("optimizer.eps", eps, low=0, open_high=True)
 
 
-@reject_unknown_keywords(_ALIAS_HINTS)
+@reject_unknown_keywords("optimizer")
 @dataclass(frozen=True)
 class AdamW:
     """AdamW (1711.05101) in torch's fused implementation.
@@ -104,7 +90,7 @@ class AdamW:
         )
 
 
-@reject_unknown_keywords(_ALIAS_HINTS)
+@reject_unknown_keywords("optimizer")
 @dataclass(frozen=True)
 class AdamW8bit:
     """AdamW with its moments in 8 bits (2110.02861, bitsandbytes; extra `quant`): a quarter of the state's memory.
@@ -135,7 +121,7 @@ class AdamW8bit:
         return Implementation(groups, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
 
 
-@reject_unknown_keywords(_ALIAS_HINTS)
+@reject_unknown_keywords("optimizer")
 @dataclass(frozen=True)
 class AdamWSplit:
     """AdamW with 4 bytes of state a bfloat16 weight: a 16-bit remainder, which makes it float32, and 8-bit moments.
@@ -162,7 +148,7 @@ class AdamWSplit:
         return SplitAdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
 
 
-@reject_unknown_keywords(_ALIAS_HINTS)
+@reject_unknown_keywords("optimizer")
 @dataclass(frozen=True)
 class ByPath:
     """Any `torch.optim.Optimizer` by its dotted path.

@@ -14,10 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from lit_rl.algorithms.optim.master_weights import MasterWeights, optimizer_path
+from lit_rl.core import upstream
 from lit_rl.core.errors import StorageError
-
-_COUNTED = ("last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial")
-"""Parts of a scheduler's state that change with its steps."""
 
 
 def initial_settings(optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]:
@@ -31,14 +29,18 @@ def initial_settings(optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, 
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names", "initial_lr")}
         groups.append(_plain(settings | {"lr": float(group.get("initial_lr", group["lr"]))}))
     state = scheduler.state_dict()
-    schedule = {} if isinstance(scheduler, LambdaLR) else _plain({k: v for k, v in state.items() if k not in _COUNTED})
+    schedule = (
+        {}
+        if isinstance(scheduler, LambdaLR)
+        else _plain({k: v for k, v in state.items() if k not in upstream.SCHEDULER_COUNTS})
+    )
     return {"class": optimizer_path(inner), "groups": groups, "schedule": schedule}
 
 
 def _plain(value: Any) -> Any:
     """Return numbers, strings, and containers of them; None for everything else."""
     if isinstance(value, Mapping):
-        plain = {str(key): _plain(each) for key, each in value.items() if key not in _COUNTED}
+        plain = {str(key): _plain(each) for key, each in value.items() if key not in upstream.SCHEDULER_COUNTS}
         return {key: each for key, each in plain.items() if each is not None or value.get(key, 0) is None}
     if isinstance(value, tuple | list):
         return [_plain(each) for each in value]
@@ -119,7 +121,7 @@ def apply_settings(
         step = scheduler.last_epoch
         for group, rate, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
             group["initial_lr"], group["lr"] = rate, rate * factor(step)
-        scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+        upstream.set_last_rates(scheduler, [group["lr"] for group in optimizer.param_groups])
     elif rate_changed or before["schedule"] != now["schedule"]:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["initial_lr"] = group["lr"] = rate

@@ -22,7 +22,6 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
@@ -30,6 +29,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
+from lit_rl.core import upstream
 from lit_rl.core.durable_files import PARTIAL, check_free_space, flush_tree, retry_on_full_disk, write_manifest
 from lit_rl.core.errors import BackendError, ConfigError, RewardError, StorageError
 from lit_rl.core.ranks import broadcast_object, gather_objects
@@ -282,7 +282,9 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     # ------------------------------------------------------------------ checkpoints
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
         target = self.broadcast(os.fspath(filepath))
         self._check_disk_space(target)
         partial = self.broadcast(f"{target}{PARTIAL}{os.getpid()}")
@@ -346,7 +348,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         finally:
             handle.remove()
 
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         check_facts(Path(checkpoint_path) / FACTS, self._facts())
         self.deepspeed_engine.checkpoint_engine.load = _load_plain
         return super().load_checkpoint(checkpoint_path, weights_only)
@@ -487,7 +489,7 @@ class FSDP2Strategy(ModelParallelStrategy):
                 group["params"] = numbers
         return found
 
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint of whole tensors into any number of processes, as Lightning does.
 
         Raises:
@@ -589,7 +591,7 @@ class FSDPTPStrategy(FSDP2Strategy):
         self.check_sizes()
         super().setup_environment()
 
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint as `FSDP2Strategy` does."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         for optimizer in self.optimizers:  # a checkpoint restores the step implementation of its run
@@ -645,8 +647,7 @@ def check_mesh(strategy: Any) -> None:
     """
     if not isinstance(strategy, ModelParallelStrategy) or isinstance(strategy, FSDP2Strategy):
         return
-    asked = strategy._tensor_parallel_size
-    size = strategy.num_processes if isinstance(asked, str) else asked  # "auto"
+    size = upstream.tensor_parallel_size(strategy)
     if size > 1:
         raise ConfigError(
             f"{type(strategy).__name__}(tensor_parallel_size={size}) asks for tensor parallelism, but this strategy "
