@@ -30,6 +30,7 @@ from lit_rl.algorithms.loop.offline import OfflineModule
 from lit_rl.algorithms.reward_modeling import ScalarModule
 from lit_rl.cli import schemas
 from lit_rl.cli.build import ABSENT, build, plain
+from lit_rl.settings.base import field_owners
 
 # --------------------------------------------------------------------------- what metrics mean that not every run logs
 
@@ -371,7 +372,8 @@ def _in_force(algo: dict[str, Any], group: str, node: Any) -> bool:
 def _own_keys(algo: dict[str, Any]) -> list[str]:
     """Return settings of the algorithm itself: when it learns, what its class is about, and what the preset changes."""
     target = schemas._load(algo["_target_"])
-    own = getattr(vars(target).get("__init__"), "__kwdefaults__", None) or {}
+    family = target.__base__.__init__.settings.__mro__  # what the class adds to it is its own
+    own = [name for name, owner in field_owners(target.__init__.settings).items() if owner not in family]
     about = [name for name in own if name not in reference.SLOTS]
     usual = {name: default for name, default, _ in reference.settings(target.__name__)}
     changed = [name for name, default in usual.items() if _is_plain(algo[name]) and algo[name] != default]

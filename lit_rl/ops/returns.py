@@ -50,7 +50,7 @@ def return_to_go(
     Args:
         token_rewards: Rewards.
         mask: Tokens that the policy wrote.
-        gamma: Portion of each token, in [0, 1].
+        gamma: Discount of each token, in [0, 1].
 
     Raises:
         ValueError: gamma is out of range.
@@ -77,7 +77,7 @@ def gae(
         token_rewards: Rewards.
         values: Of the critic at the position that predicts the token.
         mask: Tokens that the policy wrote.
-        gamma: Portion of each token, in [0, 1].
+        gamma: Discount of each token, in [0, 1].
         lam: From 0 (the critic is trusted for everything after one token) to 1 (for nothing).
 
     Raises:
@@ -109,7 +109,7 @@ def reinforce_plus_plus(
         group_id: Not used.
         token_rewards: Of the whole batch: those of every rank. The paper has the KL per token in them.
         mask: Tokens that the policy wrote.
-        gamma: Portion of each token, in [0, 1].
+        gamma: Discount of each token, in [0, 1].
         eps: Added to the variance.
     """
     mask = mask & ~rewards.isnan().unsqueeze(1)
@@ -266,7 +266,7 @@ def centered_turns(
         token_rewards: Rewards, each at the token where it was earned.
         mask: Tokens that the policy wrote.
         turn: The turn of each token, counted from 0.
-        gamma: Portion of each turn, in [0, 1].
+        gamma: Discount of each turn, in [0, 1].
     """
     turns = _Turns.of(mask & ~rewards.isnan().unsqueeze(1), turn)
     alike = turns.alike(group_id, torch.arange(turns.there.shape[1], device=mask.device).expand(turns.there.shape))
@@ -299,7 +299,7 @@ def gigpo(
         mask: Tokens that the policy wrote.
         turn: The turn of each token, counted from 0.
         state: Of each token: equal numbers where turns began in the same state.
-        gamma: Portion of each turn, in [0, 1].
+        gamma: Discount of each turn, in [0, 1].
         step_weight: Weight of the comparison of turns, 0 or more.
     """
     turns = _Turns.of(mask & ~rewards.isnan().unsqueeze(1), turn)
@@ -333,7 +333,7 @@ def gae_of_turns(
         values: Of the critic at the position that predicts the token.
         mask: Tokens that the policy wrote.
         turn: The turn of each token, counted from 0.
-        gamma: Portion of each turn, in [0, 1].
+        gamma: Discount of each turn, in [0, 1].
         lam: From 0 (the critic is trusted for everything after one turn) to 1 (for nothing).
 
     Raises:
