@@ -73,7 +73,7 @@ def micro_batches(
     data: PreferenceDataModule, accumulate: int = 1, ranks: int = 1, *, rows: Sequence[int] | None = None
 ) -> list[list[Any]]:
     """The micro-batches of the one step, for each rank: of all rows, or of these in this order."""
-    order, taken = data._order(False), list(range(data.batch_size) if rows is None else rows)
+    order, taken = data.order(False), list(range(data.batch_size) if rows is None else rows)
     cut: dict[str, Any] = {"accumulate": accumulate, "world_size": ranks, "group_by_length": True}
     return [ExampleLoader(data.corpus.train, order, rank=rank, **cut).batches(taken, 0) for rank in range(ranks)]
 

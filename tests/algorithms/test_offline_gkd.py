@@ -64,7 +64,7 @@ def data_of(rows: Any = ROWS, **settings: Any) -> SupervisedDataModule:
 
 
 def micro_batches(data: SupervisedDataModule, accumulate: int = 1) -> list[Any]:
-    loader = ExampleLoader(data.corpus.train, data._order(False), accumulate=accumulate, group_by_length=True)
+    loader = ExampleLoader(data.corpus.train, data.order(False), accumulate=accumulate, group_by_length=True)
     return loader.batches(list(range(data.batch_size)), 3)
 
 

@@ -70,7 +70,7 @@ def test_loss_twice_changes_no_state(name: str, accumulate: int, training: bool)
     make, rows = ROWS[module.learns_from]
     data = make(rows=rows, batch_size=len(rows), shuffle=False, val_fraction=0.0)
     data.prepare(MODEL.tokenizer, module.learns_from)
-    loader = ExampleLoader(data.corpus.train, data._order(False), accumulate=accumulate, group_by_length=True)
+    loader = ExampleLoader(data.corpus.train, data.order(False), accumulate=accumulate, group_by_length=True)
     batches = loader.batches(list(range(len(rows))), 0)
     if name == "bco-weighted":
         module.match_prompts(data.corpus.train.examples)
