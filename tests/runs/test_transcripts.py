@@ -17,7 +17,6 @@ from rich.console import Console
 
 from lit_rl.algorithms import GRPO
 from lit_rl.callbacks import Samples
-from lit_rl.callbacks import display as text_module
 from lit_rl.callbacks.display import MOST_MESSAGES, ShownConversation, console_table, escape_control
 from lit_rl.core.errors import ConfigError, StorageError
 from lit_rl.core.rollout import Sampling
@@ -261,7 +260,7 @@ def test_a_folder_without_samples_and_a_damaged_file_are_refused(tmp_path: Path)
 
 def printed(rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, **settings: Any) -> str:
     out = io.StringIO()
-    monkeypatch.setattr(text_module, "Console", lambda: Console(file=out, width=100, **settings))
+    monkeypatch.setattr("rich.console.Console", lambda: Console(file=out, width=100, **settings))  # imported late
     console_table("rollout", rows)
     return out.getvalue()
 

@@ -313,12 +313,12 @@ def check_reference_began(model: LanguageModel, reference: Reference) -> None:
         )
 
 
-def load_reference(reference: Reference, module: Any, checkpoint: Mapping[str, Any], *, required: bool) -> None:
+def load_reference(reference: Reference, scorer: Any, checkpoint: Mapping[str, Any], *, required: bool) -> None:
     """Restore a reference that follows the policy.
 
     Args:
         reference: The reference.
-        module: Its module.
+        scorer: Its model, which is loaded.
         checkpoint: The checkpoint.
         required: Whether its weights must be there.
 
@@ -326,7 +326,7 @@ def load_reference(reference: Reference, module: Any, checkpoint: Mapping[str, A
         StorageError: they are required and missing.
     """
     if "reference" in checkpoint:
-        reference.load_state(module, checkpoint["reference"])
+        reference.load_state(scorer, checkpoint["reference"])
     elif required:
         raise StorageError(
             f"reference={type(reference).__name__} changes during training, and the checkpoint lacks its "
