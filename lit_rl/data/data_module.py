@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -54,7 +55,7 @@ _REASONS = {
 """Words for the counts of rows that are left out or cut."""
 
 
-class SourcedDataModule(L.LightningDataModule):
+class SourcedDataModule(L.LightningDataModule, ABC):
     """Rows and validation sets. Exactly one of `path`, `rows`, `task` and `sources` says where rows come from.
 
     Args:
@@ -196,15 +197,15 @@ class SourcedDataModule(L.LightningDataModule):
         return self._corpus
 
     @property
+    @abstractmethod
     def train_prompts(self) -> PromptSet:
         """Prompts of the training rows."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def val_prompts(self) -> dict[str, PromptSet]:
         """Prompts of the validation sets that are generated from, in the order of the loaders; a single unnamed set has
         an empty name."""
-        raise NotImplementedError
 
     @property
     def val_names(self) -> list[str]:

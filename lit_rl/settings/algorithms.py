@@ -100,13 +100,13 @@ class PolicyGradientConfig(OnPolicyConfig):
     advantage: Callable = REQUIRED
     """`(rewards (n,), group_id (n,), ...) -> (n,) or (n, t)`; it may also name `values`, `weights`, `lengths`,
     `greedy_rewards`, `token_rewards`, `mask`, `step_ends`, `turn`, `state`."""
-    loss: Callable = REQUIRED
+    loss: Callable = imported("lit_rl.ops.policy_losses.clipped_policy_loss")
     """`(logprobs, old_logprobs, advantages, mask) -> ((b, t), metrics)`: the loss of each token."""
-    kl: Callable = REQUIRED
+    kl: Callable = imported("lit_rl.ops.kl.corrected_k3")
     """`(logprobs, ref_logprobs, old_logprobs) -> (b, t)`: the estimator of the KL in the loss."""
-    reduction: Callable = REQUIRED
+    reduction: Callable = imported("lit_rl.ops.reductions.token_mean")
     """`(per_token, mask, totals) -> scalar`: the average of the loss over tokens and sequences."""
-    correction: Callable | None = REQUIRED
+    correction: Callable | None = imported("lit_rl.ops.engine_mismatch.auto_correction")
     """`(old_logprobs, sampler_logprobs, mask) -> (b, t)`: importance weights for an engine that samples from a
     slightly different policy. `auto_correction` is truncated importance sampling by tokens for such an engine,
     and none for a generator that decodes with the policy itself. None: no weights."""
@@ -160,10 +160,6 @@ class GRPOConfig(PolicyGradientConfig):
     """Settings of group-relative policy optimisation (GRPO)."""
 
     advantage: Callable = imported("lit_rl.ops.advantages.group_normalized")
-    loss: Callable = imported("lit_rl.ops.policy_losses.clipped_policy_loss")
-    kl: Callable = imported("lit_rl.ops.kl.corrected_k3")
-    reduction: Callable = imported("lit_rl.ops.reductions.token_mean")
-    correction: Callable | None = imported("lit_rl.ops.engine_mismatch.auto_correction")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,10 +170,8 @@ class RLOOConfig(PolicyGradientConfig):
     """Estimator of advantages from rewards."""
     loss: Callable = imported("lit_rl.algorithms.rloo.SEQUENCE_CLIPPED")
     """The loss of each token."""
-    kl: Callable = imported("lit_rl.ops.kl.corrected_k3")
     reduction: Callable = imported("lit_rl.ops.reductions.sequence_mean")
     """The average of the loss over tokens and sequences."""
-    correction: Callable | None = imported("lit_rl.ops.engine_mismatch.auto_correction")
     reward_beta: NotNegative = 0.05
     """Weight of the KL in the reward."""
     group_size: AtLeastOne = 2
@@ -190,10 +184,6 @@ class ReinforceConfig(PolicyGradientConfig):
 
     advantage: Callable = imported("lit_rl.ops.returns.reinforce_plus_plus")
     """Estimator of advantages from rewards."""
-    loss: Callable = imported("lit_rl.ops.policy_losses.clipped_policy_loss")
-    kl: Callable = imported("lit_rl.ops.kl.corrected_k3")
-    reduction: Callable = imported("lit_rl.ops.reductions.token_mean")
-    correction: Callable | None = imported("lit_rl.ops.engine_mismatch.auto_correction")
     group_size: AtLeastOne = 1
     """Completions a prompt, 1 or more."""
 
@@ -214,10 +204,6 @@ class PPOConfig(PolicyGradientConfig):
     """`(token_rewards, values, mask) -> (advantages, returns)`, all `(b, t)`."""
     whitening: Callable | None = imported("lit_rl.ops.advantages.whiten_tokens")
     """Normalisation of the advantages to mean 0 and variance 1 over the tokens of all ranks. None: none."""
-    loss: Callable = imported("lit_rl.ops.policy_losses.clipped_policy_loss")
-    kl: Callable = imported("lit_rl.ops.kl.corrected_k3")
-    reduction: Callable = imported("lit_rl.ops.reductions.token_mean")
-    correction: Callable | None = imported("lit_rl.ops.engine_mismatch.auto_correction")
     value_clip: Positive | None = 0.2
     """Largest change of a value from the rollout's in its loss. None: no bound."""
     vf_coef: NotNegative = 0.1

@@ -140,8 +140,7 @@ def _settings(name: str, config: type[Config], values: dict[str, Any]) -> Config
             f"{name}(..., config=lit_rl.{config.__name__}(...)), or each setting as a keyword."
         )
     settings = config(**values) if whole is None else dataclasses.replace(whole, **values)
-    loaded = {field: value.load() for field, value in vars(settings).items() if isinstance(value, Imported)}
-    return dataclasses.replace(settings, **loaded) if loaded else settings
+    return dataclasses.replace(settings, **config_values(settings))
 
 
 def config_values(config: Settings | None) -> dict[str, Any]:
