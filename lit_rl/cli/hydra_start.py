@@ -33,7 +33,7 @@ from lit_rl.cli import (
 from lit_rl.cli.messages import describe, report_errors
 from lit_rl.cli.run_info import TOLD_CHECKPOINT, TOLD_FOLDER, folder_of, is_launched, is_sweep, writes_nothing
 from lit_rl.cli.targets import ALLOWED, check_target, find_here, targets
-from lit_rl.cli.typed_words import as_addition, check_speedups, with_line_breaks
+from lit_rl.cli.typed_words import add_switches, key_of_switches, with_line_breaks
 from lit_rl.core import upstream
 from lit_rl.core.errors import INTERRUPTED, BackendError, ConfigError, did_you_mean, seed_in_range
 from lit_rl.core.machine import is_rank_zero
@@ -307,8 +307,13 @@ def load_checked(
     compose: Callable[..., DictConfig], config_name: str | None, overrides: list[str], *rest: Any, **named: Any
 ) -> DictConfig:
     """Compose a config, and check it before anything reads it."""
-    check_speedups(overrides)
-    read = [as_addition(word) for word in with_line_breaks(overrides)]
+    words = with_line_breaks(overrides)
+    switches = {word: key for word in words if (key := key_of_switches(word)) is not None}
+    others = compose(config_name, [each for each in words if each not in switches], *rest, **named) if switches else {}
+    read = [
+        add_switches(word, switches[word], OmegaConf.select(others, switches[word])) if word in switches else [word]
+        for word in words
+    ]
     config = compose(config_name, [each for words in read for each in words], *rest, **named)
     check_hydra_node(config, overrides)
     # The record holds words as they were typed: jobs of a sweep, and a config with more groups, are composed of it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lit_rl.core.errors import ConfigError
 
@@ -168,34 +168,36 @@ def _breaks(text: str) -> str:
     return _ESCAPE.sub(lambda found: _ESCAPES[found[0]], text)
 
 
-_SPEEDUPS = re.compile(r"((?:\w+\.)*speedups)(?:\.\w+=[^,(]*|=\{[^{}]*\})")
+_SWITCHES = re.compile(r"((?:\w+\.)*speedups)(?:\.\w+=[^,(]*|=\{[^{}]*\})")
 """One or several switches of a setting such as `generator.speedups`, and no sweep over them."""
 
 
-def as_addition(word: str) -> list[str]:
-    """Return the words by which Hydra sets single speedups where a word, such as `auto`, or a mapping stood.
-
-    Hydra adds no key to either. So an empty mapping comes first, which is refused where there is no such setting.
-    Other words stay as they are.
-    """
-    found = _SPEEDUPS.fullmatch(word)
-    return [word] if found is None else [f"{found[1]}={{}}", f"++{word}"]
+def key_of_switches(word: str) -> str | None:
+    """Return the setting that a word sets single switches of, such as `generator.speedups`; None for other words."""
+    found = _SWITCHES.fullmatch(word)
+    return None if found is None else found[1]
 
 
-def check_speedups(words: Sequence[str]) -> None:
-    """Refuse single speedups beside a word for all of them: `generator.speedups=off generator.speedups.NAME=true`.
+def add_switches(word: str, key: str, value: object) -> list[str]:
+    """Return the words by which Hydra sets single switches, as it adds no key to a word such as `auto`.
+
+    Args:
+        word: As it was typed.
+        key: The setting.
+        value: Its value without the word: a mapping, whose other switches stay as they are; "auto"; or None where there
+            is no such setting, which Hydra then says.
 
     Raises:
-        ConfigError: names both.
+        ConfigError: all switches are off, by the command line or by a file.
     """
-    single = {found[1]: word for word in words if (found := _SPEEDUPS.fullmatch(word))}
-    for word in words:
-        key, _, value = word.partition("=")
-        if key in single and not value.startswith("{"):
-            raise ConfigError(
-                f"{word} and {single[key]} exclude each other: leave one of them out. Switches that are not typed are "
-                "as in auto."
-            )
+    if isinstance(value, Mapping):
+        return [f"++{word}"]
+    if value in (False, "off"):
+        raise ConfigError(
+            f"{key}=off and {word} exclude each other: leave one of them out. Switches that are not named are as in "
+            "auto."
+        )
+    return [f"{key}={{}}", f"++{word}"]
 
 
 # ---------------------------------------------------------------------- options

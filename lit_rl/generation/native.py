@@ -62,11 +62,6 @@ class NativeGenerator(InProcessGenerator):
         """The steps of the last batch: `cuda_graphs` of lean steps, `lean_steps`, a `grouped_cache` without them, or,
         with none of these, the model's `own` attention and cache."""
 
-    @property
-    def grouped_cache(self) -> bool:
-        """True if a prompt's keys and values are held once a group, where the model fits: a memory plan asks."""
-        return self.speedups.grouped_cache
-
     def _decode(
         self, policy: nn.Module, prompts: Prompts, sampling: Sampling, device: torch.device
     ) -> Iterator[tuple[Tensor, Decoded]]:

@@ -12,7 +12,7 @@ import yaml
 from cli_helpers import QUICK, Command, refused
 
 from lit_rl.cli import lightning_app
-from lit_rl.cli.typed_words import as_addition
+from lit_rl.cli.typed_words import add_switches, key_of_switches
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.speedups import DecodingSpeedups, ModelSpeedups, Speedups
 from lit_rl.generation.native import NativeGenerator
@@ -59,7 +59,7 @@ def test_of_python() -> None:
     model, generator = LanguageModel(speedups={"fused_head": False}), NativeGenerator(speedups="off")
     assert model.forward_options == ForwardOptions(fused_head=False)
     assert LanguageModel().forward_options == ForwardOptions()
-    assert generator.speedups == DecodingSpeedups(False, False, False, False) and not generator.grouped_cache
+    assert generator.speedups == DecodingSpeedups(False, False, False, False)
     assert pickle.loads(pickle.dumps(generator)).speedups == generator.speedups
     for kind, name, written in (
         (LanguageModel, "fused_head", "{'fused_head': False}"),
@@ -118,9 +118,22 @@ def test_hydra_refuses(command: Command, words: list[str], said: str) -> None:
 
 def test_a_sweep_over_a_switch_stays_as_it_is_typed() -> None:
     for word in ("generator.speedups.lean_steps=true,false", "generator.speedups=auto,off", "generator.batch_size=3"):
-        assert as_addition(word) == [word]
+        assert key_of_switches(word) is None
     word = "algo.teacher.speedups.fused_head=false"
-    assert as_addition(word) == ["algo.teacher.speedups={}", f"++{word}"]
+    assert key_of_switches(word) == (key := "algo.teacher.speedups")
+    assert add_switches(word, key, "auto") == [f"{key}={{}}", f"++{word}"]
+
+
+def test_a_switch_is_added_to_those_of_a_file_and_refused_beside_its_off(command: Command, tmp_path: Any) -> None:
+    """Nothing that a file sets is lost without a word."""
+    (tmp_path / "experiment").mkdir()
+    for name, value in (("some", "{lean_steps: false}"), ("none", "off")):
+        text = f"# @package _global_\ngenerator:\n  speedups: {value}\n"
+        (tmp_path / "experiment" / f"{name}.yaml").write_text(text)
+    typed = ("--config-dir", str(tmp_path), "generator.speedups.cuda_graphs=true")
+    outcome = command("experiment=some", *typed, "--cfg", "job", "--package", "generator")
+    assert yaml.safe_load(outcome.out)["speedups"] == {"lean_steps": False, "cuda_graphs": True}, outcome.err
+    refused(command("experiment=none", *typed), 2, "generator.speedups=off and generator.speedups.cuda_graphs=true")
 
 
 NATIVE = "--model.generator=lit_rl.generation.native.NativeGenerator"

@@ -44,7 +44,7 @@ from lit_rl.settings.algorithms import GeneratingConfig
 from lit_rl.settings.base import takes
 
 DEFAULT_SAMPLING, DEFAULT_EVALUATION = Sampling(), Evaluation()
-"""The default sampling, whose completions are shortened to fit the model's context."""
+"""The default settings. Completions of the default sampling are shortened to fit the model's context."""
 
 
 class GeneratingModule(PolicyModule):
@@ -94,7 +94,7 @@ class GeneratingModule(PolicyModule):
         if found is None:
             return None
         device = device_memory(self.trainer.strategy.root_device, gigabytes=self.memory_gb) or 0
-        grouped = isinstance(self.generator, NativeGenerator) and self.generator.grouped_cache
+        grouped = isinstance(self.generator, NativeGenerator) and self.generator.speedups.grouped_cache
         engine = int(self.generator.share_of_device * device)
         return replace(found, engine=engine, decoding=self.decoding(), grouped_cache=grouped)
 
