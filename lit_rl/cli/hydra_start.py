@@ -309,7 +309,9 @@ def load_checked(
     """Compose a config, and check it before anything reads it."""
     words = with_line_breaks(overrides)
     switches = {word: key for word in words if (key := key_of_switches(word)) is not None}
-    others = compose(config_name, [each for each in words if each not in switches], *rest, **named) if switches else {}
+    others: Any = (
+        compose(config_name, [word for word in words if word not in switches], *rest, **named) if switches else {}
+    )
     read = [
         add_switches(word, switches[word], OmegaConf.select(others, switches[word])) if word in switches else [word]
         for word in words
