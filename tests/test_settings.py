@@ -1,22 +1,32 @@
-"""Settings of the algorithms: one dataclass a class, from which its constructor, its help and its types come."""
+"""Settings: those of an algorithm are a dataclass, those of every other class stand in its constructor."""
+
+from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import inspect
+import math
 import pickle
+import pkgutil
 import subprocess
 import sys
 import typing
 from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import lit_rl
 from lit_rl import algorithms
+from lit_rl.core.declared_settings import allowed_fields, allowed_values, checked
 from lit_rl.core.errors import ConfigError
-from lit_rl.ops.ranges import Range
+from lit_rl.ops.ranges import AtLeastOne, Portion, Range
 from lit_rl.settings import algorithms as settings
-from lit_rl.settings.base import REQUIRED, Imported, field_owners, ranges_of, sentences, types_of
+from lit_rl.settings.base import REQUIRED, Imported, Settings, field_owners, ranges_of, sentences, types_of
 
 METHODS = {
     name: kind
@@ -166,3 +176,76 @@ def test_what_is_no_function_is_refused_by_its_key():
     assert lit_rl.GRPOConfig(whitening=None).whitening is None
     with pytest.raises(ConfigError, match=r"whitening is 3\. Allowed is a function of tensors, or None: one of"):
         lit_rl.GRPOConfig(whitening=3)
+
+
+# ---------------------------------------------------------------------- constructors of everything else
+
+
+@checked("env")
+class Walk:
+    """A class with settings of each kind."""
+
+    def __init__(self, turns: AtLeastOne | None = 8, *, share: Portion = 0.5, seed: Literal["group", "row"] = "group"):
+        self.turns, self.share, self.seed = turns, share, seed
+
+
+@checked("env")
+@dataclasses.dataclass(frozen=True)
+class Stroll:
+    """The same as a dataclass."""
+
+    turns: AtLeastOne | None = 8
+    share: Portion = 0.5
+    seed: Literal["group", "row"] = "group"
+
+
+@pytest.mark.parametrize("kind", [Walk, Stroll])
+@pytest.mark.parametrize(
+    ("settings", "refusal"),
+    [
+        ({"turns": 0}, r"env\.turns=0 is out of range: allowed is \[1, inf\]"),
+        ({"turns": 1.5}, r"env\.turns is 1\.5, a float\. Write a whole number, such as turns=8"),
+        ({"turns": True}, r"env\.turns is True, a bool"),
+        ({"share": 1.1}, r"env\.share=1\.1 is out of range: allowed is \[0, 1\]"),
+        ({"share": math.nan}, r"env\.share=nan is out of range"),
+        ({"share": "half"}, r"env\.share='half' is no number"),
+        ({"seed": "grup"}, r"env\.seed='grup' is unknown: allowed is group, row\. Did you mean 'group'\?"),
+    ],
+)
+def test_a_constructor_refuses_what_its_annotations_do_not_allow(kind, settings, refusal):
+    with pytest.raises(ConfigError, match=refusal):
+        kind(**settings)
+
+
+@pytest.mark.parametrize("kind", [Walk, Stroll])
+@given(turns=st.one_of(st.none(), st.integers(1, 10**9), st.integers(1, 100).map(np.int64)), share=st.floats(0, 1))
+def test_a_constructor_takes_what_its_annotations_allow(kind, turns, share):
+    made = kind(turns, share=share, seed="row")
+    assert (made.turns, made.share, made.seed) == (turns, share, "row")
+    assert (kind().turns, kind().share, kind().seed) == (8, 0.5, "group")
+
+
+def test_a_checked_constructor_keeps_its_signature_and_pythons_own_errors():
+    assert str(inspect.signature(Walk)) == (
+        "(turns: 'AtLeastOne | None' = 8, *, share: 'Portion' = 0.5, seed: \"Literal['group', 'row']\" = 'group')"
+    )
+    with pytest.raises(TypeError, match="unexpected keyword argument 'step'"):
+        Walk(step=1)
+    with pytest.raises(ConfigError, match=r"env\.turns=0"):
+        dataclasses.replace(Stroll(), turns=0)
+    assert pickle.loads(pickle.dumps(Stroll(2))) == Stroll(2)
+
+
+def test_every_annotation_that_declares_something_is_checked():
+    """A dataclass has a constructor of its own, so one that is not decorated would check nothing of its parent's."""
+    for info in pkgutil.walk_packages(lit_rl.__path__, "lit_rl."):
+        if info.name.startswith("lit_rl.generation.vllm.worker"):  # it needs vLLM
+            continue
+        module = importlib.import_module(info.name)
+        for kind in vars(module).values():
+            if isinstance(kind, type) and kind.__module__ == info.name and "__init__" in vars(kind):
+                declares = allowed_fields(kind) if dataclasses.is_dataclass(kind) else allowed_values(kind.__init__)
+                ranges = {name for name, allowed in declares.items() if isinstance(allowed, Range)}
+                constructor: Any = kind.__init__
+                known = issubclass(kind, Settings) or hasattr(constructor, "key") or hasattr(constructor, "settings")
+                assert known or not ranges, kind

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from torch import Tensor
 
+from lit_rl.core.declared_settings import annotations_of
 from lit_rl.ops.reductions import WeightsInside
 
 
@@ -71,37 +71,6 @@ def setting_of(function: Callable[..., Any], name: str) -> Any:
 
 def _preset_keywords(function: Callable[..., Any]) -> Mapping[str, Any]:
     return getattr(function, "keywords", {})
-
-
-def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the annotation of each parameter, in order and with `Annotated` metadata; `Any` if there is none.
-
-    An annotation that cannot be resolved, such as a name that only a type checker imports, is `Any` too.
-    """
-    plain = unwrap(function)
-    routine = plain if inspect.isroutine(plain) else type(plain).__call__
-    return {name: _resolve_annotation(routine, name) for name in inspect.signature(plain).parameters}
-
-
-def _resolve_annotation(routine: Callable[..., Any], name: str) -> Any:
-    annotations = getattr(routine, "__annotations__", {})
-    if name not in annotations:
-        return Any
-    alone = SimpleNamespace(__annotations__={name: annotations[name]})
-    names = getattr(inspect.unwrap(routine), "__globals__", {})
-    try:
-        return get_type_hints(alone, globalns=names, include_extras=True)[name]
-    except (NameError, TypeError):
-        return Any
-
-
-def annotated_metadata(annotation: Any) -> tuple[Any, ...]:
-    """Return the `Annotated` metadata of an annotation, or of all options of a union."""
-    if get_origin(annotation) is Annotated:
-        return annotation.__metadata__
-    if get_origin(annotation) in (Union, UnionType):
-        return tuple(note for option in get_args(annotation) for note in annotated_metadata(option))
-    return ()
 
 
 def accepts_positional(function: Callable[..., Any], count: int) -> bool:

@@ -14,7 +14,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import lightning as L
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -22,7 +22,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zer
 
 from lit_rl.callbacks.output_files import ALARMS
 from lit_rl.core import upstream
-from lit_rl.core.errors import ConfigError, StorageError, in_range, nearest
+from lit_rl.core.declared_settings import checked
+from lit_rl.core.errors import ConfigError, StorageError, nearest
+from lit_rl.ops.ranges import AboveOne, AtLeastOne, Fraction, Positive, Share
 
 # ---------------------------------------------------------------------- roll-backs
 
@@ -130,6 +132,7 @@ def metric_stage(name: str) -> str:
 Then = Literal["warn", "stop", "roll_back"]
 
 
+@checked("callbacks.{key}")
 class Alarm(L.Callback, ABC):
     """The base of alarms, which ring once after `patience` consecutive problems, until there is none.
 
@@ -160,13 +163,7 @@ class Alarm(L.Callback, ABC):
     advice = ""
     """Advice for the user, in a sentence."""
 
-    def __init__(self, then: Then = "warn", patience: int = 5, roll_backs: int = 2) -> None:
-        if then not in get_args(Then):
-            raise ConfigError(
-                f"callbacks.{self.key}.then={then!r} is unknown: allowed are {', '.join(get_args(Then))}."
-            )
-        in_range(f"callbacks.{self.key}.patience", patience, low=1)
-        in_range(f"callbacks.{self.key}.roll_backs", roll_backs, low=1)
+    def __init__(self, then: Then = "warn", patience: AtLeastOne = 5, roll_backs: AtLeastOne = 2) -> None:
         self.then: Then = then
         self.patience, self.roll_backs = patience, roll_backs
         self.in_a_row = 0
@@ -332,12 +329,12 @@ class Alarm(L.Callback, ABC):
 # ---------------------------------------------------------------------- the alarms
 
 
+@checked("callbacks.{key}")
 class _DriftAlarm(Alarm):
     """An alarm that compares a metric with its mean over the first looks of the run."""
 
-    def __init__(self, then: Then, patience: int, roll_backs: int, first: int) -> None:
+    def __init__(self, then: Then, patience: AtLeastOne, roll_backs: AtLeastOne, first: AtLeastOne) -> None:
         super().__init__(then, patience, roll_backs)
-        in_range(f"callbacks.{self.key}.first", first, low=1)
         self.first = first
         self._began: list[float] = []
 
@@ -361,6 +358,7 @@ class _DriftAlarm(Alarm):
         self._began = list(saved["began"])
 
 
+@checked("callbacks.{key}")
 class EntropyCollapse(_DriftAlarm):
     """An alarm for a policy that hardly explores: `train/entropy` is a small share of its initial mean.
 
@@ -380,10 +378,14 @@ class EntropyCollapse(_DriftAlarm):
     )
 
     def __init__(
-        self, then: Then = "warn", patience: int = 5, roll_backs: int = 2, share: float = 0.1, first: int = 5
+        self,
+        then: Then = "warn",
+        patience: AtLeastOne = 5,
+        roll_backs: AtLeastOne = 2,
+        share: Fraction = 0.1,
+        first: AtLeastOne = 5,
     ) -> None:
         super().__init__(then, patience, roll_backs, first)
-        in_range(f"callbacks.{self.key}.share", share, low=0, high=1, open_low=True, open_high=True)
         self.share = share
 
     def drifted(self, value: float, before: float) -> str | None:
@@ -392,6 +394,7 @@ class EntropyCollapse(_DriftAlarm):
         return f"train/entropy is {value:.3g} nats, below {self.share:g} of the {before:.3g} that the run began with"
 
 
+@checked("callbacks.{key}")
 class LengthDrift(_DriftAlarm):
     """An alarm for completions that became several times as long or as short: often a way to game the reward.
 
@@ -411,10 +414,14 @@ class LengthDrift(_DriftAlarm):
     )
 
     def __init__(
-        self, then: Then = "warn", patience: int = 5, roll_backs: int = 2, factor: float = 4.0, first: int = 5
+        self,
+        then: Then = "warn",
+        patience: AtLeastOne = 5,
+        roll_backs: AtLeastOne = 2,
+        factor: AboveOne = 4.0,
+        first: AtLeastOne = 5,
     ) -> None:
         super().__init__(then, patience, roll_backs, first)
-        in_range(f"callbacks.{self.key}.factor", factor, low=1, open_low=True)
         self.factor = factor
 
     def drifted(self, value: float, before: float) -> str | None:
@@ -423,6 +430,7 @@ class LengthDrift(_DriftAlarm):
         return f"completions have {value:.4g} tokens on average, and the run began with {before:.4g}"
 
 
+@checked("callbacks.{key}")
 class RepetitionDrift(_DriftAlarm):
     """An alarm for completions that repeat themselves more than at the start.
 
@@ -441,10 +449,14 @@ class RepetitionDrift(_DriftAlarm):
     )
 
     def __init__(
-        self, then: Then = "warn", patience: int = 5, roll_backs: int = 2, rise: float = 0.2, first: int = 5
+        self,
+        then: Then = "warn",
+        patience: AtLeastOne = 5,
+        roll_backs: AtLeastOne = 2,
+        rise: Fraction = 0.2,
+        first: AtLeastOne = 5,
     ) -> None:
         super().__init__(then, patience, roll_backs, first)
-        in_range(f"callbacks.{self.key}.rise", rise, low=0, high=1, open_low=True, open_high=True)
         self.rise = rise
 
     def drifted(self, value: float, before: float) -> str | None:
@@ -453,6 +465,7 @@ class RepetitionDrift(_DriftAlarm):
         return f"{value:.0%} of a completion's 4-grams stood in it before, and the run began with {before:.0%}"
 
 
+@checked("callbacks.{key}")
 class DeadGroups(Alarm):
     """An alarm for groups of equal rewards, from which nothing is learned.
 
@@ -471,9 +484,10 @@ class DeadGroups(Alarm):
         "algo/groups=dynamic draws others in their place."
     )
 
-    def __init__(self, then: Then = "warn", patience: int = 10, roll_backs: int = 2, most: float = 0.95) -> None:
+    def __init__(
+        self, then: Then = "warn", patience: AtLeastOne = 10, roll_backs: AtLeastOne = 2, most: Share = 0.95
+    ) -> None:
         super().__init__(then, patience, roll_backs)
-        in_range(f"callbacks.{self.key}.most", most, low=0, high=1, open_low=True)
         self.most = most
 
     def problem(self, metrics: Mapping[str, float]) -> str | None:
@@ -484,6 +498,7 @@ class DeadGroups(Alarm):
         return f"{share:.0%} of the completions are in groups of equal rewards{reward}"
 
 
+@checked("callbacks.{key}")
 class KLBlowUp(Alarm):
     """An alarm for a policy far from the reference, or that moves far within one rollout.
 
@@ -502,14 +517,12 @@ class KLBlowUp(Alarm):
     def __init__(
         self,
         then: Then = "warn",
-        patience: int = 3,
-        roll_backs: int = 2,
-        most: float = 1.0,
-        most_in_rollout: float = 0.2,
+        patience: AtLeastOne = 3,
+        roll_backs: AtLeastOne = 2,
+        most: Positive = 1.0,
+        most_in_rollout: Positive = 0.2,
     ) -> None:
         super().__init__(then, patience, roll_backs)
-        in_range(f"callbacks.{self.key}.most", most, low=0, open_low=True)
-        in_range(f"callbacks.{self.key}.most_in_rollout", most_in_rollout, low=0, open_low=True)
         self.limits = {"train/kl": most, "train/approx_kl": most_in_rollout}
 
     def problem(self, metrics: Mapping[str, float]) -> str | None:
@@ -521,6 +534,7 @@ class KLBlowUp(Alarm):
         return " and ".join(above) or None
 
 
+@checked("callbacks.{key}")
 class ClippedShare(Alarm):
     """An alarm for many completions cut by the length limit, or many tokens clipped by the loss.
 
@@ -543,14 +557,12 @@ class ClippedShare(Alarm):
     def __init__(
         self,
         then: Then = "warn",
-        patience: int = 5,
-        roll_backs: int = 2,
-        most_completions: float = 0.5,
-        most_tokens: float = 0.3,
+        patience: AtLeastOne = 5,
+        roll_backs: AtLeastOne = 2,
+        most_completions: Share = 0.5,
+        most_tokens: Share = 0.3,
     ) -> None:
         super().__init__(then, patience, roll_backs)
-        in_range(f"callbacks.{self.key}.most_completions", most_completions, low=0, high=1, open_low=True)
-        in_range(f"callbacks.{self.key}.most_tokens", most_tokens, low=0, high=1, open_low=True)
         self.most_completions, self.most_tokens = most_completions, most_tokens
 
     def problem(self, metrics: Mapping[str, float]) -> str | None:
@@ -561,6 +573,7 @@ class ClippedShare(Alarm):
         return " and ".join(found) or None
 
 
+@checked("callbacks.{key}")
 class HeldOutFlat(Alarm):
     """An alarm for a training reward that rises while a held-out one does not.
 
@@ -586,16 +599,14 @@ class HeldOutFlat(Alarm):
     def __init__(
         self,
         then: Then = "warn",
-        patience: int = 2,
-        roll_backs: int = 2,
+        patience: AtLeastOne = 2,
+        roll_backs: AtLeastOne = 2,
         proxy: str = "train/reward",
         held_out: str = "val/reward",
-        rise: float = 0.1,
-        window: int = 3,
+        rise: Positive = 0.1,
+        window: AtLeastOne = 3,
     ) -> None:
         super().__init__(then, patience, roll_backs)
-        in_range(f"callbacks.{self.key}.rise", rise, low=0, open_low=True)
-        in_range(f"callbacks.{self.key}.window", window, low=1)
         self.proxy, self.held_out, self.rise, self.window = proxy, held_out, rise, window
         self.watched = self.essential = (proxy, held_out)
         self.named_by = {proxy: "proxy", held_out: "held_out"}

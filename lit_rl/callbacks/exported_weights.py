@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import lightning as L
 import torch
@@ -25,11 +25,14 @@ from torch.distributed.tensor import DTensor
 from lit_rl.algorithms.optim.strategies import FSDPTPStrategy
 from lit_rl.callbacks.graceful_stop import GracefulStop
 from lit_rl.callbacks.loggers import WriteFailures
-from lit_rl.core.errors import ConfigError, in_range
+from lit_rl.core.declared_settings import checked
+from lit_rl.core.errors import ConfigError
 from lit_rl.models.model_card import ModelName
 from lit_rl.models.sharding import full_state_dict, laid_out_like, local_shard, stored_parameters
+from lit_rl.ops.ranges import AtLeastOne, AtLeastZero, NotNegative, Portion, Range
 
 
+@checked("callbacks.export")
 class Export(L.Callback):
     """Exports of the policy every N steps, as the end of a run writes `hf/`: for transformers and vLLM, verified.
 
@@ -43,9 +46,7 @@ class Export(L.Callback):
         ConfigError: `every` is below 1.
     """
 
-    def __init__(self, folder: str, every: int | None = None) -> None:
-        if every is not None:
-            in_range("callbacks.export.every", every, low=1)
+    def __init__(self, folder: str, every: AtLeastOne | None = None) -> None:
         self.folder, self.every = Path(folder), every
         self.unwritten = WriteFailures("Export")
         self._step = 0
@@ -207,6 +208,7 @@ class AveragedWeights(L.Callback, ABC):
         return {name: tensor.detach().cpu().clone() for name, tensor in whole.items()}
 
 
+@checked("callbacks.ema")
 class EMAWeights(AveragedWeights):
     """An exponential moving average of the trained weights, exported at the end of the training.
 
@@ -223,9 +225,8 @@ class EMAWeights(AveragedWeights):
     choice: ClassVar[str] = "ema"
     kinds: ClassVar[tuple[str, ...]] = ("average",)
 
-    def __init__(self, folder: str | None = None, decay: float = 0.992) -> None:
+    def __init__(self, folder: str | None = None, decay: Portion = 0.992) -> None:
         super().__init__(folder)
-        in_range("callbacks.ema.decay", decay, low=0, high=1)
         self.decay = decay
 
     @property
@@ -236,6 +237,7 @@ class EMAWeights(AveragedWeights):
         kept["average"].lerp_(weight, 1 - self.decay)
 
 
+@checked("callbacks.bema")
 class BEMAWeights(AveragedWeights):
     """A bias-corrected moving average of the trained weights (2508.00180), with less lag than an EMA.
 
@@ -264,25 +266,15 @@ class BEMAWeights(AveragedWeights):
     def __init__(
         self,
         folder: str | None = None,
-        ema_power: float = 0.5,
-        bias_power: float = 0.2,
-        lag: float = 10.0,
-        multiplier: float = 1.0,
-        min_beta: float = 0.0,
-        every: int = 400,
-        burn_in: int = 0,
+        ema_power: NotNegative = 0.5,
+        bias_power: NotNegative = 0.2,
+        lag: Annotated[float, Range(1)] = 10.0,
+        multiplier: NotNegative = 1.0,
+        min_beta: Portion = 0.0,
+        every: AtLeastOne = 400,
+        burn_in: AtLeastZero = 0,
     ) -> None:
         super().__init__(folder)
-        for key, value, low in (
-            ("ema_power", ema_power, 0),
-            ("bias_power", bias_power, 0),
-            ("lag", lag, 1),
-            ("multiplier", multiplier, 0),
-            ("every", every, 1),
-            ("burn_in", burn_in, 0),
-        ):
-            in_range(f"callbacks.bema.{key}", value, low=low)
-        in_range("callbacks.bema.min_beta", min_beta, low=0, high=1)
         self.ema_power, self.bias_power, self.lag, self.multiplier = ema_power, bias_power, lag, multiplier
         self.min_beta, self.every, self.burn_in = min_beta, every, burn_in
 
@@ -303,6 +295,7 @@ class BEMAWeights(AveragedWeights):
         kept["corrected"].copy_(average + time**-self.bias_power * (weight - initial))
 
 
+@checked("callbacks.merge")
 class MergedWeights(AveragedWeights):
     """An export of ``start + share (trained - start)`` of every trained weight (WiSE-FT, 2109.01903).
 
@@ -317,9 +310,8 @@ class MergedWeights(AveragedWeights):
     choice: ClassVar[str] = "merge"
     kinds: ClassVar[tuple[str, ...]] = ("initial",)
 
-    def __init__(self, folder: str | None = None, share: float = 0.5) -> None:
+    def __init__(self, folder: str | None = None, share: Annotated[float, Range(0, 2)] = 0.5) -> None:
         super().__init__(folder)
-        in_range("callbacks.merge.share", share, low=0, high=2)
         self.share = share
 
     @property

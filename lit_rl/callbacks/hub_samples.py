@@ -22,8 +22,10 @@ from lit_rl.callbacks.graceful_stop import GracefulStop
 from lit_rl.callbacks.loggers import WriteFailures
 from lit_rl.callbacks.output_files import SAMPLE_FILES
 from lit_rl.core import machine
-from lit_rl.core.errors import ConfigError, in_range
+from lit_rl.core.declared_settings import checked
+from lit_rl.core.errors import ConfigError
 from lit_rl.core.progress_bar import delayed_progress
+from lit_rl.ops.ranges import Positive
 
 
 class HubPushes:
@@ -108,6 +110,7 @@ Files = dict[str, tuple[int, int]]
 """Size and modification time of files by name."""
 
 
+@checked("callbacks.hub_samples")
 class HubSamples(L.Callback):
     """Uploads of the parquet files of `samples/` in the Trainer's `default_root_dir` to the Hugging Face hub.
 
@@ -132,10 +135,8 @@ class HubSamples(L.Callback):
     """
 
     def __init__(
-        self, repo: str | None = None, private: bool = True, minutes: float = 10.0, wait: float = 120.0
+        self, repo: str | None = None, private: bool = True, minutes: Positive = 10.0, wait: Positive = 120.0
     ) -> None:
-        in_range("callbacks.hub_samples.minutes", minutes, low=0, open_low=True)
-        in_range("callbacks.hub_samples.wait", wait, low=0, open_low=True)
         if repo is not None:
             _check_name(repo)
         self.repo, self.private, self.minutes, self.wait = repo, private, minutes, wait

@@ -8,21 +8,23 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.algorithms.data_parallel import tensor_parallel_size
 from lit_rl.callbacks.output_files import ImageWriter
+from lit_rl.core.declared_settings import checked
 from lit_rl.core.episode import Prompt
-from lit_rl.core.errors import ConfigError, StorageError, did_you_mean, in_range
+from lit_rl.core.errors import ConfigError, StorageError, did_you_mean
 from lit_rl.core.ranks import gather_objects
 from lit_rl.core.visuals import IMAGE_COLUMNS, VIDEO_COLUMNS
 from lit_rl.data.example_formats import OTHER_MASKS
 from lit_rl.data.kinds import COLUMNS
 from lit_rl.data.rendering import control_tokens
 from lit_rl.data.splits import prompt_key
+from lit_rl.ops.ranges import AtLeastOne, NotNegative, Range
 
 Row = dict[str, Any]
 
@@ -40,6 +42,7 @@ class Member:
     ended: bool
 
 
+@checked("callbacks.preference_sets")
 class PreferenceSets(L.Callback):
     """Data sets of preferences from rollouts: JSON Lines files in `datasets/` of the Trainer's `default_root_dir`.
 
@@ -70,10 +73,10 @@ class PreferenceSets(L.Callback):
         self,
         *,
         sets: Sequence[Literal["pairs", "verdicts", "ranked"]] = SETS,
-        margin: float = 0.0,
-        threshold: float = 0.5,
-        ranked_per_group: int = 4,
-        max_rows: int = 100_000,
+        margin: NotNegative = 0.0,
+        threshold: Annotated[float, Range(-math.inf)] = 0.5,
+        ranked_per_group: AtLeastOne = 4,
+        max_rows: AtLeastOne = 100_000,
     ) -> None:
         for name in sets:
             if name not in SETS:
@@ -83,10 +86,6 @@ class PreferenceSets(L.Callback):
                 )
         if not sets:
             raise ConfigError("callbacks.preference_sets.sets is empty: name one or more, or take callbacks=default.")
-        in_range("callbacks.preference_sets.margin", margin, low=0)
-        in_range("callbacks.preference_sets.threshold", threshold, low=-math.inf)
-        in_range("callbacks.preference_sets.ranked_per_group", ranked_per_group, low=1)
-        in_range("callbacks.preference_sets.max_rows", max_rows, low=1)
         self.sets, self.margin, self.threshold = tuple(dict.fromkeys(sets)), margin, threshold
         self.ranked_per_group, self.max_rows = ranked_per_group, max_rows
         self._known: dict[str, set[bytes]] = {}

@@ -25,10 +25,11 @@ from lit_rl.algorithms.rollouts.rollout_plan import SeenRows
 from lit_rl.callbacks.display import Pictures, console_table, conversation_of, file_name_part
 from lit_rl.callbacks.loggers import WriteFailures, log_tables
 from lit_rl.callbacks.output_files import write_table
+from lit_rl.core.declared_settings import checked
 from lit_rl.core.episode import TOKENS
-from lit_rl.core.errors import in_range
 from lit_rl.core.rollout import Rollout, select, trim_rollout
 from lit_rl.generation.collect import texts_of
+from lit_rl.ops.ranges import AtLeastOne, AtLeastZero
 from lit_rl.ops.reductions import masked_mean
 
 # ---------------------------------------------------------------------- schedules, and the rows of all ranks
@@ -38,15 +39,10 @@ class EveryNSteps:
     """A trigger, due at step 0, then at the first rollout that begins at or after each multiple of `every` steps.
 
     Args:
-        key: Name of the setting, for the error.
         every: Optimizer steps, 1 or more.
-
-    Raises:
-        ConfigError: `every` is below 1.
     """
 
-    def __init__(self, key: str, every: int) -> None:
-        in_range(key, every, low=1)
+    def __init__(self, every: int) -> None:
         self.every = every
         self.last: int | None = None
         """The step at which the last rollout began; None before the first, where one step a rollout is assumed."""
@@ -133,6 +129,7 @@ _LOGGER_INTERVAL = 50
 """Optimizer steps between two tables in loggers, by default."""
 
 
+@checked("callbacks.samples")
 class Samples(_Periodic):
     """Samples of rollouts and validations: files in `samples/`, tables in loggers, and a few rows on the console.
 
@@ -152,10 +149,9 @@ class Samples(_Periodic):
             every validation; the parquet files are written for every rollout.
     """
 
-    def __init__(self, print: int = 4, unique: bool = True, every: int | None = None) -> None:
-        in_range("callbacks.samples.print", print, low=0)
+    def __init__(self, print: AtLeastZero = 4, unique: bool = True, every: AtLeastOne | None = None) -> None:
         self.print, self.unique, self.every = print, unique, every
-        self._due = EveryNSteps("callbacks.samples.every", _LOGGER_INTERVAL if every is None else every)
+        self._due = EveryNSteps(_LOGGER_INTERVAL if every is None else every)
         self._unshown: tuple[int, Table] | None = None
         """The newest rollout with its step, if it is to be shown at the end."""
         self._untracked: tuple[int, Table] | None = None
@@ -264,6 +260,7 @@ class Samples(_Periodic):
 # ---------------------------------------------------------------------- tokens
 
 
+@checked("callbacks.token_samples")
 class TokenSamples(_Periodic):
     """Files with the loss's inputs for each token of a few completions, `samples/tokens_<step>.parquet`.
 
@@ -286,10 +283,9 @@ class TokenSamples(_Periodic):
         ConfigError: one of them is below 1.
     """
 
-    def __init__(self, completions: int = 8, every: int = 10) -> None:
-        in_range("callbacks.token_samples.completions", completions, low=1)
+    def __init__(self, completions: AtLeastOne = 8, every: AtLeastOne = 10) -> None:
         self.completions = completions
-        self._due = EveryNSteps("callbacks.token_samples.every", every)
+        self._due = EveryNSteps(every)
         self.unwritten = WriteFailures("TokenSamples")
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -378,6 +374,7 @@ def _values_of_rows(values: Tensor, seen: Tensor, rows: Tensor, width: int) -> T
 # ---------------------------------------------------------------------- histograms
 
 
+@checked("callbacks.histograms")
 class Histograms(_Periodic):
     """Histograms `histograms/reward`, `histograms/advantage` and `histograms/length` of this rank's rollouts.
 
@@ -389,8 +386,8 @@ class Histograms(_Periodic):
         ConfigError: `every` is below 1.
     """
 
-    def __init__(self, every: int = 10) -> None:
-        self._due = EveryNSteps("callbacks.histograms.every", every)
+    def __init__(self, every: AtLeastOne = 10) -> None:
+        self._due = EveryNSteps(every)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = pl_module.samples.get("step", [None])[0]

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from lit_rl.algorithms.rollouts import checkpoints
 from lit_rl.callbacks.loggers import WriteFailures
+from lit_rl.core.declared_settings import checked
 from lit_rl.core.durable_files import replacing
-from lit_rl.core.errors import StorageError, in_range
+from lit_rl.core.errors import StorageError
 from lit_rl.core.rollout import Completions
 from lit_rl.data.prompt_module import RolloutDataModule
+from lit_rl.ops.ranges import AtLeastOne
 from lit_rl.rewards.weighted_rewards import Scores
 
 ROLLOUT_FILES = f"step_{'[0-9]' * 8}.pt"
@@ -105,6 +107,7 @@ class SavedRollout:
         return len(self.completions)
 
 
+@checked("callbacks.rollouts")
 class Rollouts(L.Callback):
     """Files of the newest rollouts of rank 0, in `rollouts/` of the Trainer's `default_root_dir`.
 
@@ -114,8 +117,7 @@ class Rollouts(L.Callback):
         keep: Rollouts kept on the disk, the newest ones; 1 or more.
     """
 
-    def __init__(self, keep: int = 1) -> None:
-        in_range("callbacks.rollouts.keep", keep, low=1)
+    def __init__(self, keep: AtLeastOne = 1) -> None:
         self.keep = keep
         self.unwritten = WriteFailures("Rollouts")
 

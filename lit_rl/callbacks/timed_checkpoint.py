@@ -19,10 +19,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_rl.algorithms.optim.strategies import ZeROStrategy
 from lit_rl.core import upstream
+from lit_rl.core.declared_settings import checked
 from lit_rl.core.durable_files import check_free_space
-from lit_rl.core.errors import StorageError, in_range
+from lit_rl.core.errors import StorageError
+from lit_rl.ops.ranges import AtLeastOne, NotNegative, Share
 
 
+@checked("callbacks.checkpoint")
 class TimedCheckpoint(ModelCheckpoint):
     """A `ModelCheckpoint` of Lightning's that is due by the clock instead of by a number of steps.
 
@@ -39,15 +42,11 @@ class TimedCheckpoint(ModelCheckpoint):
     def __init__(
         self,
         *,
-        max_share: float = 0.05,
-        every_seconds: float = 10.0,
-        every_n_train_steps: int | None = None,
+        max_share: Share = 0.05,
+        every_seconds: NotNegative = 10.0,
+        every_n_train_steps: AtLeastOne | None = None,
         **settings: Any,
     ) -> None:
-        in_range("callbacks.checkpoint.max_share", max_share, low=0, high=1, open_low=True)
-        in_range("callbacks.checkpoint.every_seconds", every_seconds, low=0)
-        if every_n_train_steps is not None:
-            in_range("callbacks.checkpoint.every_n_train_steps", every_n_train_steps, low=1)
         intervals = every_n_train_steps, settings.get("every_n_epochs"), settings.get("train_time_interval")
         self.by_clock = intervals == (None, None, None)
         super().__init__(every_n_train_steps=1 if self.by_clock else every_n_train_steps, **settings)

@@ -31,7 +31,9 @@ from torch.distributed import DistError
 from lit_rl.algorithms import data_parallel
 from lit_rl.callbacks.graceful_stop import callback_store
 from lit_rl.core import upstream
-from lit_rl.core.errors import BackendError, in_range
+from lit_rl.core.declared_settings import checked
+from lit_rl.core.errors import BackendError
+from lit_rl.ops.ranges import Positive
 
 _SHARE = 0.9
 """Share of the process group's timeout after which the watchdog acts, while it still can report."""
@@ -59,6 +61,7 @@ _FILES = f"{_TORCH}{os.sep}distributed{os.sep}checkpoint{os.sep}"
 """Folder of code in which a rank may wait for a disk."""
 
 
+@checked("callbacks.watchdog")
 class Watchdog(L.Callback):
     """A watchdog that ends a run of several processes when one does not join the collective of the others.
 
@@ -72,10 +75,7 @@ class Watchdog(L.Callback):
         ConfigError: one of them is not above 0.
     """
 
-    def __init__(self, limit: float | None = None, all_wait: float = 120.0) -> None:
-        if limit is not None:
-            in_range("callbacks.watchdog.limit", limit, low=0, open_low=True)
-        in_range("callbacks.watchdog.all_wait", all_wait, low=0, open_low=True)
+    def __init__(self, limit: Positive | None = None, all_wait: Positive = 120.0) -> None:
         self.limit, self.all_wait = limit, all_wait
         self._watch: _Watch | None = None
 

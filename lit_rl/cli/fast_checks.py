@@ -382,14 +382,14 @@ def _check_commands(config: DictConfig) -> None:
                 in_range(f"{command}.{name}", value, low=0, open_low=True)
 
 
-def _may_be_registered(value: Any, asked: list[dict[str, Any]], config: DictConfig) -> bool:
+def _may_be_registered(value: Any, asked: Mapping[str, Any], config: DictConfig) -> bool:
     """Tell whether a value is unknown here, but may be in a registry of Lightning once it is loaded.
 
     A plugin registers a strategy or an accelerator when it is imported: by what the config names, by a package that
     Lightning loads, or by the script that called.
     """
-    key = asked[0]["key"]
-    if not key.startswith("trainer.") or not isinstance(value, str) or value.lower() in asked[0].get("allowed", ()):
+    key = asked["key"]
+    if not key.startswith("trainer.") or not isinstance(value, str) or value.lower() in asked.get("allowed", ()):
         return False
     if schema_keys()["_versions_"] != schemas.schema_versions():  # another Lightning has words of its own
         return True
@@ -414,14 +414,14 @@ def _names_code(tree: Any) -> bool:
     return isinstance(tree, str) and _CODE.fullmatch(tree) is not None
 
 
-def _check_value(value: Any, asked: list[dict[str, Any]]) -> None:
-    for call in asked:
-        if "allowed" in call:
-            if isinstance(value, (str, int, float)) and not isinstance(value, bool):
-                word = str(value).lower() if call["key"] == "trainer.strategy" else str(value)  # as Lightning reads it
-                one_of(call["key"], word, call["allowed"])
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            in_range(value=value, **call)
+def _check_value(value: Any, asked: Mapping[str, Any]) -> None:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return
+    if "allowed" in asked:
+        word = str(value).lower() if asked["key"] == "trainer.strategy" else str(value)  # as Lightning reads it
+        one_of(asked["key"], word, asked["allowed"])
+    elif not isinstance(value, str):
+        in_range(value=value, **asked)
 
 
 def _check_length(trainer: Mapping[str, Any]) -> None:

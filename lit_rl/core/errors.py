@@ -149,16 +149,18 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return "" if near is None else f" Did you mean {near!r}?"
 
 
-def one_of(key: str, value: str, allowed: Iterable[str]) -> None:
-    """Refuse a word that is none of those allowed.
+def one_of(key: str, value: str, allowed: Iterable[str | None]) -> None:
+    """Refuse a word that is none of those allowed, of which None is null.
 
     Raises:
         ConfigError: names the key, the value, what is allowed and the nearest of it.
     """
     choices = list(allowed)
     if value not in choices:
-        near = did_you_mean(str(value), choices)
-        raise ConfigError(f"{key}={value!r} is unknown: allowed is {', '.join(choices)}.{near}")
+        near = did_you_mean(str(value), filter(None, choices))
+        raise ConfigError(
+            f"{key}={value!r} is unknown: allowed is {', '.join(word or 'null' for word in choices)}.{near}"
+        )
 
 
 def excerpt(text: str, length: int = 80) -> str:

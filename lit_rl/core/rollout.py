@@ -12,17 +12,19 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lit_rl.core.declared_settings import checked
 from lit_rl.core.episode import Episode, Prompt, Responder
 from lit_rl.core.errors import ConfigError, check_strings, in_range
 from lit_rl.core.other_names import reject_unknown_keywords
 from lit_rl.core.transfers import CopiedToHost, HostCopy, to_device
 from lit_rl.core.vision_inputs import PromptVision, Vision
+from lit_rl.ops.ranges import AtLeastOne, AtLeastZero, Portion, Positive, Range, Share
 from lit_rl.ops.sampling_distribution import Truncation
 
 _LARGEST_BIAS = 100.0
@@ -161,6 +163,7 @@ def columns_of(item: Any) -> Iterator[tuple[str, Width, Tensor | None]]:
             yield each.name, width, value
 
 
+@checked("sampling")
 @reject_unknown_keywords("sampling")
 @dataclass(frozen=True)
 class Sampling:
@@ -183,12 +186,12 @@ class Sampling:
             (vllm, vllm_server) can keep one.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    max_new_tokens: int = 512
+    temperature: Annotated[float, Range(0, open_high=True)] = 1.0
+    top_p: Share = 1.0
+    top_k: AtLeastZero = 0
+    min_p: Portion = 0.0
+    repetition_penalty: Positive = 1.0
+    max_new_tokens: AtLeastOne = 512
     min_new_tokens: int = 0
     stop: tuple[str, ...] = ()
     bad_words: tuple[str, ...] = ()
@@ -196,12 +199,6 @@ class Sampling:
     structured: Structured | None = None
 
     def __post_init__(self) -> None:
-        in_range("sampling.temperature", self.temperature, low=0, open_high=True)
-        in_range("sampling.top_p", self.top_p, low=0, high=1, open_low=True)
-        in_range("sampling.top_k", self.top_k, low=0)
-        in_range("sampling.min_p", self.min_p, low=0, high=1)
-        in_range("sampling.repetition_penalty", self.repetition_penalty, low=0, open_low=True)
-        in_range("sampling.max_new_tokens", self.max_new_tokens, low=1)
         in_range("sampling.min_new_tokens", self.min_new_tokens, low=0, high=self.max_new_tokens)
         for key in ("stop", "bad_words"):
             strings = getattr(self, key)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import ConfigError, DataError, in_range, seed_in_range
 from lit_rl.core.other_names import refuse_unknown_keywords
 from lit_rl.core.vision_inputs import PromptVision
@@ -18,13 +19,14 @@ from lit_rl.data.loaders import EvalLoader, plain_settings
 from lit_rl.data.order import DEFAULT_STEP_ROWS, RolloutOrder, fit_step_rows
 from lit_rl.data.prompt_set import PromptSet
 from lit_rl.data.readers import OnBadRow
-from lit_rl.data.row_visuals import MAX_IMAGE_PIXELS
+from lit_rl.data.row_visuals import MAX_IMAGE_PIXELS, ImagePixels
 from lit_rl.data.rows import row_function
 from lit_rl.data.set_reader import list_counts
 from lit_rl.data.sources import SEVERAL_PATHS, GivenRows, Rows, is_data_set
 from lit_rl.data.splits import RowSource, check_rows, parse_sources, refuse_text, require_exactly_one, val_sources
 from lit_rl.data.tasks import Task
 from lit_rl.data.visual_prompts import Processor
+from lit_rl.ops.ranges import AtLeastOne
 
 
 def check_keywords(kind: type, given: Iterable[str], taken: type) -> None:
@@ -55,6 +57,7 @@ _REASONS = {
 """Words for the counts of rows that are left out or cut."""
 
 
+@checked("data")
 class SourcedDataModule(L.LightningDataModule, ABC):
     """Rows and validation sets. Exactly one of `path`, `rows`, `task` and `sources` says where rows come from.
 
@@ -114,14 +117,14 @@ class SourcedDataModule(L.LightningDataModule, ABC):
         map_row: str | Callable | None = None,
         system_prompt: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
-        max_image_pixels: int = MAX_IMAGE_PIXELS,
+        max_image_pixels: ImagePixels = MAX_IMAGE_PIXELS,
         shuffle: bool = True,
         on_bad_row: OnBadRow = "error",
         val: Any | None = None,
         val_path: str | dict[str, str] | None = None,
         val_split: str | dict[str, str] | None = None,
         val_fraction: float = _HELD_OUT,
-        val_batch_size: int = 64,
+        val_batch_size: AtLeastOne = 64,
         seed: int = 0,
         allow_changed: bool = False,
     ) -> None:
@@ -138,7 +141,6 @@ class SourcedDataModule(L.LightningDataModule, ABC):
                 f"data.task is {task!r:.60}. Allowed is an object whose train() and val() return rows, such as "
                 "lit_rl.Addition()."
             )
-        in_range("data.val_batch_size", val_batch_size, low=1)
         seed_in_range("data.seed", seed)
         if not 0 <= val_fraction < 1:
             raise ConfigError(f"data.val_fraction={val_fraction} is out of range: allowed is [0, 1).")

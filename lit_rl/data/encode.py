@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 
 Learn = Literal["completion", "assistant", "all"]
-LEARN = ("completion", "assistant", "all")
 _TURN_ENDS = 1024
 """Ends of turns that are remembered, of as many arguments of the chat template."""
 
@@ -461,9 +460,7 @@ def _learned_from(start: int, learned: Sequence[bool]) -> list[bool]:
 
 
 Keep = Literal["start", "end"]
-KEEP = ("start", "end")
 Overlong = Literal["truncate", "drop", "error"]
-OVERLONG = ("truncate", "drop", "error")
 
 
 def kept_windows(
@@ -510,7 +507,6 @@ def truncate_labels(text: Encoded, labels: Sequence[float], window: range) -> tu
 
 
 Packing = Literal["none", "best_fit", "wrapped"]
-PACKING = ("none", "best_fit", "wrapped")
 
 
 class PackedPiece(NamedTuple):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import lightning as L
 
+from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import PromptForm
 from lit_rl.data.corpus import Corpus, example_reader
@@ -28,6 +29,7 @@ from lit_rl.data.streams import (
     check_stream_trainer,
 )
 from lit_rl.data.visual_prompts import Processor
+from lit_rl.ops.ranges import AtLeastOne, AtLeastTwo, Portion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,6 +44,7 @@ _LEARNERS: dict[Kind, str] = {
 """A method that learns from each kind of rows."""
 
 
+@checked("data")
 class ExampleDataModule(SourcedDataModule):
     """The base of the three. The format of the rows is recognised from their columns; every row left out is counted in
     `report`.
@@ -75,15 +78,15 @@ class ExampleDataModule(SourcedDataModule):
         self,
         rows: GivenRows | None = None,
         *,
-        batch_size: int | None = None,
-        max_length: int | None = 1024,
-        max_completion_tokens: int | None = None,
+        batch_size: AtLeastOne | None = None,
+        max_length: AtLeastTwo | None = 1024,
+        max_completion_tokens: AtLeastOne | None = None,
         keep: Literal["start", "end"] = "start",
         overlong: Literal["truncate", "drop", "error"] = "truncate",
-        max_dropped: float = 0.1,
+        max_dropped: Portion = 0.1,
         stream_buffer: int | None = None,
         group_by_length: bool = True,
-        val_batch_size: int = 32,
+        val_batch_size: AtLeastOne = 32,
         **source: Any,
     ) -> None:
         check_keywords(type(self), source, SourcedDataModule)
@@ -310,6 +313,7 @@ class ExampleDataModule(SourcedDataModule):
         return corpus
 
 
+@checked("data")
 class SupervisedDataModule(ExampleDataModule):
     """Texts to imitate, for `SFT`.
 

@@ -8,12 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lit_rl.core.errors import ConfigError, DataError, in_range, one_of
+from lit_rl.core.declared_settings import checked
+from lit_rl.core.errors import ConfigError, DataError
 from lit_rl.data.encode import (
-    KEEP,
-    LEARN,
-    OVERLONG,
-    PACKING,
     Encoder,
     Keep,
     Learn,
@@ -32,8 +29,10 @@ from lit_rl.data.rows import is_blank
 from lit_rl.data.set_reader import RowOptions, SetReader, list_counts, read_source
 from lit_rl.data.sources import Rows
 from lit_rl.data.visual_prompts import PromptVisuals
+from lit_rl.ops.ranges import AtLeastOne, AtLeastTwo, Portion
 
 
+@checked("data")
 @dataclass(frozen=True, kw_only=True)
 class ExampleOptions(RowOptions):
     """Settings by which a row becomes an example; the fields are those of the data modules.
@@ -54,11 +53,11 @@ class ExampleOptions(RowOptions):
         last_step_only: Labelled steps: learn the last label only.
     """
 
-    max_length: int | None = 1024
-    max_completion_tokens: int | None = None
+    max_length: AtLeastTwo | None = 1024
+    max_completion_tokens: AtLeastOne | None = None
     keep: Keep = "start"
     overlong: Overlong = "truncate"
-    max_dropped: float = 0.1
+    max_dropped: Portion = 0.1
     learn: Learn = "completion"
     packing: Packing = "none"
     separator: str = "\n"
@@ -66,14 +65,6 @@ class ExampleOptions(RowOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key, low in (("max_length", 2), ("max_completion_tokens", 1)):
-            if getattr(self, key) is not None:
-                in_range(f"data.{key}", getattr(self, key), low=low)
-        in_range("data.max_dropped", self.max_dropped, low=0, high=1)
-        one_of("data.keep", self.keep, KEEP)
-        one_of("data.overlong", self.overlong, OVERLONG)
-        one_of("data.learn", self.learn, LEARN)
-        one_of("data.packing", self.packing, PACKING)
         if self.keep != "start" and self.overlong != "truncate":
             raise ConfigError(
                 f"data.keep={self.keep} says what is left of a text that is cut, and data.overlong={self.overlong} "

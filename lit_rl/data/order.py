@@ -11,11 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lit_rl.core.errors import ConfigError, DataError, in_range
+from lit_rl.core.declared_settings import checked
+from lit_rl.core.errors import ConfigError, DataError
+from lit_rl.ops.ranges import AtLeastOne, AtLeastZero
 
 _WITHIN, _BETWEEN = 0, 1
 
 
+@checked("data")
 @dataclass(frozen=True)
 class RolloutOrder:
     """The order of rows in every epoch.
@@ -33,14 +36,12 @@ class RolloutOrder:
     """
 
     sizes: tuple[int, ...]
-    prompts_per_rollout: int
-    seed: int = 0
+    prompts_per_rollout: AtLeastOne
+    seed: AtLeastZero = 0
     shuffle: bool = True
     weights: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        in_range("data.seed", self.seed, low=0)
-        in_range("data.prompts_per_rollout", self.prompts_per_rollout, low=1)
         if self.rollouts_per_epoch == 0:
             raise DataError(
                 f"data.prompts_per_rollout={self.prompts_per_rollout} needs as many rows; there are {sum(self.sizes)}."

@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from lit_rl.core.declared_settings import checked
 from lit_rl.core.rollout import PromptBatch, PromptForm
 from lit_rl.core.vision_inputs import PromptVision
 from lit_rl.data.corpus import Corpus, prompt_reader
@@ -18,11 +19,13 @@ from lit_rl.data.rendering import warn_unknown_end
 from lit_rl.data.sources import GivenRows
 from lit_rl.data.tasks import Repeated
 from lit_rl.data.visual_prompts import Processor
+from lit_rl.ops.ranges import AtLeastOne
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+@checked("data")
 class RolloutDataModule(SourcedDataModule):
     """Prompts and columns for rollouts.
 
@@ -48,8 +51,8 @@ class RolloutDataModule(SourcedDataModule):
         rows: GivenRows | None = None,
         *,
         prompt_key: str = "prompt",
-        prompts_per_rollout: int | None = None,
-        max_prompt_tokens: int = 512,
+        prompts_per_rollout: AtLeastOne | None = None,
+        max_prompt_tokens: AtLeastOne = 512,
         overlong: Literal["drop", "truncate_left", "error"] = "drop",
         **source: Any,
     ) -> None:

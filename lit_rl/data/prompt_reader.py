@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from lit_rl.core.declared_settings import checked
 from lit_rl.core.episode import Prompt
-from lit_rl.core.errors import ConfigError, DataError, in_range, one_of
+from lit_rl.core.errors import ConfigError, DataError
 from lit_rl.data.encode import Encoder
 from lit_rl.data.message_forms import read_tools
 from lit_rl.data.prompt_set import PromptExample
@@ -17,23 +18,19 @@ from lit_rl.data.rows import add_system_prompt, is_blank, split_prompt
 from lit_rl.data.set_reader import RowOptions, SetReader, read_source
 from lit_rl.data.sources import Rows
 from lit_rl.data.visual_prompts import PromptVisuals
+from lit_rl.ops.ranges import AtLeastOne
 
 Overlong = Literal["drop", "truncate_left", "error"]
-OVERLONG = ("drop", "truncate_left", "error")
 
 
+@checked("data")
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions(RowOptions):
     """Settings by which a row becomes a prompt; the fields are those of `RolloutDataModule`."""
 
     prompt_key: str = "prompt"
-    max_prompt_tokens: int = 512
+    max_prompt_tokens: AtLeastOne = 512
     overlong: Overlong = "drop"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        in_range("data.max_prompt_tokens", self.max_prompt_tokens, low=1)
-        one_of("data.overlong", self.overlong, OVERLONG)
 
 
 class PromptReader(SetReader[PromptExample, PromptExample | None]):

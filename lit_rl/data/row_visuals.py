@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from lit_rl.core.errors import ConfigError, DataError, did_you_mean, excerpt
 from lit_rl.core.visuals import (
@@ -30,12 +30,16 @@ from lit_rl.core.visuals import (
     is_pillow,
     pillow,
 )
+from lit_rl.ops.ranges import Range
 
 MAX_IMAGE_PIXELS = 40_000_000
 """Width times height of an image that a data set may hold, by default: 120 MB as RGB."""
 
 MOST_IMAGE_PIXELS = 178_956_970
 """The largest image that Pillow opens, in pixels."""
+
+ImagePixels = Annotated[int, Range(1, MOST_IMAGE_PIXELS, whole=True)]
+"""Width times height of an image that Pillow opens."""
 
 LONGEST_SIDE = 200
 """Times the shorter side: what processors of the Qwen family take."""

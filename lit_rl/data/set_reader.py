@@ -16,13 +16,14 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from lit_rl.core.errors import DataError, did_you_mean, in_range, one_of
+from lit_rl.core.declared_settings import checked
+from lit_rl.core.errors import DataError, did_you_mean
 from lit_rl.core.progress_bar import delayed_progress
 from lit_rl.core.visuals import Visual
 from lit_rl.data.encode import Encoder
-from lit_rl.data.readers import ON_BAD_ROW, OnBadRow
+from lit_rl.data.readers import OnBadRow
 from lit_rl.data.rendering import check_template_kwargs
-from lit_rl.data.row_visuals import KEYS_OF_IMAGES, MAX_IMAGE_PIXELS, MOST_IMAGE_PIXELS, ImageReader, read_images
+from lit_rl.data.row_visuals import KEYS_OF_IMAGES, MAX_IMAGE_PIXELS, ImagePixels, ImageReader, read_images
 from lit_rl.data.rows import RowFunction, read_row
 from lit_rl.data.sources import Rows
 from lit_rl.data.visual_prompts import EqualVideos
@@ -31,6 +32,7 @@ Item = TypeVar("Item")
 Found = TypeVar("Found")
 
 
+@checked("data")
 @dataclass(frozen=True, kw_only=True)
 class RowOptions:
     """Settings for reading rows of every kind; the fields are those of the data modules.
@@ -49,11 +51,9 @@ class RowOptions:
     system_prompt: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     on_bad_row: OnBadRow = "error"
-    max_image_pixels: int = MAX_IMAGE_PIXELS
+    max_image_pixels: ImagePixels = MAX_IMAGE_PIXELS
 
     def __post_init__(self) -> None:
-        in_range("data.max_image_pixels", self.max_image_pixels, low=1, high=MOST_IMAGE_PIXELS)
-        one_of("data.on_bad_row", self.on_bad_row, ON_BAD_ROW)
         check_template_kwargs(self.chat_template_kwargs)
 
 

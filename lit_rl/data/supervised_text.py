@@ -7,8 +7,9 @@ from functools import cached_property
 
 import numpy as np
 
+from lit_rl.core.declared_settings import checked
 from lit_rl.core.episode import Prompt
-from lit_rl.core.errors import ConfigError, DataError, did_you_mean, excerpt, in_range
+from lit_rl.core.errors import ConfigError, DataError, did_you_mean, excerpt
 from lit_rl.core.examples import TokenBatch
 from lit_rl.data.encode import Encoder
 from lit_rl.data.example_set import Encoded, token_batch
@@ -18,11 +19,13 @@ from lit_rl.data.row_visuals import images_in
 from lit_rl.data.rows import split_prompt
 from lit_rl.data.sources import Rows, load_rows
 from lit_rl.data.visual_prompts import Processor, refuse_reserved
+from lit_rl.ops.ranges import AtLeastOne, AtLeastTwo
 
 _CHECKED_ROWS = 256
 """Rows that are rendered before a run begins, at up to some milliseconds each."""
 
 
+@checked("algo.ptx")
 @dataclass(frozen=True)
 class SupervisedText:
     """An endless source of texts. The texts of a step are a function of its number and the seed: nothing to checkpoint.
@@ -42,16 +45,14 @@ class SupervisedText:
     """
 
     path: str
-    batch_size: int = 8
-    max_tokens: int = 512
+    batch_size: AtLeastOne = 8
+    max_tokens: AtLeastTwo = 512
     text_key: str = "text"
     prompt_key: str | None = None
     split: str | None = None
     name: str | None = None
 
     def __post_init__(self) -> None:
-        in_range("algo.ptx.batch_size", self.batch_size, low=1)
-        in_range("algo.ptx.max_tokens", self.max_tokens, low=2)
         if self.prompt_key == self.text_key:
             raise ConfigError(f"algo.ptx: prompt_key and text_key are both {self.text_key!r}: name two columns.")
 

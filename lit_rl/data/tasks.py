@@ -17,13 +17,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, runtime_checkable
 
+from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import ConfigError, in_range
 from lit_rl.core.task_sets import REASONING_GYM_COLUMN as PROBLEM_COLUMN
 from lit_rl.core.task_sets import VERIFIERS_COLUMN as TASKSET_COLUMN
 from lit_rl.core.task_sets import ReasoningGymProblem, TaskSet, prompt_of, row_of_task
 from lit_rl.core.visuals import as_png, pillow
+from lit_rl.ops.ranges import AtLeastOne, AtLeastTwo, AtLeastZero, Range
 
 
 @runtime_checkable
@@ -56,6 +58,7 @@ class HoldsOut(ABC):
     def _rows(self) -> list[dict[str, Any]]: ...
 
 
+@checked("data.task")
 class Addition(HoldsOut):
     """Sums of two whole numbers: `{"prompt": "17+25=", "answer": "42"}`.
 
@@ -68,8 +71,7 @@ class Addition(HoldsOut):
         seed: Seed of the draw of the held-out pairs and of the order of the rows.
     """
 
-    def __init__(self, max_operand: int = 99, val_rows: int = 500, seed: int = 0) -> None:
-        in_range("data.task.max_operand", max_operand, low=0)
+    def __init__(self, max_operand: AtLeastZero = 99, val_rows: int = 500, seed: int = 0) -> None:
         pairs = (max_operand + 1) ** 2
         if not 0 <= val_rows < pairs:
             raise ConfigError(
@@ -138,6 +140,7 @@ class AdditionSteps(Addition):
         return rows
 
 
+@checked("data.task")
 class Largest(HoldsOut):
     """The largest of a few numbers, asked for as one message of a chat, for models that follow instructions:
 
@@ -156,12 +159,14 @@ class Largest(HoldsOut):
     """
 
     def __init__(
-        self, count: int = 4, max_number: int = 99, train_rows: int = 2000, val_rows: int = 500, seed: int = 0
+        self,
+        count: AtLeastTwo = 4,
+        max_number: int = 99,
+        train_rows: AtLeastOne = 2000,
+        val_rows: AtLeastZero = 500,
+        seed: int = 0,
     ) -> None:
-        in_range("data.task.count", count, low=2)
         in_range("data.task.max_number", max_number, low=count)
-        in_range("data.task.train_rows", train_rows, low=1)
-        in_range("data.task.val_rows", val_rows, low=0)
         if train_rows + val_rows > (most := math.perm(max_number, count)):
             raise ConfigError(
                 f"data.task.train_rows={train_rows} and data.task.val_rows={val_rows}: {count} of {max_number} numbers "
@@ -209,6 +214,7 @@ def _reply(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]
 
 
+@checked("data.task")
 class Repeated:
     """One prompt many times, for environments that make a different problem of each row by its seed.
 
@@ -218,9 +224,9 @@ class Repeated:
         val_rows: Rows to validate on, whose seeds are others; 0 is none.
     """
 
-    def __init__(self, prompt: str | list[dict[str, Any]], train_rows: int = 1000, val_rows: int = 100) -> None:
-        in_range("data.task.train_rows", train_rows, low=1)
-        in_range("data.task.val_rows", val_rows, low=0)
+    def __init__(
+        self, prompt: str | list[dict[str, Any]], train_rows: AtLeastOne = 1000, val_rows: AtLeastZero = 100
+    ) -> None:
         self.prompt, self.train_rows, self.val_rows = prompt, train_rows, val_rows
 
     def train(self) -> list[dict[str, Any]]:
@@ -232,6 +238,7 @@ class Repeated:
         return [{"prompt": self.prompt}] * self.val_rows
 
 
+@checked("data.task")
 @dataclass(eq=False)
 class ReasoningGym(HoldsOut):
     """Problems of a generator of reasoning-gym (2505.24760), as one message of a chat:
@@ -257,13 +264,11 @@ class ReasoningGym(HoldsOut):
     name: str
     settings: Mapping[str, Any] | None = None
     instruction: str = ""
-    train_rows: int = 2000
-    val_rows: int = 200
+    train_rows: AtLeastOne = 2000
+    val_rows: AtLeastZero = 200
     seed: int = 0
 
     def __post_init__(self) -> None:
-        in_range("data.task.train_rows", self.train_rows, low=1)
-        in_range("data.task.val_rows", self.val_rows, low=0)
         self.settings = dict(self.settings or {})
 
     def _rows(self) -> list[dict[str, Any]]:
@@ -288,6 +293,7 @@ class ReasoningGym(HoldsOut):
         return [{"role": "user", "content": f"{question}\n{self.instruction}" if self.instruction else question}]
 
 
+@checked("data.task")
 @dataclass(eq=False)
 class ReasoningGymPlain(ReasoningGym):
     """The same problems as plain text, for models that know no chat: `{"prompt": "4+3=", "answer": "7", ...}`
@@ -349,6 +355,7 @@ _SIDE, _GREYS, _SCALE = 8, 16, 4
 _FILE = Path(__file__).with_name("digits.csv.gz")
 
 
+@checked("data.task")
 @dataclass(eq=False)
 class Digits(HoldsOut):
     """The digit that an image shows, as one message of a chat:
@@ -366,11 +373,8 @@ class Digits(HoldsOut):
         ConfigError: `val_rows` leaves nothing to learn from.
     """
 
-    val_rows: int = 300
+    val_rows: Annotated[int, Range(0, IMAGES - 1, whole=True)] = 300
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        in_range("data.task.val_rows", self.val_rows, low=0, high=IMAGES - 1)
 
     def _rows(self) -> list[dict[str, Any]]:
         lines = gzip.decompress(_FILE.read_bytes()).decode("ascii").split()
@@ -393,6 +397,7 @@ class DigitTexts(Digits):
         return [{**row, "completion": _reply(row["answer"])} for row in super()._rows()]
 
 
+@checked("data.task")
 class VerifiersTasks(HoldsOut):
     """Tasks of a task set of verifiers, as chats:
 
@@ -418,13 +423,10 @@ class VerifiersTasks(HoldsOut):
         self,
         id: str,
         settings: dict[str, Any] | None = None,
-        train_rows: int | None = None,
-        val_rows: int = 0,
+        train_rows: AtLeastOne | None = None,
+        val_rows: AtLeastZero = 0,
         seed: int | None = None,
     ) -> None:
-        if train_rows is not None:
-            in_range("data.task.train_rows", train_rows, low=1)
-        in_range("data.task.val_rows", val_rows, low=0)
         self.taskset = TaskSet.of(id, settings or {})
         self.train_rows, self.val_rows, self.seed = train_rows, val_rows, seed
         self._loaded: list[dict[str, Any]] | None = None

@@ -6,13 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from lit_rl.core.errors import ConfigError, in_range, one_of
+from lit_rl.core.declared_settings import checked
+from lit_rl.core.errors import ConfigError
 from lit_rl.environments.environment_base import Environment, Interactive
 from lit_rl.environments.environment_pool import Pool
 from lit_rl.environments.frames import AnswerRole
 from lit_rl.environments.parser_base import Parser
-from lit_rl.environments.tool_parsers import check_parser
+from lit_rl.environments.tool_parsers import ParserName, check_parser
 from lit_rl.environments.tools import Toolbox
+from lit_rl.ops.ranges import AtLeastOne, AtLeastZero, Portion, Positive
 
 
 class EnvironmentKind(ABC):
@@ -46,6 +48,7 @@ class EnvironmentKind(ABC):
         """
 
 
+@checked("env")
 class EnvironmentFactory(Interactive, ABC):
     """Abstract: subclasses say which kinds of environments there are.
 
@@ -81,32 +84,21 @@ class EnvironmentFactory(Interactive, ABC):
     def __init__(  # noqa: PLR0913 (one keyword a setting, as in the config)
         self,
         *,
-        parser: str = "auto",
+        parser: ParserName = "auto",
         call_pattern: str | None = None,
-        max_turns: int = 8,
-        max_tokens: int | None = None,
-        max_observation_tokens: int | None = None,
-        step_timeout: float = 30.0,
-        episode_timeout: float | None = None,
-        rollout_timeout: float | None = None,
-        max_failed: float = Interactive.max_failed,
+        max_turns: AtLeastOne = 8,
+        max_tokens: AtLeastOne | None = None,
+        max_observation_tokens: AtLeastOne | None = None,
+        step_timeout: Positive = 30.0,
+        episode_timeout: Positive | None = None,
+        rollout_timeout: Positive | None = None,
+        max_failed: Portion = Interactive.max_failed,
         seed: Literal["group", "sample"] = "group",
-        workers: int = 0,
-        memory_mb: int | None = None,
+        workers: AtLeastZero = 0,
+        memory_mb: AtLeastOne | None = None,
         journal: bool | str = False,
     ) -> None:
         check_parser(parser, call_pattern, "env.")
-        in_range("env.max_turns", max_turns, low=1)
-        if max_tokens is not None:
-            in_range("env.max_tokens", max_tokens, low=1)
-        if max_observation_tokens is not None:
-            in_range("env.max_observation_tokens", max_observation_tokens, low=1)
-        in_range("env.step_timeout", step_timeout, low=0, open_low=True)
-        for key, whole in (("episode_timeout", episode_timeout), ("rollout_timeout", rollout_timeout)):
-            if whole is not None:
-                in_range(f"env.{key}", whole, low=0, open_low=True)
-        in_range("env.max_failed", max_failed, low=0, high=1)
-        one_of("env.seed", seed, ("group", "sample"))
         self.parser, self.call_pattern = parser, call_pattern
         sizes = {"max_tokens": max_tokens, "max_observation_tokens": max_observation_tokens}
         self.max_turns, self.untyped = max_turns, frozenset(key for key, size in sizes.items() if size is None)
@@ -115,14 +107,11 @@ class EnvironmentFactory(Interactive, ABC):
         self.step_timeout, self.episode_timeout, self.max_failed = step_timeout, episode_timeout, max_failed
         self.rollout_timeout = rollout_timeout
         self.seed: Literal["group", "sample"] = seed
-        in_range("env.workers", workers, low=0)
-        if memory_mb is not None:
-            in_range("env.memory_mb", memory_mb, low=1)
-            if not workers:
-                raise ConfigError(
-                    f"env.memory_mb={memory_mb} limits a worker process, but env.workers=0 starts none. Set "
-                    "env.workers=1 or more."
-                )
+        if memory_mb is not None and not workers:
+            raise ConfigError(
+                f"env.memory_mb={memory_mb} limits a worker process, but env.workers=0 starts none. Set "
+                "env.workers=1 or more."
+            )
         if not isinstance(journal, (bool, str)) or journal == "":
             raise ConfigError(
                 f"env.journal={journal!r}: allowed are true, false, or the folder to write the replies to."

@@ -11,9 +11,12 @@ import re
 from abc import ABC, abstractmethod
 from typing import Any
 
-from lit_rl.core.errors import ConfigError, in_range
+from lit_rl.core.declared_settings import checked
+from lit_rl.core.errors import ConfigError
+from lit_rl.ops.ranges import AtLeastOne, AtLeastTwo, Portion
 
 
+@checked("data.task")
 class GameDemonstrations(ABC):
     """Abstract: subclasses say how one game is played.
 
@@ -24,9 +27,7 @@ class GameDemonstrations(ABC):
         seed: Seed of the games.
     """
 
-    def __init__(self, games: int, turns: int, end: str, seed: int) -> None:
-        in_range("data.task.games", games, low=1)
-        in_range("data.task.turns", turns, low=1)
+    def __init__(self, games: AtLeastOne, turns: AtLeastOne, end: str, seed: int) -> None:
         self.games, self.turns, self.end, self.seed = games, turns, end, seed
 
     def train(self) -> list[dict[str, Any]]:
@@ -64,6 +65,7 @@ class GuessNumber:
         return "" if right else hint, float(right), right, False, {}
 
 
+@checked("data.task")
 class GuessDemonstrations(GameDemonstrations):
     """Games of a player who reads the hints and guesses at random among the numbers they leave:
 
@@ -77,7 +79,7 @@ class GuessDemonstrations(GameDemonstrations):
         seed: Seed of the games.
     """
 
-    def __init__(self, games: int = 4000, turns: int = 4, end: str = "<|im_end|>", seed: int = 0) -> None:
+    def __init__(self, games: AtLeastOne = 4000, turns: AtLeastOne = 4, end: str = "<|im_end|>", seed: int = 0) -> None:
         super().__init__(games, turns, end, seed)
 
     def _game(self, draw: random.Random) -> list[dict[str, Any]]:
@@ -123,6 +125,7 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
+@checked("data.task")
 class Products:
     """Products of two whole numbers: `{"prompt": "17*25=", "answer": "425"}`.
 
@@ -135,8 +138,7 @@ class Products:
         seed: Seed of the held-out pairs, and of the order of the rows.
     """
 
-    def __init__(self, max_operand: int = 99, val_rows: int = 200, seed: int = 0) -> None:
-        in_range("data.task.max_operand", max_operand, low=LOWEST)
+    def __init__(self, max_operand: AtLeastTwo = 99, val_rows: int = 200, seed: int = 0) -> None:
         pairs = (max_operand - LOWEST + 1) ** 2
         if not 0 <= val_rows < pairs:
             raise ConfigError(
@@ -163,6 +165,7 @@ class Products:
         return pairs
 
 
+@checked("data.task")
 class ProductQuestions(Products):
     """The same products as questions of a chat, behind a few words that say how the tool is called:
 
@@ -178,7 +181,7 @@ class ProductQuestions(Products):
     """
 
     def __init__(
-        self, max_operand: int = 99, val_rows: int = 200, seed: int = 0, instruction: str = TOOL_INSTRUCTION
+        self, max_operand: AtLeastTwo = 99, val_rows: int = 200, seed: int = 0, instruction: str = TOOL_INSTRUCTION
     ) -> None:
         super().__init__(max_operand, val_rows, seed)
         self.instruction = instruction
@@ -217,6 +220,7 @@ class QuestionDemonstrations(ProductQuestions):
         ]
 
 
+@checked("data.task")
 class CalculatorDemonstrations(Products):
     """The same products, solved with a calculator on which sometimes a wrong key is pressed:
 
@@ -234,10 +238,14 @@ class CalculatorDemonstrations(Products):
     """
 
     def __init__(
-        self, max_operand: int = 99, val_rows: int = 200, wrong: float = 0.3, end: str = "<|im_end|>", seed: int = 0
+        self,
+        max_operand: AtLeastTwo = 99,
+        val_rows: int = 200,
+        wrong: Portion = 0.3,
+        end: str = "<|im_end|>",
+        seed: int = 0,
     ) -> None:
         super().__init__(max_operand, val_rows, seed)
-        in_range("data.task.wrong", wrong, low=0, high=1)
         if wrong and max_operand == LOWEST:
             raise ConfigError(
                 f"data.task.wrong={wrong} and data.task.max_operand={LOWEST}: there is one operand, and no wrong one. "

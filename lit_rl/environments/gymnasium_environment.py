@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Literal
 
-from lit_rl.core.errors import BackendError, ConfigError, did_you_mean, excerpt, one_of
+from lit_rl.core.declared_settings import checked
+from lit_rl.core.errors import BackendError, ConfigError, did_you_mean, excerpt
 from lit_rl.core.process_state import preserve_process_state
 from lit_rl.core.user_functions import load_by_path
 from lit_rl.environments.environment_base import Environment
@@ -28,11 +29,13 @@ from lit_rl.environments.text_game import (
     render_modes,
 )
 from lit_rl.environments.user_environments import SteppedEnvironment, UserClass
+from lit_rl.ops.ranges import AtLeastOne
 
 _WORKER_MODULE = "lit_rl.environments.text_game"
 """The module that makes environments in workers."""
 
 
+@checked("env")
 class GymnasiumEnvironment(EnvironmentFactory):
     """Environments that are registered with gymnasium, of which every episode gets a new one.
 
@@ -66,7 +69,6 @@ class GymnasiumEnvironment(EnvironmentFactory):
         **limits: Any,
     ) -> None:
         super().__init__(**limits)
-        one_of("env.observation", observation, ("value", "render"))
         if observation == "render" and show is not None:
             raise ConfigError(
                 "env.show and env.observation=render are both set, and each of them decides what the policy reads. "
@@ -179,6 +181,7 @@ def _newest(registry: Mapping[str, Any]) -> list[str]:
     return sorted(spec.id for spec in newest.values())
 
 
+@checked("data.task")
 class RandomPlay(GameDemonstrations):
     """Episodes in which every action is drawn at random:
 
@@ -208,8 +211,8 @@ class RandomPlay(GameDemonstrations):
         options: dict[str, Any] | None = None,
         actions: Sequence[str] = (),
         observation: Literal["value", "render"] = "value",
-        games: int = 1000,
-        turns: int = 8,
+        games: AtLeastOne = 1000,
+        turns: AtLeastOne = 8,
         end: str = "<|im_end|>",
         seed: int = 0,
     ) -> None:

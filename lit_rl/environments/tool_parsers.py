@@ -15,10 +15,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from lit_rl.core.chat_template import apply_chat_template
-from lit_rl.core.errors import ConfigError, excerpt, one_of
+from lit_rl.core.errors import ConfigError, excerpt
 from lit_rl.data.rendering import control_tokens
 from lit_rl.environments.parser_base import (
     BLANKS,
@@ -51,6 +51,7 @@ from lit_rl.environments.thoughts import (
     split_thoughts,
 )
 from lit_rl.environments.tools import ToolCall
+from lit_rl.ops.ranges import OneOf
 
 Schemas = Sequence[Mapping[str, Any]]
 """Schemas of the tools."""
@@ -683,6 +684,9 @@ _FAMILIES: dict[str, Callable[[Schemas], Parser]] = {
 PARSERS = (*_FAMILIES, "regex")
 """Names of the forms that `env.parser` may choose."""
 
+ParserName = Annotated[str, OneOf(("auto", *PARSERS))]
+"""One of them, or the choice of it by the tokenizer."""
+
 _TEMPLATE_MARKS = {
     "<tool_call>\n{": "hermes",
     "<tool_call>\\n{": "hermes",
@@ -714,7 +718,7 @@ _PROBE_SCHEMA = {
 
 
 def check_parser(name: str, pattern: str | None, prefix: str = "") -> None:
-    """Check that there is such a parser, and that it reads a pattern where one is given.
+    """Check that a parser reads a pattern where one is given.
 
     Args:
         name: One of `PARSERS`, or ``auto``.
@@ -724,7 +728,6 @@ def check_parser(name: str, pattern: str | None, prefix: str = "") -> None:
     Raises:
         ConfigError: otherwise.
     """
-    one_of(f"{prefix}parser", name, ("auto", *PARSERS))
     if name != "regex" and pattern is not None:
         raise ConfigError(
             f"{prefix}call_pattern={pattern!r} has no effect with {prefix}parser={name}: only {prefix}parser=regex "

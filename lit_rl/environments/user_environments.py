@@ -14,8 +14,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from lit_rl.core.declared_settings import checked
 from lit_rl.core.episode import Message
-from lit_rl.core.errors import ConfigError, RewardError, describe_error, did_you_mean, excerpt, one_of
+from lit_rl.core.errors import ConfigError, RewardError, describe_error, did_you_mean, excerpt
 from lit_rl.core.event_loops import BackgroundLoop
 from lit_rl.core.process_state import is_raised_by_user_code, preserve_process_state
 from lit_rl.core.user_functions import load_by_path
@@ -27,7 +28,6 @@ from lit_rl.environments.parser_base import BadCall, Parser
 from lit_rl.environments.tools import FunctionTool, ToolAnswer, Toolbox, ToolCall
 
 Style = Literal["auto", "step", "tools"]
-STYLES = ("auto", "step", "tools")
 
 _PROTOCOL_METHODS = ("reset", "get_reward", "close")
 _NO_TOOLS = (*_PROTOCOL_METHODS, "step", "render", "seed")
@@ -53,7 +53,6 @@ class UserClass:
     """
 
     def __init__(self, make: Callable[[], Any], name: str, style: Style = "auto") -> None:
-        one_of("env.style", style, STYLES)
         self.make, self.name = make, name
         with preserve_process_state(f"env: {name}"):
             first, second = self._made(), self._made()
@@ -447,6 +446,7 @@ EnvironmentLike = str | Callable[[], Any]
 """A class, a function that makes an object, or the path of one."""
 
 
+@checked("env")
 class CustomEnvironment(EnvironmentFactory):
     """A class of your own, of which every episode gets a new object.
 

@@ -20,10 +20,11 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Generic, TypeVar
 
+from lit_rl.core.declared_settings import checked
 from lit_rl.core.episode import Prompt
-from lit_rl.core.errors import GenerationError, in_range
+from lit_rl.core.errors import GenerationError
 from lit_rl.core.event_loops import hide_running_loop, run_coroutine
-from lit_rl.environments.tool_parsers import check_parser
+from lit_rl.environments.tool_parsers import ParserName, check_parser
 from lit_rl.generation.chat_conversation import (
     MODEL,
     ChatConversation,
@@ -34,6 +35,7 @@ from lit_rl.generation.chat_conversation import (
     read_request,
 )
 from lit_rl.generation.rollout_function import RolloutHandle
+from lit_rl.ops.ranges import NotNegative, Positive
 
 _SPARE_THREADS = 32
 """Threads for other uses, such as the lookup of names."""
@@ -56,6 +58,7 @@ class Played(Generic[Result]):
     else None. It is None too where the completion had no room for another turn: then the policy has talked too long."""
 
 
+@checked("")
 class ChatEndpoint(Generic[Result]):
     """An endpoint of OpenAI's chat completions through which agents write a rollout, with exact tokens.
 
@@ -76,12 +79,11 @@ class ChatEndpoint(Generic[Result]):
         self,
         trainer: RolloutHandle,
         *,
-        parser: str = "auto",
+        parser: ParserName = "auto",
         call_pattern: str | None = None,
-        patience: float = 1.0,
-        agent_timeout: float | None = None,
+        patience: NotNegative = 1.0,
+        agent_timeout: Positive | None = None,
     ) -> None:
-        check_times(patience, agent_timeout)
         check_parser(parser, call_pattern)
         eos_ids = frozenset(trainer.eos_ids)
         self._reading = ChatReading(
@@ -238,17 +240,6 @@ class ChatEndpoint(Generic[Result]):
             future.set_exception(ChatRequestRefused(str(error), status=500))
             self._broken = error
         self._came.set()
-
-
-def check_times(patience: float, agent_timeout: float | None) -> None:
-    """Refuse seconds out of range.
-
-    Raises:
-        ConfigError: names the setting.
-    """
-    in_range("patience", patience, low=0)
-    if agent_timeout is not None:
-        in_range("agent_timeout", agent_timeout, low=0, open_low=True)
 
 
 @dataclass(frozen=True)

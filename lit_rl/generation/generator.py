@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_rl.core.errors import ConfigError, GenerationError, NumericError, in_range, is_out_of_memory
+from lit_rl.core.errors import ConfigError, GenerationError, NumericError, is_out_of_memory
 from lit_rl.core.rollout import Completions, Prompts, Sampling
 from lit_rl.generation.decode_batches import Decoded, assemble
 from lit_rl.models.language_model import LanguageModel
@@ -218,8 +218,6 @@ class InProcessGenerator(Generator):
     converses = True
 
     def __init__(self, batch_size: int | None = None) -> None:
-        if batch_size is not None:
-            in_range("generator.batch_size", batch_size, low=1)
         self.batch_size = batch_size
         self.bound: int | None = None
         self._policy: nn.Module | None = None

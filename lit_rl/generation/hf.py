@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import ConfigError, GenerationError, LitRLError
 from lit_rl.core.rollout import Prompts, Sampling
 from lit_rl.core.transfers import in_one_transfer
@@ -29,8 +30,10 @@ from lit_rl.generation.generator import InProcessGenerator
 from lit_rl.generation.responses import Responses
 from lit_rl.generation.token_sampler import Drawn, TokenSampler
 from lit_rl.models.forward_inputs import forward_parameters, masks_that_hide
+from lit_rl.ops.ranges import AtLeastOne
 
 
+@checked("generator")
 class HFGenerator(InProcessGenerator):
     """A generator that decodes with the policy's ``generate``: any model of transformers, and no shared prompts.
 
@@ -54,7 +57,7 @@ class HFGenerator(InProcessGenerator):
 
     def __init__(
         self,
-        batch_size: int | None = None,
+        batch_size: AtLeastOne | None = None,
         static_cache: bool = False,
         generation_kwargs: dict[str, Any] | None = None,
     ) -> None:
@@ -194,6 +197,7 @@ def blank_generation_config(policy: nn.Module) -> Iterator[None]:
 # ------------------------------------------------------------------ continuous batching
 
 
+@checked("generator")
 class HFContinuousGenerator(InProcessGenerator):
     """A generator that decodes with the policy's continuous batching: `NativeGenerator`'s samples, another scheduler.
 
@@ -207,7 +211,7 @@ class HFContinuousGenerator(InProcessGenerator):
             once. Bounds memory: samples do not depend on it.
     """
 
-    def __init__(self, batch_size: int | None = None) -> None:
+    def __init__(self, batch_size: AtLeastOne | None = None) -> None:
         super().__init__(batch_size)
 
     def _decode(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lit_rl.core.declared_settings import checked
 from lit_rl.core.episode import EnvironmentTurn, Responder
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.other_names import reject_unknown_keywords
@@ -26,6 +27,7 @@ from lit_rl.generation.generator import Generator, InProcessGenerator
 from lit_rl.generation.responses import FinishedRows, Responses, RowStates
 from lit_rl.generation.token_sampler import TokenSampler
 from lit_rl.models.trunk import base_of
+from lit_rl.ops.ranges import AtLeastOne
 
 if TYPE_CHECKING:
     from lit_rl.generation.fast_decoding import StepGraphs
@@ -34,6 +36,7 @@ MakeSteps = Callable[[nn.Module, DecodeBatch, int], DecodingSteps]
 """A function that makes the steps of a policy for a batch of rows and their number of new tokens."""
 
 
+@checked("generator")
 @reject_unknown_keywords("speedups")
 class NativeGenerator(InProcessGenerator):
     """A generator that decodes in this process with the live policy: no copy, no server, nothing to install.
@@ -53,7 +56,7 @@ class NativeGenerator(InProcessGenerator):
 
     def __init__(
         self,
-        batch_size: int | None = None,
+        batch_size: AtLeastOne | None = None,
         speedups: SpeedupsSetting = "auto",
     ) -> None:
         super().__init__(batch_size)

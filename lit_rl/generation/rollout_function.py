@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import torch
 
+from lit_rl.core.declared_settings import checked
 from lit_rl.core.episode import End, Episode, Message, Prompt
 from lit_rl.core.errors import ConfigError, GenerationError, LitRLError, NumericError, describe_error, excerpt, in_range
 from lit_rl.core.interrupts import TimeLimitExceeded, time_limit
@@ -36,9 +37,11 @@ from lit_rl.environments.environment_base import EpisodeRequest, EpisodeSource, 
 from lit_rl.environments.episode_replay import error_line
 from lit_rl.generation.decode_batches import Decoded, assemble
 from lit_rl.generation.noise import sample_key, turn_key
+from lit_rl.ops.ranges import AtLeastOne, Portion, Positive
 from lit_rl.rewards.contract import ARGUMENTS, SINGULAR
 
 
+@checked("env")
 class RolloutFunction(Interactive):
     """The settings of `env=rollout_func`.
 
@@ -65,20 +68,13 @@ class RolloutFunction(Interactive):
         path: str | Callable[..., Any],
         *,
         columns: Sequence[str] = (),
-        max_tokens: int | None = None,
-        max_prompt_tokens: int | None = None,
-        rollout_timeout: float | None = None,
-        max_failed: float = Interactive.max_failed,
+        max_tokens: AtLeastOne | None = None,
+        max_prompt_tokens: AtLeastOne | None = None,
+        rollout_timeout: Positive | None = None,
+        max_failed: Portion = Interactive.max_failed,
     ) -> None:
-        if max_tokens is not None:
-            in_range("env.max_tokens", max_tokens, low=1)
         if isinstance(columns, str):
             raise ConfigError(f"env.columns={columns!r} is a text; it takes a list of names: [{columns}].")
-        if max_prompt_tokens is not None:
-            in_range("env.max_prompt_tokens", max_prompt_tokens, low=1)
-        if rollout_timeout is not None:
-            in_range("env.rollout_timeout", rollout_timeout, low=0, open_low=True)
-        in_range("env.max_failed", max_failed, low=0, high=1)
         self.function, self.name = _load_function(path)
         self.max_tokens = Interactive.max_tokens if max_tokens is None else max_tokens
         self.untyped, self.max_prompt_tokens = frozenset(("max_tokens",) * (max_tokens is None)), max_prompt_tokens

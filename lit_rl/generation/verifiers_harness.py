@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
+from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.task_sets import (
     VERIFIERS_COLUMN,
@@ -17,15 +18,17 @@ from lit_rl.core.task_sets import (
     scores_of,
     verifiers,
 )
-from lit_rl.environments.tool_parsers import check_parser
+from lit_rl.environments.tool_parsers import ParserName, check_parser
 from lit_rl.generation.chat_conversation import MODEL
-from lit_rl.generation.chat_endpoint import ChatEndpoint, check_times
+from lit_rl.generation.chat_endpoint import ChatEndpoint
 from lit_rl.generation.rollout_function import RolloutHandle
+from lit_rl.ops.ranges import NotNegative, Positive
 
 ON_THIS_MACHINE = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 """An agent that chats and calls the task's tools, as a process of this machine."""
 
 
+@checked("")
 class VerifiersHarness:
     """A rollout function for rows of `data=verifiers`: each completion is an episode of verifiers' own environment.
 
@@ -53,12 +56,11 @@ class VerifiersHarness:
         self,
         env: Mapping[str, Any] | None = None,
         *,
-        parser: str = "auto",
+        parser: ParserName = "auto",
         call_pattern: str | None = None,
-        patience: float = 1.0,
-        agent_timeout: float | None = None,
+        patience: NotNegative = 1.0,
+        agent_timeout: Positive | None = None,
     ) -> None:
-        check_times(patience, agent_timeout)
         check_parser(parser, call_pattern)
         self.env = {"agent": ON_THIS_MACHINE} if env is None else dict(env)
         self._endpoint = partial(

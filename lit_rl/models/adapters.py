@@ -7,10 +7,12 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from lit_rl.core.errors import ConfigError, in_range
+from lit_rl.core.declared_settings import checked
+from lit_rl.core.errors import ConfigError
 from lit_rl.models.vision_parts import excluded_layers
+from lit_rl.ops.ranges import AtLeastOne, Positive, Range
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -49,6 +51,7 @@ def targets_match(targets: str | Sequence[str], module: str) -> bool:
     return f".{module}".endswith(tuple(f".{name}" for name in targets))
 
 
+@checked("model.lora")
 @dataclass(frozen=True)
 class Lora:
     """Low-rank adapters, which are trained, while the weights of the model stay as they are.
@@ -64,18 +67,17 @@ class Lora:
         modules_to_save: Modules trained in full beside the adapters, by name.
     """
 
-    r: int = 16
-    alpha: float = 32
-    dropout: float = 0.0  # not TRL's 0.05: a dropped unit alone moves log-probs, so the ratio at step 0 would not be 1
+    r: AtLeastOne = 16
+    alpha: Positive = 32
+    dropout: Annotated[float, Range(0, 0.99)] = (
+        0.0  # not TRL's 0.05: a dropped unit alone moves log-probs, so the ratio at step 0 would not be 1
+    )
     targets: str | list[str] = "all-linear"
     rslora: bool = False
     dora: bool = False
     modules_to_save: list[str] | None = None
 
     def __post_init__(self) -> None:
-        in_range("model.lora.r", self.r, low=1)
-        in_range("model.lora.alpha", self.alpha, low=0, open_low=True)
-        in_range("model.lora.dropout", self.dropout, low=0, high=0.99)
         check_targets("model.lora.targets", self.targets)
 
     @property

@@ -19,7 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, float32, nn, no_grad
 
-from lit_rl.core.errors import ConfigError, in_range
+from lit_rl.core.declared_settings import checked
+from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import Completions, Sampling
 from lit_rl.models import forward
 from lit_rl.models.adapters import check_targets
@@ -31,6 +32,7 @@ from lit_rl.models.scoring import SEQUENCES, is_scoring, load_scoring_base
 from lit_rl.models.tokenizer import different_tokens
 from lit_rl.models.trunk import copied_trunk, frozen_trunk, hidden_size, recorded_outputs, trunk_of
 from lit_rl.models.vision_parts import PARTS, excluded_layers
+from lit_rl.ops.ranges import AtLeastOne, Positive
 
 
 class ValueHead(nn.Module):
@@ -205,6 +207,7 @@ class SeparateCritic(_OwnTrunk):
         return ValueModel(trunk_of(scorer), ValueHead.of_scores(head)).train()
 
 
+@checked("algo.critic")
 @dataclass(frozen=True)
 class AdapterCritic(_OwnTrunk):
     """A LoRA adapter (2106.09685) and a value head on the policy's frozen base, which policy and critic share.
@@ -219,13 +222,11 @@ class AdapterCritic(_OwnTrunk):
             "all-linear". The last two mean layers of the text, and names those of a projector too.
     """
 
-    r: int = 16
-    alpha: float = 32
+    r: AtLeastOne = 16
+    alpha: Positive = 32
     targets: str | list[str] = "all-linear"
 
     def __post_init__(self) -> None:
-        in_range("algo.critic.r", self.r, low=1)
-        in_range("algo.critic.alpha", self.alpha, low=0, open_low=True)
         check_targets("algo.critic.targets", self.targets)
 
     def check(self, model: LanguageModel) -> None:

@@ -15,7 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lit_rl.core.errors import ConfigError, did_you_mean, one_of
+from lit_rl.core.declared_settings import checked
+from lit_rl.core.errors import ConfigError, did_you_mean
 from lit_rl.core.model_paths import SHIPPED
 from lit_rl.core.other_names import column, reject_unknown_keywords
 from lit_rl.core.speedups import ModelSpeedups, SpeedupsSetting
@@ -83,7 +84,6 @@ def check_overrides(
             )
 
 
-_DTYPES = ("float32", "bfloat16", "float16", "auto")
 _LOADING = (
     *("device_map", "max_memory", "offload_folder", "offload_buffers", "variant", "key_mapping", "generation_config"),
     *("adapter_kwargs", "adapter_name", "distributed_config", "device_mesh", "tp_plan", "tp_size", "use_kernels"),
@@ -93,6 +93,7 @@ _LOADING = (
 """Other arguments of from_pretrained, which are no fields of a config."""
 
 
+@checked("model")
 @reject_unknown_keywords("speedups")
 class LanguageModel:
     """A Hugging Face causal language model by name, and how to hold it. Nothing heavy happens before `load`.
@@ -138,7 +139,7 @@ class LanguageModel:
     def __init__(
         self,
         name: str = "tiny",
-        dtype: str | None = None,
+        dtype: Literal["float32", "bfloat16", "float16", "auto"] | None = None,
         attn_implementation: str | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
@@ -218,9 +219,6 @@ class LanguageModel:
         )
 
     def _check(self) -> None:
-        one_of("model.dtype", self.dtype, _DTYPES)
-        if self.quantization not in (None, "nf4", "int8"):
-            raise ConfigError(f"model.quantization={self.quantization!r} is unknown: allowed is nf4, int8, null.")
         if self.gradient_checkpointing not in (True, False, "auto", "offload"):
             raise ConfigError(
                 f"model.gradient_checkpointing={self.gradient_checkpointing!r} is unknown: allowed is true, false, "

@@ -16,14 +16,15 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lit_rl.core.errors import ConfigError, StorageError, in_range
+from lit_rl.core.declared_settings import checked
+from lit_rl.core.errors import ConfigError, StorageError
 from lit_rl.models import hub_files
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.loading import (
@@ -38,6 +39,7 @@ from lit_rl.models.modes import evaluation_mode
 from lit_rl.models.sharding import at_least_float32, laid_out_like, local_shard, stored_parameters, values_for
 from lit_rl.models.tokenizer import different_tokens, load_tokenizer
 from lit_rl.models.trunk import shared_copy, trained_of_base, without_adapters
+from lit_rl.ops.ranges import AtLeastOne, AtLeastZero, NotNegative, Portion, Range
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -128,6 +130,7 @@ class Fixed:
         """Do nothing: there is no state."""
 
 
+@checked("reference")
 class Held:
     """A second module, on the policy's device or on the CPU.
 
@@ -136,8 +139,6 @@ class Held:
     """
 
     def __init__(self, device: Literal["cpu"] | None = None) -> None:
-        if device not in (None, "cpu"):
-            raise ConfigError(f"reference.device={device!r} is unknown: allowed is cpu, or null for the policy's own.")
         self.device: Literal["cpu"] | None = device
 
     def copied(self, policy: nn.Module) -> nn.Module:
@@ -355,6 +356,7 @@ class Moving(Copy, ABC):
         return stored_parameters(module.model if isinstance(module, OnCPU) else module, self._names)
 
 
+@checked("reference")
 class EMA(Moving):
     """The exponential moving average of the policy: after every step ``ref <- decay * ref + (1 - decay) * policy``.
 
@@ -366,15 +368,15 @@ class EMA(Moving):
         ConfigError: ``decay`` is outside its range.
     """
 
-    def __init__(self, decay: float = 0.992, device: Literal["cpu"] | None = None) -> None:
+    def __init__(self, decay: Portion = 0.992, device: Literal["cpu"] | None = None) -> None:
         super().__init__(device)
-        in_range("reference.decay", decay, low=0, high=1)
         self.decay = decay
 
     def move(self, name: str, source: Tensor, target: Tensor, step: int) -> None:
         _mix(source, target, self.average(name, target), 1 - self.decay)
 
 
+@checked("reference")
 class Mixing(Moving):
     """TR-DPO's soft update (2404.09656): every n steps ``ref <- alpha * policy + (1 - alpha) * ref``.
 
@@ -387,10 +389,8 @@ class Mixing(Moving):
         ConfigError: a setting is outside its range.
     """
 
-    def __init__(self, alpha: float = 0.6, every: int = 512, device: Literal["cpu"] | None = None) -> None:
+    def __init__(self, alpha: Portion = 0.6, every: AtLeastOne = 512, device: Literal["cpu"] | None = None) -> None:
         super().__init__(device)
-        in_range("reference.alpha", alpha, low=0, high=1)
-        in_range("reference.every", every, low=1)
         self.alpha, self.every = alpha, every
 
     def due(self, step: int) -> bool:
@@ -400,6 +400,7 @@ class Mixing(Moving):
         _mix(source, target, self.average(name, target), self.alpha)
 
 
+@checked("reference")
 class BEMA(Moving):
     """The bias-corrected average of the policy (2508.00180), which lags behind it less than an EMA does.
 
@@ -427,21 +428,15 @@ class BEMA(Moving):
 
     def __init__(
         self,
-        ema_power: float = 0.5,
-        bias_power: float = 0.2,
-        lag: float = 10.0,
-        multiplier: float = 1.0,
-        every: int = 400,
-        burn_in: int = 0,
+        ema_power: NotNegative = 0.5,
+        bias_power: NotNegative = 0.2,
+        lag: Annotated[float, Range(1)] = 10.0,
+        multiplier: NotNegative = 1.0,
+        every: AtLeastOne = 400,
+        burn_in: AtLeastZero = 0,
         device: Literal["cpu"] | None = None,
     ) -> None:
         super().__init__(device)
-        in_range("reference.ema_power", ema_power, low=0)
-        in_range("reference.bias_power", bias_power, low=0)
-        in_range("reference.lag", lag, low=1)
-        in_range("reference.multiplier", multiplier, low=0)
-        in_range("reference.every", every, low=1)
-        in_range("reference.burn_in", burn_in, low=0)
         self.ema_power, self.bias_power, self.lag, self.multiplier = ema_power, bias_power, lag, multiplier
         self.every, self.burn_in = every, burn_in
 
@@ -489,6 +484,7 @@ def _check_state(state: dict[str, Tensor], targets: dict[str, Tensor], kinds: It
 _AS_REFERENCE = (r"\bmodel\.(name|adapter|revision|trust_remote_code)\b", r"reference.\1")
 
 
+@checked("reference")
 class OtherModel(Held, Fixed):
     """Other weights than the policy's, frozen, in the policy's type: a model, an adapter on it, or an adapter alone.
 

@@ -1,7 +1,8 @@
-"""Ranges of the settings of a function, declared by the annotation of a parameter: ``clip_low: Share = 0.2``.
+"""Ranges of settings, declared by the annotation of a parameter or a field: ``clip_low: Share = 0.2``.
 
-The functions check nothing of it themselves, since they run at every step. The code that reads a user's settings
-checks them against the annotations once. None, where a parameter allows it, is in every range.
+Constructors check them (`lit_rl.core.declared_settings`). Functions check nothing of it themselves, since they run at
+every step: the code that reads a user's settings checks them against the annotations once. None, where a parameter
+allows it, is in every range.
 """
 
 from __future__ import annotations
@@ -9,18 +10,31 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Annotated
+from typing import Annotated, Any
 
 
 @dataclass(frozen=True)
 class Range:
     """The range of one number: ``[low, high]``, or ``(low, high]`` with `open_low`. NaN is in no range."""
 
-    low: float
-    high: float = inf
+    low: int | float
+    high: int | float = inf
     open_low: bool = False
+    open_high: bool = False
     whole: bool = False
     """True if only whole numbers are allowed."""
+
+    @property
+    def bounds(self) -> dict[str, Any]:
+        """The ends, as keywords of `lit_rl.core.errors.in_range`."""
+        return {name: value for name, value in vars(self).items() if name != "whole"}
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """The words to choose from, where they are not known to a type checker as a `Literal`."""
+
+    words: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -44,6 +58,9 @@ class Pair:
 Share = Annotated[float, Range(0.0, 1.0, open_low=True)]
 """A number in (0, 1]."""
 
+Fraction = Annotated[float, Range(0.0, 1.0, open_low=True, open_high=True)]
+"""A number in (0, 1)."""
+
 Portion = Annotated[float, Range(0.0, 1.0)]
 """A number in [0, 1]."""
 
@@ -61,6 +78,9 @@ Positive = Annotated[float, Range(0.0, open_low=True)]
 
 NotNegative = Annotated[float, Range(0.0)]
 """A number of at least 0."""
+
+Finite = Annotated[float, Range(0.0, open_high=True)]
+"""A number of at least 0, and not infinite."""
 
 AboveOne = Annotated[float, Range(1.0, open_low=True)]
 """A number above 1."""

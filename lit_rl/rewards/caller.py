@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from lit_rl.core.errors import ConfigError, LitRLError, RewardError, in_range
+from lit_rl.core.errors import ConfigError, LitRLError, RewardError
 from lit_rl.core.event_loops import BESIDE_LOOP, FUNCTION_LOOP, WORKER_LOOP, BackgroundLoop, run_without_loop
 from lit_rl.core.process_state import mix_seed, preserve_process_state
 from lit_rl.rewards.contract import (
@@ -59,13 +59,6 @@ class CallSettings:
     def __post_init__(self) -> None:
         if self.on_error is not None and not (isinstance(self.on_error, int | float) and math.isfinite(self.on_error)):
             raise ConfigError(f"reward.on_error={self.on_error!r} must be a finite number, or null to end the run.")
-        if self.timeout is not None:
-            in_range("reward.timeout", self.timeout, low=0, open_low=True)
-        if self.memory_mb is not None:
-            in_range("reward.memory_mb", self.memory_mb, low=1)
-        in_range("reward.max_concurrent", self.max_concurrent, low=1)
-        for key in ("workers", "recycle_after", "cache"):
-            in_range(f"reward.{key}", getattr(self, key), low=0)
 
 
 @dataclass

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lit_rl.core.errors import ConfigError, RewardError, StorageError, did_you_mean, in_range
+from lit_rl.core.errors import ConfigError, RewardError, StorageError
 from lit_rl.core.examples import TokenBatch
 from lit_rl.core.other_names import column
 from lit_rl.core.vision_inputs import PromptVision, Vision
@@ -119,9 +119,6 @@ def in_lockstep(score: Callable[..., Any]) -> Callable[..., Any]:
     return scored
 
 
-_DTYPES = ("float32", "bfloat16", "float16", "auto")
-
-
 class Classifier(OnRunDevice):
     """The base of reward models: where the model is, how long its rows are, and that it is loaded once.
 
@@ -165,14 +162,6 @@ class Classifier(OnRunDevice):
     ) -> None:
         from lit_rl.models import hub_files
 
-        for key, value, allowed in (("dtype", dtype, _DTYPES), ("overlong", overlong, self.allowed_overlong)):
-            if value not in allowed:
-                raise ConfigError(
-                    f"{key}={value!r} is unknown: allowed is {', '.join(allowed)}.{did_you_mean(str(value), allowed)}"
-                )
-        in_range("batch_size", batch_size, low=1)
-        if max_length is not None:
-            in_range("max_length", max_length, low=1)
         self._user_model = None if isinstance(name, str) and tokenizer is None else (name, tokenizer)
         config = getattr(name, "config", None)
         self.name = name if isinstance(name, str) else str(getattr(config, "_name_or_path", "") or type(name).__name__)

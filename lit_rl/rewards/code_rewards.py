@@ -15,9 +15,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from lit_rl.core.errors import BackendError, ConfigError, RewardError, did_you_mean, in_range
+from lit_rl.core.declared_settings import checked
+from lit_rl.core.errors import BackendError, ConfigError, RewardError
+from lit_rl.ops.ranges import AtLeastOne, Positive, Range
 from lit_rl.rewards.contract import Completion, text_of
 from lit_rl.rewards.sandbox import FIRST_UID, Bubblewrap, fresh_uid
 
@@ -28,6 +30,7 @@ NO_CODE = "no code block"
 Runner = Literal["process", "bubblewrap"]
 
 
+@checked("")
 class CodeExecution:
     """1 where the completion's last Python code block runs and passes the row's tests; else 0.
 
@@ -82,10 +85,10 @@ class CodeExecution:
         self,
         allow_execution: bool = False,
         column: str = "tests",
-        timeout: float = 5.0,
-        memory_mb: int = 1024,
-        max_processes: int = 8,
-        workers: int = 4,
+        timeout: Positive = 5.0,
+        memory_mb: Annotated[int, Range(64, whole=True)] = 1024,
+        max_processes: AtLeastOne = 8,
+        workers: AtLeastOne = 4,
         runner: Runner = "process",
     ) -> None:
         if allow_execution is not True:
@@ -93,15 +96,8 @@ class CodeExecution:
                 f"allow_execution={allow_execution}: this reward runs code that the model writes, as you and on this "
                 "machine, and is no sandbox. Where that is what you want, in a container for example, set it to true."
             )
-        in_range("timeout", timeout, low=0, open_low=True)
-        for key, value in {"max_processes": max_processes, "workers": workers}.items():
-            in_range(key, value, low=1)
-        in_range("memory_mb", memory_mb, low=64)
         if not sys.platform.startswith("linux"):
             raise BackendError("CodeExecution needs Linux, for its limits on processes and memory.")
-        if runner not in get_args(Runner):
-            names = get_args(Runner)
-            raise ConfigError(f"runner={runner!r}: allowed are {', '.join(names)}.{did_you_mean(str(runner), names)}")
         self.column = column
         self.workers = workers
         self.timeout = timeout

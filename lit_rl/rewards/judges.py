@@ -14,9 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+from lit_rl.core.declared_settings import checked
 from lit_rl.core.episode import Prompt
-from lit_rl.core.errors import ConfigError, RewardError, in_range
+from lit_rl.core.errors import ConfigError, RewardError
 from lit_rl.core.process_state import preserve_process_state, seed_generators
+from lit_rl.ops.ranges import AtLeastOne, AtLeastZero, Positive
 from lit_rl.rewards.caller import Caller, CallSettings, FunctionScores
 from lit_rl.rewards.contract import Completion, argument_names, check_callable, is_per_sample, load_function, name_of
 from lit_rl.rewards.jobs import TrainerState, number_of
@@ -159,6 +161,7 @@ def average_orders(forth: Sequence[Verdict], back: Sequence[Verdict]) -> list[Ve
     ]
 
 
+@checked("judge")
 class FunctionJudge:
     """A function of your own as a judge.
 
@@ -188,11 +191,11 @@ class FunctionJudge:
         fn: str | Callable[..., Any],
         *,
         skip_errors: bool = False,
-        timeout: float | None = 600.0,
-        workers: int = 1,
-        memory_mb: int | None = None,
-        recycle_after: int = 1000,
-        max_concurrent: int = 32,
+        timeout: Positive | None = 600.0,
+        workers: AtLeastZero = 1,
+        memory_mb: AtLeastOne | None = None,
+        recycle_after: AtLeastZero = 1000,
+        max_concurrent: AtLeastOne = 32,
     ) -> None:
         self._pairs = _PairCaller(fn, skip_errors, timeout, workers, memory_mb, recycle_after, max_concurrent)
         self.reads_rewards = self._pairs.names_rewards
@@ -218,6 +221,7 @@ class FunctionJudge:
         return check_verdicts(self._pairs.name, values, len(firsts))
 
 
+@checked("judge")
 class PairwiseJudge:
     """A function that names the better one of a pair: ``fn(prompt, first, second, ...) -> 0 | 1 | None``.
 
@@ -245,11 +249,11 @@ class PairwiseJudge:
         *,
         both_orders: bool = True,
         skip_errors: bool = False,
-        timeout: float | None = 600.0,
-        workers: int = 1,
-        memory_mb: int | None = None,
-        recycle_after: int = 1000,
-        max_concurrent: int = 32,
+        timeout: Positive | None = 600.0,
+        workers: AtLeastZero = 1,
+        memory_mb: AtLeastOne | None = None,
+        recycle_after: AtLeastZero = 1000,
+        max_concurrent: AtLeastOne = 32,
     ) -> None:
         self._pairs = _PairCaller(fn, skip_errors, timeout, workers, memory_mb, recycle_after, max_concurrent)
         if not self._pairs.per_pair:
@@ -307,13 +311,6 @@ class _PairCaller:
         recycle_after: int,
         max_concurrent: int,
     ) -> None:
-        if timeout is not None:
-            in_range("judge.timeout", timeout, low=0, open_low=True)
-        if memory_mb is not None:
-            in_range("judge.memory_mb", memory_mb, low=1)
-        in_range("judge.workers", workers, low=0)
-        in_range("judge.recycle_after", recycle_after, low=0)
-        in_range("judge.max_concurrent", max_concurrent, low=1)
         function = load_function(fn, "judge.fn") if isinstance(fn, str) else fn
         self.name = name_of(function)
         check_callable(self.name, function)

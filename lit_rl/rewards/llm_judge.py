@@ -11,9 +11,11 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from lit_rl.core.declared_settings import checked
 from lit_rl.core.episode import Prompt
-from lit_rl.core.errors import ConfigError, RewardError, in_range
+from lit_rl.core.errors import ConfigError, RewardError
 from lit_rl.core.event_loops import FUNCTION_LOOP
+from lit_rl.ops.ranges import AtLeastOne, NotNegative, Portion, Positive
 from lit_rl.rewards.contract import Completion, content_of, text_of
 from lit_rl.rewards.jobs import TrainerState
 from lit_rl.rewards.judges import LogMetric, Verdict, average_orders, check_judge_columns
@@ -41,6 +43,7 @@ _LONGEST_WAIT = 30.0
 _FREE_FAILURES = 8
 
 
+@checked("judge")
 class LLMJudge:
     """An LLM as the judge of which completion is better (2306.05685), each pair in both orders.
 
@@ -82,24 +85,18 @@ class LLMJudge:
         *,
         template: str = TEMPLATE,
         allow_http: bool = False,
-        concurrency: int = 8,
-        timeout: float = 60.0,
-        attempts: int = 4,
-        backoff: float = 1.0,
-        temperature: float = 0.0,
-        max_tokens: int = 256,
-        max_failures: float = 0.05,
+        concurrency: AtLeastOne = 8,
+        timeout: Positive = 60.0,
+        attempts: AtLeastOne = 4,
+        backoff: NotNegative = 1.0,
+        temperature: NotNegative = 0.0,
+        max_tokens: AtLeastOne = 256,
+        max_failures: Portion = 0.05,
         key_env: str | None = None,
     ) -> None:
         missing = [f"${name}" for name in ("prompt", "first", "second") if f"${name}" not in template]
         if missing:
             raise ConfigError(f"judge.template lacks {', '.join(missing)}: the judge would not see what it judges.")
-        for key, value in {"concurrency": concurrency, "attempts": attempts, "max_tokens": max_tokens}.items():
-            in_range(f"judge.{key}", value, low=1)
-        in_range("judge.temperature", temperature, low=0)
-        in_range("judge.max_failures", max_failures, low=0, high=1)
-        in_range("judge.timeout", timeout, low=0, open_low=True)
-        in_range("judge.backoff", backoff, low=0)
         self.url = f"{str(base_url).rstrip('/')}/chat/completions"
         try:
             # Its transport: checked addresses, no redirects, no proxy to this machine, limits on time and size.

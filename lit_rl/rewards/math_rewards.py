@@ -17,7 +17,9 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from lit_rl.core.errors import BackendError, in_range
+from lit_rl.core.declared_settings import checked
+from lit_rl.core.errors import BackendError
+from lit_rl.ops.ranges import AtLeastOne
 from lit_rl.rewards.contract import Completion, text_of
 from lit_rl.rewards.text_rewards import answer_text, golden_answers, refuse_empty_answers, warn_of_missing_answers
 
@@ -199,6 +201,7 @@ _PARSED_ANSWERS = 50
 """Answers that are parsed before a run begins, at up to a tenth of a second each."""
 
 
+@checked("")
 class MathAccuracy:
     """1 where the completion's answer equals the `answer` column as mathematics, by math-verify; else 0.
 
@@ -216,8 +219,7 @@ class MathAccuracy:
         ConfigError: ``timeout`` is below 1.
     """
 
-    def __init__(self, timeout: int = 5) -> None:
-        in_range("timeout", timeout, low=1)
+    def __init__(self, timeout: AtLeastOne = 5) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise BackendError(
                 "The reward MathAccuracy needs math-verify. Install it with: pip install 'lit-rl[math]'; or take "

@@ -13,18 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_rl.core.chat_template import apply_chat_template, tokenize_parts
+from lit_rl.core.declared_settings import checked
 from lit_rl.core.episode import Prompt
 from lit_rl.core.errors import ConfigError, RewardError, did_you_mean
 from lit_rl.core.vision_inputs import PromptVision
 from lit_rl.core.visuals import Visual, shown_in
+from lit_rl.ops.ranges import AtLeastOne
 from lit_rl.rewards.classifiers import Classifier, ScorerLike, in_lockstep, logits_of
 from lit_rl.rewards.contract import Completion, Span, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
-
-OUTPUTS = ("logit", "probability", "log_probability")
 
 
 def label_index(config: PreTrainedConfig, label: int | str | None, name: str) -> int:
@@ -72,6 +71,7 @@ def scale_of(config: PreTrainedConfig, output: str) -> Callable[[Tensor], Tensor
     return logs if output == "log_probability" else lambda logits: logs(logits).exp()
 
 
+@checked("")
 class RewardModel(Classifier):
     """The score of prompt and completion by a sequence classifier: its one logit, or the one that `label` chooses.
 
@@ -118,8 +118,8 @@ class RewardModel(Classifier):
         revision: str | None = None,
         dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto",
         device: str | None = None,
-        batch_size: int = 16,
-        max_length: int | None = None,
+        batch_size: AtLeastOne = 16,
+        max_length: AtLeastOne | None = None,
         overlong: Literal["error", "truncate_left", "skip"] = "error",
         chat_template: str | None = None,
         append_eos: bool | None = None,
@@ -143,10 +143,6 @@ class RewardModel(Classifier):
             chat_template_kwargs=chat_template_kwargs,
             init_kwargs=init_kwargs,
         )
-        if output not in OUTPUTS:
-            raise ConfigError(
-                f"output={output!r} is unknown: allowed is {', '.join(OUTPUTS)}.{did_you_mean(str(output), OUTPUTS)}"
-            )
         self.append_eos = append_eos
 
     def check_labels(self, config: PreTrainedConfig) -> None:
@@ -287,6 +283,7 @@ _AGGREGATES: dict[str, Callable[[Sequence[float]], float]] = {
 }
 
 
+@checked("")
 class ProcessRewardModel(Classifier):
     """The probability that each step of a completion is right, put together as one number, or each at its place.
 
@@ -328,8 +325,8 @@ class ProcessRewardModel(Classifier):
         revision: str | None = None,
         dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto",
         device: str | None = None,
-        batch_size: int = 16,
-        max_length: int | None = None,
+        batch_size: AtLeastOne = 16,
+        max_length: AtLeastOne | None = None,
         overlong: Literal["error", "skip"] = "error",
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
@@ -349,10 +346,6 @@ class ProcessRewardModel(Classifier):
             chat_template_kwargs=chat_template_kwargs,
             init_kwargs=init_kwargs,
         )
-        allowed = (*_AGGREGATES, "spans")
-        if aggregate not in allowed:
-            near = did_you_mean(str(aggregate), allowed)
-            raise ConfigError(f"aggregate={aggregate!r} is unknown: allowed is {', '.join(allowed)}.{near}")
         if not separator:
             raise ConfigError(
                 "separator is empty, so nothing would end a step. Give the one of training, such as '\\n'."

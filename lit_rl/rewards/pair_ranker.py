@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from lit_rl.core.declared_settings import checked
 from lit_rl.core.episode import Prompt
-from lit_rl.core.errors import ConfigError, RewardError, StorageError, in_range, one_of
+from lit_rl.core.errors import ConfigError, RewardError, StorageError
+from lit_rl.ops.ranges import AtLeastOne, Range
 from lit_rl.rewards.classifiers import OnRunDevice
 from lit_rl.rewards.contract import Completion, content_of, text_of
 from lit_rl.rewards.jobs import TrainerState
@@ -22,9 +24,8 @@ if TYPE_CHECKING:
 SOURCE, FIRST, SECOND = "<|source|>", "<|candidate1|>", "<|candidate2|>"
 """Markers before a prompt and before each completion: special tokens of the tokenizer."""
 
-_DTYPES = ("float32", "bfloat16", "float16", "auto")
 
-
+@checked("judge")
 class PairRMJudge(OnRunDevice):
     """A local model of PairRM's kind: DeBERTa reads prompt and both completions, and the difference of two scores
     compares them.
@@ -60,21 +61,16 @@ class PairRMJudge(OnRunDevice):
         name: str,
         *,
         both_orders: bool = True,
-        temperature: float = 1.0,
+        temperature: Annotated[float, Range(0, open_low=True, open_high=True)] = 1.0,
         revision: str | None = None,
         dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto",
         device: str | None = None,
-        batch_size: int = 8,
-        max_prompt_tokens: int = 1224,
-        max_completion_tokens: int = 412,
+        batch_size: AtLeastOne = 8,
+        max_prompt_tokens: Annotated[int, Range(4, whole=True)] = 1224,
+        max_completion_tokens: Annotated[int, Range(4, whole=True)] = 412,
     ) -> None:
         from lit_rl.models import hub_files
 
-        one_of("judge.dtype", dtype, _DTYPES)
-        in_range("judge.temperature", temperature, low=0, open_low=True, open_high=True)
-        in_range("judge.batch_size", batch_size, low=1)
-        in_range("judge.max_prompt_tokens", max_prompt_tokens, low=4)
-        in_range("judge.max_completion_tokens", max_completion_tokens, low=4)
         self.name, self.path, self.revision = name, hub_files.resolve("judge.name", name), revision
         self.both_orders, self.temperature, self.dtype, self.device = both_orders, temperature, dtype, device
         self.batch_size = batch_size

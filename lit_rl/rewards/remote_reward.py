@@ -19,10 +19,12 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
-from lit_rl.core.errors import ConfigError, RewardError, in_range
+from lit_rl.core.declared_settings import checked
+from lit_rl.core.errors import ConfigError, RewardError
 from lit_rl.core.http_client import AnswerTooLarge, opener_for, read_answer
 from lit_rl.core.machine import is_loopback
 from lit_rl.core.visuals import ImageRef, VideoRef, visuals_in
+from lit_rl.ops.ranges import AtLeastOne, NotNegative, Positive
 from lit_rl.rewards.contract import ARGUMENTS
 
 _REQUESTS_PER_SERVER = 4
@@ -32,6 +34,7 @@ _RETRIED_STATUSES = (408, 409, 425, 429)
 """Statuses of the 400s that the same request may not get again: too slow, in conflict, too early, too many."""
 
 
+@checked("")
 class RemoteReward:
     """Rewards from servers; several requests are under way at once.
 
@@ -63,10 +66,10 @@ class RemoteReward:
         urls: Sequence[str],
         allow_http: bool = False,
         columns: Sequence[str] | None = None,
-        batch_size: int = 64,
-        timeout: float = 60.0,
-        attempts: int = 4,
-        backoff: float = 1.0,
+        batch_size: AtLeastOne = 64,
+        timeout: Positive = 60.0,
+        attempts: AtLeastOne = 4,
+        backoff: NotNegative = 1.0,
         token_env: str | None = None,
     ) -> None:
         self.urls = [urls] if isinstance(urls, str) else list(urls)
@@ -74,10 +77,6 @@ class RemoteReward:
             raise ConfigError("urls is empty: give the address of at least one server.")
         for url in self.urls:
             _check_url(url, allow_http)
-        for key, value in {"batch_size": batch_size, "attempts": attempts}.items():
-            in_range(key, value, low=1)
-        in_range("timeout", timeout, low=0, open_low=True)
-        in_range("backoff", backoff, low=0)
         if token_env is not None and not os.environ.get(token_env):
             raise ConfigError(f"token_env={token_env!r}: there is no environment variable of this name. Set it first.")
         self.columns = None if columns is None else list(columns)

@@ -7,7 +7,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lit_rl.core.errors import ConfigError, RewardError, in_range
+from lit_rl.core.declared_settings import checked
+from lit_rl.core.errors import ConfigError, RewardError
 from lit_rl.core.event_loops import run_coroutine
 from lit_rl.core.task_sets import (
     REASONING_GYM_COLUMN,
@@ -20,6 +21,7 @@ from lit_rl.core.task_sets import (
     obstacles_to_scoring,
     score_completion,
 )
+from lit_rl.ops.ranges import AtLeastOne
 from lit_rl.rewards.contract import Completion, text_of
 
 
@@ -115,6 +117,7 @@ class ReasoningGymExact(ReasoningGymScore):
         return float(super()._scored(scorer, answer) > 0.99)
 
 
+@checked("")
 class VerifiersScore:
     """The weighted sum of a task's own `@reward` methods and judges for a completion, for rows of `VerifiersTasks`.
 
@@ -136,8 +139,7 @@ class VerifiersScore:
     replaces_column = VERIFIERS_COLUMN
     """The column of a task, which the samples replace by its scores."""
 
-    def __init__(self, max_concurrent: int = 32) -> None:
-        in_range("max_concurrent", max_concurrent, low=1)
+    def __init__(self, max_concurrent: AtLeastOne = 32) -> None:
         self.max_concurrent = max_concurrent
 
     def check_columns(self, columns: Mapping[str, Sequence[Any]], given: Sequence[str] = ()) -> None:

@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from lit_rl.core.errors import ConfigError, RewardError, in_range
+from lit_rl.core.declared_settings import checked
+from lit_rl.core.errors import ConfigError, RewardError
+from lit_rl.ops.ranges import AtLeastOne
 from lit_rl.rewards.contract import Completion, text_of
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -146,6 +148,7 @@ class RegexFormat:
         return [float(self.pattern.fullmatch(text_of(completion)) is not None) for completion in completions]
 
 
+@checked("")
 class Length:
     """1 up to a length, falling in a straight line to 0 at twice that length.
 
@@ -153,8 +156,7 @@ class Length:
         max_characters: The longest completion that still scores 1, in characters.
     """
 
-    def __init__(self, max_characters: int) -> None:
-        in_range("max_characters", max_characters, low=1)
+    def __init__(self, max_characters: AtLeastOne) -> None:
         self.max_characters = max_characters
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Completion], **_: Any) -> list[float]:

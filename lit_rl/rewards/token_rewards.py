@@ -7,10 +7,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import ConfigError, RewardError, in_range
+from lit_rl.ops.ranges import AtLeastOne
 from lit_rl.rewards.contract import LooksAtData, check_callable
 
 
+@checked("")
 class SoftOverlong:
     """The soft overlong punishment of DAPO (2503.14476, equation 13).
 
@@ -25,8 +28,7 @@ class SoftOverlong:
         ConfigError: ``max_length`` is below 1, or ``cache`` is outside ``[0, max_length]``.
     """
 
-    def __init__(self, max_length: int, cache: int | None = None) -> None:
-        in_range("max_length", max_length, low=1)
+    def __init__(self, max_length: AtLeastOne, cache: int | None = None) -> None:
         self.max_length = max_length
         self.cache = max_length // 5 if cache is None else cache
         in_range("cache", self.cache, low=0, high=max_length)
@@ -45,6 +47,7 @@ class SoftOverlong:
         ]
 
 
+@checked("")
 class CosineScaledLength:
     """A reward for being right that changes with the length along half a cosine (2502.03373, appendix C.1).
 
@@ -69,14 +72,13 @@ class CosineScaledLength:
     def __init__(
         self,
         correct: Callable[..., Sequence[float | None]],
-        max_length: int,
+        max_length: AtLeastOne,
         correct_short: float = 1.0,
         correct_long: float = 0.5,
         wrong_short: float = -1.0,
         wrong_long: float = -0.5,
         exceeded: float | None = None,
     ) -> None:
-        in_range("max_length", max_length, low=1)
         ends = {"correct_short": correct_short, "correct_long": correct_long}
         ends |= {"wrong_short": wrong_short, "wrong_long": wrong_long}
         for key, value in (ends | {"exceeded": exceeded or 0.0}).items():
@@ -117,6 +119,7 @@ class CosineScaledLength:
         return long + (short - long) / 2 * (1 + math.cos(math.pi * min(length / self.max_length, 1.0)))
 
 
+@checked("")
 class RepetitionPenalty:
     """``max_penalty * (1 - distinct / all)`` over the n-grams of the completion's token ids (2502.03373, appendix C.2).
 
@@ -130,8 +133,7 @@ class RepetitionPenalty:
         ConfigError: ``ngram_size`` is below 1, or ``max_penalty`` is above 0 or not finite.
     """
 
-    def __init__(self, ngram_size: int = 3, max_penalty: float = -1.0) -> None:
-        in_range("ngram_size", ngram_size, low=1)
+    def __init__(self, ngram_size: AtLeastOne = 3, max_penalty: float = -1.0) -> None:
         if not -float("inf") < max_penalty <= 0:
             raise ConfigError(f"max_penalty={max_penalty} is out of range: allowed is (-inf, 0]; it is a penalty.")
         self.ngram_size = ngram_size

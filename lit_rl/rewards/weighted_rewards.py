@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lit_rl.core.declared_settings import checked
 from lit_rl.core.episode import Prompt
-from lit_rl.core.errors import ConfigError, RewardError, in_range
+from lit_rl.core.errors import ConfigError, RewardError
 from lit_rl.core.user_functions import weights_by_name
+from lit_rl.ops.ranges import AtLeastOne, AtLeastZero, Positive
 from lit_rl.rewards.caller import Caller, CallSettings, EarlyCalls, EarlyRows, FunctionScores
 from lit_rl.rewards.classifiers import Classifier, OnRunDevice
 from lit_rl.rewards.contract import (
@@ -225,6 +227,7 @@ class Scores:
         )
 
 
+@checked("reward")
 class Rewards:
     """The weighted sum of named reward functions ``f(prompts, completions, **columns) -> list[float | None]``.
 
@@ -271,18 +274,17 @@ class Rewards:
         weights: Mapping[str, float] | Sequence[float] | None = None,
         *,
         on_error: float | None = None,
-        timeout: float | None = 600.0,
-        workers: int = 1,
-        memory_mb: int | None = None,
-        recycle_after: int = 1000,
-        max_concurrent: int = 32,
-        cache: int = 0,
-        constant_limit: int = 0,
+        timeout: Positive | None = 600.0,
+        workers: AtLeastZero = 1,
+        memory_mb: AtLeastOne | None = None,
+        recycle_after: AtLeastZero = 1000,
+        max_concurrent: AtLeastOne = 32,
+        cache: AtLeastZero = 0,
+        constant_limit: AtLeastZero = 0,
         while_generating: bool = True,
     ) -> None:
         self.functions = {} if functions is None else functions_by_name(functions)
         self.weights = weights_by_name(weights, list(self.functions))
-        in_range("reward.constant_limit", constant_limit, low=0)
         self.constant_limit, self.while_generating = constant_limit, while_generating
         settings = CallSettings(on_error, timeout, workers, memory_mb, recycle_after, max_concurrent, cache)
         self.settings = settings
@@ -574,12 +576,12 @@ def from_paths(  # noqa: PLR0913 (one keyword a setting, as in the config)
     weights: list[float] | None = None,
     *,
     on_error: float | None = None,
-    timeout: float | None = 600.0,
-    workers: int = 1,
-    memory_mb: int | None = None,
-    recycle_after: int = 1000,
-    max_concurrent: int = 32,
-    cache: int = 0,
+    timeout: Positive | None = 600.0,
+    workers: AtLeastZero = 1,
+    memory_mb: AtLeastOne | None = None,
+    recycle_after: AtLeastZero = 1000,
+    max_concurrent: AtLeastOne = 32,
+    cache: AtLeastZero = 0,
     constant_limit: int = 0,
     while_generating: bool = True,
 ) -> Rewards:

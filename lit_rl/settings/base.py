@@ -24,12 +24,12 @@ import importlib
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import UnionType
-from typing import Annotated, Any, ClassVar, Concatenate, ParamSpec, TypeVar, Union, get_args, get_origin
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
-from lit_rl.core.errors import ConfigError, check_function_setting, check_instance, in_range
+from lit_rl.core.declared_settings import annotated_metadata, check_value
+from lit_rl.core.errors import ConfigError, check_function_setting
 from lit_rl.ops.ranges import Range
 
 P = ParamSpec("P")
@@ -90,10 +90,7 @@ class Settings:
                 check_function_setting(name, value, optional=kind != "Callable")
         for name, allowed in ranges_of(type(self)).items():
             if (value := getattr(self, name)) is not None:
-                bounds = {"low": allowed.low, "high": allowed.high, "open_low": allowed.open_low}
-                if allowed.whole:
-                    check_instance(name, value, int, f"a whole number, such as {name}=8")
-                in_range(f"{self.key}.{name}", value, **bounds)
+                check_value(f"{self.key}.{name}", value, allowed)
 
 
 def takes(
@@ -252,15 +249,7 @@ def ranges_of(config: type[Settings]) -> dict[str, Range]:
     for name, owner in field_owners(config).items():
         words = {node.id for node in ast.walk(ast.parse(owner.__annotations__[name])) if isinstance(node, ast.Name)}
         names = vars(sys.modules[owner.__module__])
-        for each in _metadata(names[word] for word in words if word in names):
-            if isinstance(each, Range):
-                found[name] = each
+        notes = [note for word in words if word in names for note in annotated_metadata(names[word])]
+        if (allowed := next((note for note in notes if isinstance(note, Range)), None)) is not None:
+            found[name] = allowed
     return found
-
-
-def _metadata(annotations: Any) -> Iterator[Any]:
-    for annotation in annotations:
-        if get_origin(annotation) is Annotated:
-            yield from annotation.__metadata__
-        elif get_origin(annotation) in (Union, UnionType):
-            yield from _metadata(get_args(annotation))

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lit_rl.algorithms.checks.policy_gradient_checks import check_declared_weights, check_ranges
-from lit_rl.algorithms.signatures import annotated_metadata, annotations_of, multiplies_weights
+from lit_rl.algorithms.signatures import multiplies_weights
 from lit_rl.cli import schemas
 from lit_rl.cli.lightning_app import WithKeywords
+from lit_rl.core.declared_settings import annotated_metadata, annotations_of
 from lit_rl.core.errors import ConfigError
 from lit_rl.ops import policy_losses
 from lit_rl.ops.ranges import Above, Pair, Range, Share

@@ -15,7 +15,7 @@ from lit_rl.core.errors import ConfigError
 
 
 def due(every: int, steps: range) -> list[int]:
-    clock = EveryNSteps("every", every)
+    clock = EveryNSteps(every)
     return [step for step in steps if clock.at(step)]
 
 

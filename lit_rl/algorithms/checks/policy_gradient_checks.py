@@ -24,8 +24,6 @@ from torch import Tensor
 from lit_rl.algorithms.checks.argument_checks import try_settings
 from lit_rl.algorithms.optim.strategies import flattens_weights, shards_weights
 from lit_rl.algorithms.signatures import (
-    annotated_metadata,
-    annotations_of,
     arguments_for,
     is_from_lit_rl,
     name_of,
@@ -36,6 +34,7 @@ from lit_rl.algorithms.signatures import (
 from lit_rl.algorithms.terms.credit import CreditAssignment, Whitening
 from lit_rl.algorithms.terms.regularizers import KLControl
 from lit_rl.algorithms.terms.token_weights import EngineCorrection
+from lit_rl.core.declared_settings import annotated_metadata, annotations_of, check_value
 from lit_rl.core.errors import ConfigError, check_draws, in_range
 from lit_rl.core.rollout import Sampling
 from lit_rl.generation.generator import Generator
@@ -166,7 +165,7 @@ def check_ranges(function: Callable[..., Any], key: str) -> None:
         for range_ in annotated_metadata(annotation):
             match range_:
                 case Range():
-                    in_range(f"{key}.{name}", value, low=range_.low, high=range_.high, open_low=range_.open_low)
+                    check_value(f"{key}.{name}", value, range_)
                 case Above():
                     bound = range_.bound(**{other: setting_of(function, other) for other in parameters(range_.bound)})
                     in_range(f"{key}.{name}", value, low=bound, open_low=True)

@@ -18,16 +18,19 @@ from lit_rl.algorithms.evaluation.summary_statistics import Averages, mean_with_
 from lit_rl.algorithms.optim.strategies import shards_weights
 from lit_rl.algorithms.rollouts.episode_outcomes import episode_metrics
 from lit_rl.algorithms.rollouts.rollout_plan import without_gradient
+from lit_rl.core.declared_settings import checked
 from lit_rl.core.episode import Episode
-from lit_rl.core.errors import ConfigError, in_range
+from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import Completions, PromptBatch, Sampling
 from lit_rl.core.transfers import to_host
 from lit_rl.models.forward import score
 from lit_rl.models.language_model import ForwardOptions
+from lit_rl.ops.ranges import AtLeastOne, AtLeastZero, NotNegative, Share
 from lit_rl.ops.reductions import masked_sum
 from lit_rl.rewards.weighted_rewards import Scores
 
 
+@checked("eval")
 @dataclass(frozen=True)
 class Evaluation:
     """The sampling of `validate`, `test` and `predict`, independent of the training's truncation.
@@ -45,24 +48,14 @@ class Evaluation:
             under the training's distribution: `val/entropy`, `val/kl`.
     """
 
-    group_size: int = 1
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    max_new_tokens: int | None = None
-    limit: int | None = None
+    group_size: AtLeastOne = 1
+    temperature: NotNegative = 0.0
+    top_p: Share = 1.0
+    top_k: AtLeastZero = 0
+    max_new_tokens: AtLeastOne | None = None
+    limit: AtLeastOne | None = None
     win_rate_against: str | None = None
     log_policy: bool = False
-
-    def __post_init__(self) -> None:
-        in_range("eval.group_size", self.group_size, low=1)
-        in_range("eval.temperature", self.temperature, low=0)
-        in_range("eval.top_p", self.top_p, low=0, high=1, open_low=True)
-        in_range("eval.top_k", self.top_k, low=0)
-        for key in ("max_new_tokens", "limit"):
-            value = getattr(self, key)
-            if value is not None:
-                in_range(f"eval.{key}", value, low=1)
 
     def sampling(self, training: Sampling) -> Sampling:
         """Return the training's stop strings and lengths with the evaluation's own distribution."""

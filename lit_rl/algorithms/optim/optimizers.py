@@ -14,8 +14,10 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 
 from lit_rl.algorithms.optim.split_adamw import SplitAdamW
-from lit_rl.core.errors import BackendError, ConfigError, check_betas, did_you_mean, in_range
+from lit_rl.core.declared_settings import checked
+from lit_rl.core.errors import BackendError, ConfigError, check_betas, did_you_mean
 from lit_rl.core.other_names import reject_unknown_keywords
+from lit_rl.ops.ranges import Finite, Share
 
 T = TypeVar("T")
 
@@ -52,16 +54,8 @@ class OptimizerFactory(Protocol):
     def __call__(self, groups: ParamGroups) -> torch.optim.Optimizer: ...
 
 
-def _check_settings(
-    lr: float, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0, eps: float = 1e-8
-) -> None:
-    in_range("optimizer.lr", lr, low=0, high=1, open_low=True)
-    check_betas("optimizer.betas", betas)
-    in_range("optimizer.weight_decay", weight_decay, low=0, open_high=True)
-    in_range("optimizer.eps", eps, low=0, open_high=True)
-
-
 @reject_unknown_keywords("optimizer")
+@checked("optimizer")
 @dataclass(frozen=True)
 class AdamW:
     """AdamW (1711.05101) in torch's fused implementation.
@@ -73,15 +67,15 @@ class AdamW:
         weight_decay: Decoupled weight decay.
     """
 
-    lr: float = 1e-6
+    lr: Share = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    eps: Finite = 1e-8
+    weight_decay: Finite = 0.0
 
     path: ClassVar[str] = "torch.optim.AdamW"
 
     def __post_init__(self) -> None:
-        _check_settings(self.lr, self.betas, self.weight_decay, self.eps)
+        check_betas("optimizer.betas", self.betas)
         object.__setattr__(self, "betas", tuple(self.betas))
 
     def __call__(self, groups: ParamGroups) -> torch.optim.Optimizer:
@@ -91,6 +85,7 @@ class AdamW:
 
 
 @reject_unknown_keywords("optimizer")
+@checked("optimizer")
 @dataclass(frozen=True)
 class AdamW8bit:
     """AdamW with its moments in 8 bits (2110.02861, bitsandbytes; extra `quant`): a quarter of the state's memory.
@@ -101,14 +96,14 @@ class AdamW8bit:
         weight_decay: Decoupled weight decay.
     """
 
-    lr: float = 1e-6
+    lr: Share = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 0.0
+    weight_decay: Finite = 0.0
 
     path: ClassVar[str] = "bitsandbytes.optim.AdamW8bit"
 
     def __post_init__(self) -> None:
-        _check_settings(self.lr, self.betas, self.weight_decay)
+        check_betas("optimizer.betas", self.betas)
         object.__setattr__(self, "betas", tuple(self.betas))
 
     def __call__(self, groups: ParamGroups) -> torch.optim.Optimizer:
@@ -122,6 +117,7 @@ class AdamW8bit:
 
 
 @reject_unknown_keywords("optimizer")
+@checked("optimizer")
 @dataclass(frozen=True)
 class AdamWSplit:
     """AdamW with 4 bytes of state a bfloat16 weight: a 16-bit remainder, which makes it float32, and 8-bit moments.
@@ -133,15 +129,15 @@ class AdamWSplit:
         weight_decay: Decoupled weight decay.
     """
 
-    lr: float = 1e-6
+    lr: Share = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    eps: Finite = 1e-8
+    weight_decay: Finite = 0.0
 
     keeps_masters: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check_settings(self.lr, self.betas, self.weight_decay, self.eps)
+        check_betas("optimizer.betas", self.betas)
         object.__setattr__(self, "betas", tuple(self.betas))
 
     def __call__(self, groups: ParamGroups) -> torch.optim.Optimizer:
@@ -149,6 +145,7 @@ class AdamWSplit:
 
 
 @reject_unknown_keywords("optimizer")
+@checked("optimizer")
 @dataclass(frozen=True)
 class ByPath:
     """Any `torch.optim.Optimizer` by its dotted path.
@@ -160,11 +157,8 @@ class ByPath:
     """
 
     path: str
-    lr: float = 1e-6
+    lr: Share = 1e-6
     kwargs: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        _check_settings(self.lr)
 
     def __call__(self, groups: ParamGroups) -> torch.optim.Optimizer:
         cls: Any = import_class(self.path, "optimizer.path", torch.optim.Optimizer, dir(torch.optim))

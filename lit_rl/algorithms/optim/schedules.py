@@ -19,7 +19,9 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from lit_rl.algorithms.optim.optimizers import import_class
-from lit_rl.core.errors import ConfigError, in_range
+from lit_rl.core.declared_settings import checked
+from lit_rl.core.errors import ConfigError
+from lit_rl.ops.ranges import AtLeastZero, Portion
 
 
 @dataclass(frozen=True)
@@ -148,14 +150,12 @@ def scheduler_by_group(
     return LambdaLR(optimizer, [lambda step, factor=each.factor: factor(step, total_steps) for each in schedules])  # pyright: ignore
 
 
+@checked("scheduler")
 @dataclass(frozen=True)
 class _WarmedUp(ABC):
     """The base of schedules: linear warm-up from 1/warmup to 1, then `decay` of the done share of the other steps."""
 
-    warmup_steps: int = 0
-
-    def __post_init__(self) -> None:
-        in_range("scheduler.warmup_steps", self.warmup_steps, low=0)
+    warmup_steps: AtLeastZero = 0
 
     def factor(self, step: int, total_steps: float) -> float:
         self.check(total_steps)
@@ -183,6 +183,7 @@ class _WarmedUp(ABC):
         return scheduler_by_group(optimizer, total_steps, [self] * len(optimizer.param_groups))
 
 
+@checked("scheduler")
 @dataclass(frozen=True)
 class Constant(_WarmedUp):
     """A constant learning rate after the warm-up.
@@ -198,6 +199,7 @@ class Constant(_WarmedUp):
         return 1.0
 
 
+@checked("scheduler")
 @dataclass(frozen=True)
 class Linear(_WarmedUp):
     """A linear decay to `final` times the learning rate at the last step.
@@ -207,16 +209,13 @@ class Linear(_WarmedUp):
         final: Share of the learning rate that is left at the end, in [0, 1].
     """
 
-    final: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        in_range("scheduler.final", self.final, low=0, high=1)
+    final: Portion = 0.0
 
     def decay(self, done: float) -> float:
         return 1 - (1 - self.final) * done
 
 
+@checked("scheduler")
 @dataclass(frozen=True)
 class Cosine(_WarmedUp):
     """A decay by half a cosine (1608.03983, without restarts) to `final` times the learning rate at the last step.
@@ -226,16 +225,13 @@ class Cosine(_WarmedUp):
         final: Share of the learning rate that is left at the end, in [0, 1].
     """
 
-    final: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        in_range("scheduler.final", self.final, low=0, high=1)
+    final: Portion = 0.0
 
     def decay(self, done: float) -> float:
         return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * done))
 
 
+@checked("")
 @dataclass(frozen=True)
 class After:
     """A delayed schedule: 0 for `steps` optimizer steps, then `schedule` over the remaining ones.
@@ -245,11 +241,8 @@ class After:
         schedule: The schedule after them.
     """
 
-    steps: int
+    steps: AtLeastZero
     schedule: Any  # a scheduler of torch cannot be delayed: `scheduler_by_group` refuses it
-
-    def __post_init__(self) -> None:
-        in_range("steps", self.steps, low=0)
 
     def factor(self, step: int, total_steps: float) -> float:
         if step < self.steps:
@@ -267,6 +260,7 @@ LENGTH_ARGUMENTS = ("T_max", "total_steps")
 # ---------------------------------------------------------------------- schedulers by path
 
 
+@checked("scheduler")
 @dataclass(frozen=True)
 class ScheduleByPath:
     """A `torch.optim.lr_scheduler.LRScheduler` by its dotted path, stepped once an optimizer step.
@@ -284,12 +278,11 @@ class ScheduleByPath:
     """
 
     path: str
-    warmup_steps: int = 0
+    warmup_steps: AtLeastZero = 0
     kwargs: dict[str, Any] = field(default_factory=dict)
     _walks: dict[float, _RecordedRates] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        in_range("scheduler.warmup_steps", self.warmup_steps, low=0)
         kind = self._class()
         if issubclass(kind, lr_scheduler.ReduceLROnPlateau):
             raise ConfigError(

@@ -19,11 +19,13 @@ from torch.nn import functional as F
 from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.signatures import arguments_for, copies_for, name_of, parameters, unwrap
-from lit_rl.core.errors import ConfigError, RewardError, in_range
+from lit_rl.core.declared_settings import checked
+from lit_rl.core.errors import ConfigError, RewardError
 from lit_rl.core.rollout import Completions
 from lit_rl.core.transfers import to_device
 from lit_rl.generation import noise
 from lit_rl.generation.collect import response_ids
+from lit_rl.ops.ranges import NotNegative
 from lit_rl.ops.returns import process_supervised
 from lit_rl.rewards.contract import Part, is_turn_reward
 
@@ -239,6 +241,7 @@ def _token_at(ids: list[int], end: int, tokenizer: Any) -> int:
 # ------------------------------------------------------------------ normalisation
 
 
+@checked("algo.reward_norm")
 class RunningNorm:
     """Running normalisation: rewards less their mean, divided by their standard deviation, since the start of the run.
 
@@ -249,8 +252,7 @@ class RunningNorm:
         eps: Added to the deviation.
     """
 
-    def __init__(self, eps: float = 1e-8) -> None:
-        in_range("algo.reward_norm.eps", eps, low=0)
+    def __init__(self, eps: NotNegative = 1e-8) -> None:
         self.eps = eps
         self._count, self._mean, self._squares = 0, 0.0, 0.0
 

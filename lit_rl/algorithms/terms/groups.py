@@ -22,13 +22,15 @@ from lit_rl.algorithms.rollouts import checkpoints
 from lit_rl.algorithms.rollouts.rollout_plan import mix
 from lit_rl.algorithms.rollouts.rollout_source import abort_on_all_ranks
 from lit_rl.algorithms.rollouts.scored import Scored, Spare
-from lit_rl.core.errors import ConfigError, RewardError, describe_error, did_you_mean, in_range
+from lit_rl.core.declared_settings import checked
+from lit_rl.core.errors import ConfigError, RewardError, describe_error, did_you_mean
 from lit_rl.core.process_state import is_raised_by_user_code, mix_seed, preserve_process_state, seed_generators
 from lit_rl.core.rollout import Rollout, join_rollouts, select, trim_rollout
 from lit_rl.core.vision_inputs import PromptVision
 from lit_rl.data.visual_prompts import Processor
 from lit_rl.generation.collect import as_reward_input, texts_of
 from lit_rl.ops.advantages import group_std
+from lit_rl.ops.ranges import AtLeastOne, AtLeastTwo, AtLeastZero
 from lit_rl.ops.reductions import Metrics
 from lit_rl.rewards.contract import keywords
 
@@ -72,6 +74,7 @@ class GroupSelection(ABC):
         """Restore what `state` returned."""
 
 
+@checked("algo.groups")
 class DynamicSampling(GroupSelection):
     """Dynamic sampling: groups whose rewards are all equal are replaced, as in DAPO (2503.14476, section 3.2).
 
@@ -90,8 +93,7 @@ class DynamicSampling(GroupSelection):
             weight, differ. None: if the summed rewards do.
     """
 
-    def __init__(self, max_draws: int = 256, metric: str | list[str] | None = None) -> None:
-        in_range("algo.groups.max_draws", max_draws, low=0)
+    def __init__(self, max_draws: AtLeastZero = 256, metric: str | list[str] | None = None) -> None:
         self.max_draws = max_draws
         self.metric = [metric] if isinstance(metric, str) else metric
         named = isinstance(self.metric, list) and all(isinstance(name, str) for name in self.metric)
@@ -161,6 +163,7 @@ class DynamicSampling(GroupSelection):
         self._position = saved["position"]
 
 
+@checked("algo.groups")
 @dataclass(frozen=True)
 class TopOfGroup(GroupSelection):
     """Selection of the `keep` best completions of each group by a separate score: GFPO (2508.09726).
@@ -173,11 +176,8 @@ class TopOfGroup(GroupSelection):
             any of them. Built in are `shortest` and `reward_per_token`.
     """
 
-    keep: int
+    keep: AtLeastTwo
     score: Callable[..., Any]
-
-    def __post_init__(self) -> None:
-        in_range("algo.groups.keep", self.keep, low=2)
 
     def check_fits(self, group_size: int, *, compares_completions: Callable[[], bool]) -> None:
         if self.keep > group_size:
@@ -311,6 +311,7 @@ def _global_count(count: int, ranks: Ranks) -> tuple[Tensor, Tensor]:
 # ------------------------------------------------------------------ replay
 
 
+@checked("algo.replay")
 class GroupReplay:
     """A buffer of groups with spread, which replace groups whose completions all have the same advantage.
 
@@ -325,8 +326,7 @@ class GroupReplay:
         size: Number of groups to keep, on each rank.
     """
 
-    def __init__(self, size: int = 64) -> None:
-        in_range("algo.replay.size", size, low=1)
+    def __init__(self, size: AtLeastOne = 64) -> None:
         self.size = size
         self._groups: list[tuple[float, Rollout]] = []
         self._rollouts = 0

@@ -15,9 +15,11 @@ from torch import Tensor
 from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.signatures import arguments_for
 from lit_rl.algorithms.terms.credit import Credit
+from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import ConfigError, NumericError, StorageError, in_range
 from lit_rl.core.rollout import Rollout
 from lit_rl.ops.kl import k1
+from lit_rl.ops.ranges import AtLeastOne, NotNegative, Positive
 from lit_rl.ops.reductions import Metrics, masked_mean, masked_sum
 
 # ------------------------------------------------------------------ KL to the reference
@@ -65,6 +67,7 @@ class FixedKL:
         _check_state(self, saved, self.state())
 
 
+@checked("algo.kl_control")
 class AdaptiveKL:
     """A weight that steers the KL towards a target (1909.08593, section 2.2).
 
@@ -80,9 +83,7 @@ class AdaptiveKL:
 
     adapts: bool = True
 
-    def __init__(self, target: float = 0.1, horizon: int = 10_000) -> None:
-        in_range("algo.kl_control.target", target, low=0, open_low=True)
-        in_range("algo.kl_control.horizon", horizon, low=1)
+    def __init__(self, target: Positive = 0.1, horizon: AtLeastOne = 10_000) -> None:
         self.target, self.horizon = target, horizon
         self._factor = 1.0
 
@@ -238,6 +239,7 @@ class EntropyControl(Protocol):
         ...
 
 
+@checked("algo.entropy")
 class FixedEntropy:
     """A constant coefficient of the entropy bonus.
 
@@ -245,8 +247,7 @@ class FixedEntropy:
         coef: Weight of the mean entropy of the tokens, at least 0.
     """
 
-    def __init__(self, coef: float = 0.001) -> None:
-        in_range("algo.entropy.coef", coef, low=0)
+    def __init__(self, coef: NotNegative = 0.001) -> None:
         self.coefficient = coef
 
     def update(self, entropy: float) -> None:
@@ -259,6 +260,7 @@ class FixedEntropy:
         _check_state(self, saved, self.state())
 
 
+@checked("algo.entropy")
 class AdaptiveEntropy:
     """A coefficient of the entropy bonus that is active while the entropy is low (Skywork-OR1, 2505.22312, section 4).
 
@@ -275,14 +277,16 @@ class AdaptiveEntropy:
     """
 
     def __init__(
-        self, coef: float = 0.0, low: float = 0.0, high: float = 1.0, delta: float = 0.005, target: float = 0.2
+        self,
+        coef: float = 0.0,
+        low: NotNegative = 0.0,
+        high: float = 1.0,
+        delta: NotNegative = 0.005,
+        target: NotNegative = 0.2,
     ) -> None:
-        in_range("algo.entropy.low", low, low=0)
         if not low <= high < math.inf:
             raise ConfigError(f"algo.entropy.high={high} is out of range: allowed is [algo.entropy.low={low:g}, inf).")
         in_range("algo.entropy.coef", coef, low=low, high=high)
-        in_range("algo.entropy.delta", delta, low=0)
-        in_range("algo.entropy.target", target, low=0)
         self.low, self.high, self.delta, self.target = low, high, delta, target
         self._coef, self._entropy = coef, math.inf
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,11 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.terms.precomputed_reference import text_key, unpadded_rows
-from lit_rl.core.errors import ConfigError, NumericError, in_range
+from lit_rl.core.declared_settings import checked
+from lit_rl.core.errors import ConfigError, NumericError
 from lit_rl.core.examples import TokenBatch
 from lit_rl.data.example_set import Encoded, Example, ExampleSet, token_batch
+from lit_rl.ops.ranges import AtLeastTwo, Positive, Range, Share
 
 # ------------------------------------------------------------------ BCO: reward shift
 
@@ -60,6 +62,7 @@ Embed = Callable[[TokenBatch, Tensor], Tensor]
 """A function from texts and a mask of their prompts `(b, s)` to embeddings `(b, h)` of the prompts."""
 
 
+@checked("algo.prompt_weights")
 class DensityRatio:
     """Weights of undesirable rows that match their prompts to those of the desirable rows (UDM).
 
@@ -74,11 +77,14 @@ class DensityRatio:
         high: Largest weight, 1 or more.
     """
 
-    def __init__(self, sample_rows: int = 1024, *, penalty: float = 1.0, low: float = 0.5, high: float = 10.0) -> None:
-        in_range("algo.prompt_weights.sample_rows", sample_rows, low=2)
-        in_range("algo.prompt_weights.penalty", penalty, low=0, open_low=True)
-        in_range("algo.prompt_weights.low", low, low=0, high=1, open_low=True)
-        in_range("algo.prompt_weights.high", high, low=1)
+    def __init__(
+        self,
+        sample_rows: AtLeastTwo = 1024,
+        *,
+        penalty: Positive = 1.0,
+        low: Share = 0.5,
+        high: Annotated[float, Range(1)] = 10.0,
+    ) -> None:
         self.sample_rows, self.penalty, self.low, self.high = sample_rows, penalty, low, high
         self._fitted: dict[str, Tensor] | None = None
 

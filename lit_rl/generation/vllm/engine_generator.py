@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from lit_rl.core import ranks
-from lit_rl.core.errors import ConfigError, GenerationError, LitRLError, in_range, one_of
+from lit_rl.core.declared_settings import checked
+from lit_rl.core.errors import ConfigError, GenerationError, LitRLError
 from lit_rl.core.ranks import run_on_all_ranks
 from lit_rl.core.rollout import Completions, Prompts, Sampling
 from lit_rl.generation.decode_batches import Decoded, assemble
@@ -40,8 +41,8 @@ from lit_rl.generation.vllm.engine import (
     requests_of,
     turn_request,
 )
-from lit_rl.generation.vllm.engine_settings import EngineSettings
-from lit_rl.generation.vllm.transports import PUSHES, WeightSender, rank_of_adapter
+from lit_rl.generation.vllm.engine_settings import EngineSettings, LoraRank
+from lit_rl.generation.vllm.transports import WeightSender, rank_of_adapter
 from lit_rl.generation.vllm.weight_probe import WeightProbe, image_probe
 from lit_rl.generation.vllm.worker import shape_of
 from lit_rl.models.engine_weights import fingerprint
@@ -49,8 +50,10 @@ from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.sharding import device_of
 from lit_rl.models.trunk import base_of
 from lit_rl.models.vision_parts import placeholder_ids
+from lit_rl.ops.ranges import AtLeastOne, AtLeastTwo, Positive, Share
 
 
+@checked("generator")
 class EngineGenerator(Generator):
     """Abstract: a generator whose engine holds a copy of the policy.
 
@@ -86,29 +89,20 @@ class EngineGenerator(Generator):
         self,
         *,
         dtype: Literal["float32", "bfloat16", "float16"] | None = EngineSettings.dtype,
-        max_model_len: int | None = EngineSettings.max_model_len,
-        gpu_memory_utilization: float = EngineSettings.gpu_memory_utilization,
-        kv_cache_gib: float | None = EngineSettings.kv_cache_gib,
-        tensor_parallel_size: int = EngineSettings.tensor_parallel_size,
-        max_num_seqs: int | None = EngineSettings.max_num_seqs,
-        max_lora_rank: int | None = EngineSettings.max_lora_rank,
+        max_model_len: AtLeastTwo | None = EngineSettings.max_model_len,
+        gpu_memory_utilization: Share = EngineSettings.gpu_memory_utilization,
+        kv_cache_gib: Positive | None = EngineSettings.kv_cache_gib,
+        tensor_parallel_size: AtLeastOne = EngineSettings.tensor_parallel_size,
+        max_num_seqs: AtLeastOne | None = EngineSettings.max_num_seqs,
+        max_lora_rank: LoraRank | None = EngineSettings.max_lora_rank,
         enforce_eager: bool | None = EngineSettings.enforce_eager,
         push: Literal["auto", "adapter", "merged"] = "auto",
         probe: Literal["every_sync", "off"] = "every_sync",
-        probe_mean_limit: float | None = None,
-        probe_max_limit: float | None = None,
-        heartbeat: float | None = 30.0,
+        probe_mean_limit: Positive | None = None,
+        probe_max_limit: Positive | None = None,
+        heartbeat: Positive | None = 30.0,
         generation_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        one_of("generator.push", push, PUSHES)
-        one_of("generator.probe", probe, ("every_sync", "off"))
-        for key, value in (
-            ("probe_mean_limit", probe_mean_limit),
-            ("probe_max_limit", probe_max_limit),
-            ("heartbeat", heartbeat),
-        ):
-            if value is not None:
-                in_range(f"generator.{key}", value, low=0, open_low=True)
         self.settings = EngineSettings(
             dtype=dtype,
             max_model_len=max_model_len,

@@ -15,30 +15,34 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lit_rl.core.errors import ConfigError, did_you_mean, in_range
+from lit_rl.core.declared_settings import checked
+from lit_rl.core.errors import ConfigError
 from lit_rl.models import hub_files
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.loaded_model import LoadedModel
 from lit_rl.models.loading import check_causal
 from lit_rl.models.trunk import base_of
+from lit_rl.ops.ranges import AtLeastOne, AtLeastTwo, Positive, Range, Share
 
 WORKER_EXTENSION = "lit_rl.generation.vllm.worker.WeightUpdates"
 """Our extension of vLLM's workers: it takes over the weights of the policy."""
 
-DTYPES = ("float32", "bfloat16", "float16")
-
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks for which vLLM reserves memory; it runs an adapter of any lower rank."""
+
+LoraRank = Annotated[int, Range(1, LORA_RANKS[-1], whole=True)]
+"""A rank that vLLM has memory for."""
 
 _CPU_CACHE_GIB = 1.0
 _GIB = 2**30
 
 
+@checked("generator")
 @dataclass(frozen=True)
 class EngineSettings:
     """Settings of an engine's start, which stay for its life.
@@ -63,30 +67,13 @@ class EngineSettings:
     """
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    max_model_len: int | None = None
-    gpu_memory_utilization: float = 0.3
-    kv_cache_gib: float | None = None
-    tensor_parallel_size: int = 1
-    max_num_seqs: int | None = None
-    max_lora_rank: int | None = None
+    max_model_len: AtLeastTwo | None = None
+    gpu_memory_utilization: Share = 0.3
+    kv_cache_gib: Positive | None = None
+    tensor_parallel_size: AtLeastOne = 1
+    max_num_seqs: AtLeastOne | None = None
+    max_lora_rank: LoraRank | None = None
     enforce_eager: bool | None = None
-
-    def __post_init__(self) -> None:
-        if self.dtype is not None and self.dtype not in DTYPES:
-            near = did_you_mean(self.dtype, DTYPES)
-            raise ConfigError(
-                f"generator.dtype={self.dtype!r} is unknown: allowed is {', '.join(DTYPES)}, null (model.dtype).{near}"
-            )
-        in_range("generator.gpu_memory_utilization", self.gpu_memory_utilization, low=0, high=1, open_low=True)
-        in_range("generator.tensor_parallel_size", self.tensor_parallel_size, low=1)
-        if self.max_model_len is not None:
-            in_range("generator.max_model_len", self.max_model_len, low=2)
-        if self.kv_cache_gib is not None:
-            in_range("generator.kv_cache_gib", self.kv_cache_gib, low=0, open_low=True)
-        if self.max_num_seqs is not None:
-            in_range("generator.max_num_seqs", self.max_num_seqs, low=1)
-        if self.max_lora_rank is not None:
-            in_range("generator.max_lora_rank", self.max_lora_rank, low=1, high=LORA_RANKS[-1])
 
     def engine_arguments(self, *, model_dtype: str, cpu: bool) -> dict[str, Any]:
         """Return vLLM's engine arguments, by vLLM's names: keywords of ``vllm.LLM``, and with dashes the server's

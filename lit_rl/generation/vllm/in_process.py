@@ -22,7 +22,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lit_rl.core import ranks
-from lit_rl.core.errors import ConfigError, GenerationError, one_of
+from lit_rl.core.declared_settings import checked
+from lit_rl.core.errors import ConfigError, GenerationError
 from lit_rl.core.interrupts import interruptible, uninterruptible
 from lit_rl.core.machine import require_vllm
 from lit_rl.generation.vllm import engine_settings as vllm_settings
@@ -42,6 +43,7 @@ from lit_rl.generation.vllm.engine_settings import EngineSettings, write_model_f
 from lit_rl.models.sharding import device_of
 
 
+@checked("generator")
 class VLLMGenerator(EngineGenerator):
     """vLLM in this process, an engine on every rank.
 
@@ -60,7 +62,6 @@ class VLLMGenerator(EngineGenerator):
 
     def __init__(self, *, sleep: Literal["auto", "always", "never"] = "auto", **shared: Any) -> None:
         super().__init__(**shared)
-        one_of("generator.sleep", sleep, ("auto", "always", "never"))
         self.sleep = sleep
         require_vllm("generator=vllm")
         if sleep == "always" and vllm_settings.runs_on_cpu():

@@ -10,7 +10,8 @@ from typing import Any, Literal
 from torch import nn
 
 from lit_rl.core import ranks
-from lit_rl.core.errors import ConfigError, GenerationError, in_range, one_of
+from lit_rl.core.declared_settings import checked
+from lit_rl.core.errors import ConfigError, GenerationError
 from lit_rl.core.interrupts import interruptible
 from lit_rl.core.machine import require_vllm
 from lit_rl.generation.generator import EngineLost
@@ -19,13 +20,15 @@ from lit_rl.generation.vllm.engine import Engine, EngineWork
 from lit_rl.generation.vllm.engine_generator import EngineGenerator
 from lit_rl.generation.vllm.launch import LaunchedServer, responsive_servers, wait_for_servers
 from lit_rl.generation.vllm.server_engine import ServerEngine
-from lit_rl.generation.vllm.transports import TRANSPORTS, transport_for
+from lit_rl.generation.vllm.transports import transport_for
 from lit_rl.models.sharding import device_of
+from lit_rl.ops.ranges import AtLeastZero, Positive
 
 _LOST_DEADLINE = 2.0
 """Deadline in seconds for a lost server to answer at an update."""
 
 
+@checked("generator")
 class VLLMServerGenerator(EngineGenerator):
     """A generator with vLLM's servers, started by `lit-rl serve` or by the trainer. Every rank asks them for its own
     prompts.
@@ -68,21 +71,13 @@ class VLLMServerGenerator(EngineGenerator):
         launch: bool = False,
         log: str | None = None,
         transport: Literal["auto", "shared_memory", "gloo", "nccl"] = "auto",
-        deadline: float = 3600.0,
-        answer_deadline: float = 60.0,
-        start_deadline: float = 600.0,
-        lag: int = 0,
+        deadline: Positive = 3600.0,
+        answer_deadline: Positive = 60.0,
+        start_deadline: Positive = 600.0,
+        lag: AtLeastZero = 0,
         **shared: Any,
     ) -> None:
         super().__init__(**shared)
-        one_of("generator.transport", transport, ("auto", *TRANSPORTS))
-        for key, value in {
-            "deadline": deadline,
-            "answer_deadline": answer_deadline,
-            "start_deadline": start_deadline,
-        }.items():
-            in_range(f"generator.{key}", value, low=0, open_low=True)
-        in_range("generator.lag", lag, low=0)
         if isinstance(urls, str):
             raise ConfigError(f"generator.urls={urls!r} is a string; it takes a list of addresses: [{urls}].")
         self.urls, self.launch, self.log = [Client(url).url for url in urls], launch, log

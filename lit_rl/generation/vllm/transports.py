@@ -31,8 +31,6 @@ from lit_rl.generation.vllm.client import Client, ServerDead
 from lit_rl.generation.vllm.engine import Engine, Facts, Shapes, Weights, push_adapter, push_weights
 from lit_rl.models.engine_weights import adapter_only, write_adapter
 
-PUSHES = ("auto", "adapter", "merged")
-
 
 class WeightSender:
     """A sender of a policy's weights to an engine.
