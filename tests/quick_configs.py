@@ -13,7 +13,6 @@ import yaml
 from hydra import version
 from hydra._internal import defaults_list
 from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
-from hydra._internal.hydra import Hydra
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.default_element import InputDefault
 from hydra.core.object_type import ObjectType
@@ -26,13 +25,11 @@ from omegaconf.base import Box, Metadata, Node
 def install(patch: pytest.MonkeyPatch) -> None:
     """Until `patch` is undone.
 
-    A command composes twice, first to ask for `hydra.mode`, which nobody sets here: half of a refusal. A loader copies
-    the places of its files each time, as another composition might add to them; here no loader composes twice. A table
-    for choices that name other choices (`${...}` in a list of defaults) is made at every file. The rest is files that
-    are read and parsed at every composition, interpolations too, and nodes that are copied and told of their parents,
-    one by one, again and again.
+    A loader copies the places of its files each time, as another composition might add to them, which none does here.
+    A table for choices that name other choices (`${...}` in a list of defaults) is made at every file. The rest is
+    files that are read and parsed at every composition, interpolations too, and nodes that are copied and told of
+    their parents, one by one, again and again.
     """
-    patch.setattr(Hydra, "get_mode", lambda *args, **keywords: None)
     patch.setattr(CachingConfigRepository, "__init__", _uncopied)
     patch.setattr(defaults_list, "_create_interpolation_map", _where_one_is_named)
     patch.setattr("omegaconf.omegaconf.yaml", SimpleNamespace(**{**vars(yaml), "load": _parsed_once}))

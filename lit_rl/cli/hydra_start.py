@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -66,7 +67,7 @@ def main() -> int:
 def _main() -> int:
     if not schemas.register_stored():
         schemas.register_schemas()
-    upstream.compose_with(load_checked)
+    upstream.compose_with(Composer().load)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come to cli.messages, not to Hydra's own printer
     codes: list[int] = []
     fast_checks.check_sweep(sys.argv[1:])
@@ -302,28 +303,67 @@ _LOG_FILE = "${hydra.runtime.output_dir}/${hydra.job.name}.log"
 
 _STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
 
+_IS_IT_A_SWEEP = {"run_mode": RunMode.MULTIRUN, "from_shell": True, "validate_sweep_overrides": False}
+"""Arguments with which `Hydra.get_mode` composes."""
+
+_MAY_SWEEP = re.compile(r"^(-m|--multirun)$|^[+~]*hydra[./]|,|\(")
+"""What a word of a sweep, or about Hydra itself, has in it; and some words that are none."""
+
+
+class Composer:
+    """The composing of one command line, which Hydra asks for twice: to find out whether it is a sweep, and to run it.
+
+    The second time takes a second of a start. So where no word can be a sweep, the first config is the one of the run.
+    """
+
+    def __init__(self) -> None:
+        self._composed: tuple[list[str], DictConfig] | None = None
+
+    def load(
+        self, compose: Callable[..., DictConfig], config_name: str | None, overrides: list[str], **named: Any
+    ) -> DictConfig:
+        """Compose a config, and check it before anything reads it; see `load_checked` for the arguments."""
+        words, kept = list(overrides), self._composed
+        self._composed = None
+        if named == _IS_IT_A_SWEEP and not any(_MAY_SWEEP.search(word) for word in (*words, *sys.argv[1:])):
+            config = load_checked(compose, config_name, words, **named | {"run_mode": RunMode.RUN})
+            if config.hydra.mode is None:
+                with flag_override(config.hydra, ["readonly", "struct"], [False, False]):
+                    config.hydra.mode = RunMode.RUN
+                    config.hydra.overrides.hydra.append("hydra.mode=RUN")  # as Hydra would type it
+                self._composed = words, config
+            return config
+        if kept is not None and kept[0] == words and named.get("run_mode") == RunMode.RUN:
+            return kept[1]
+        return load_checked(compose, config_name, overrides, **named)
+
 
 def load_checked(
-    compose: Callable[..., DictConfig], config_name: str | None, overrides: list[str], *rest: Any, **named: Any
+    compose: Callable[..., DictConfig], config_name: str | None, overrides: list[str], **named: Any
 ) -> DictConfig:
-    """Compose a config, and check it before anything reads it."""
+    """Compose a config, and check it before anything reads it.
+
+    Args:
+        compose: `ConfigLoader.load_configuration` of Hydra.
+        config_name: Its first argument.
+        overrides: Words of the command line.
+        named: Its other arguments.
+    """
     words = with_line_breaks(overrides)
     switches = {word: key for word in words if (key := key_of_switches(word)) is not None}
-    others: Any = (
-        compose(config_name, [word for word in words if word not in switches], *rest, **named) if switches else {}
-    )
+    others: Any = compose(config_name, [word for word in words if word not in switches], **named) if switches else {}
     read = [
         add_switches(word, switches[word], OmegaConf.select(others, switches[word])) if word in switches else [word]
         for word in words
     ]
-    config = compose(config_name, [each for words in read for each in words], *rest, **named)
+    config = compose(config_name, [each for words in read for each in words], **named)
     check_hydra_node(config, overrides)
     # The record holds words as they were typed: jobs of a sweep, and a config with more groups, are composed of it.
     typed = {words[-1]: word for words, word in zip(read, overrides, strict=True)}
     with flag_override(config.hydra, ["readonly", "struct"], [False, False]):
         config.hydra.overrides.task = [typed[word] for word in config.hydra.overrides.task if word in typed]
     # To find out whether it is a sweep at all, Hydra composes as for one and takes any override.
-    if RunMode.MULTIRUN in (*rest, *named.values()) and named.get("validate_sweep_overrides", True):
+    if named["run_mode"] == RunMode.MULTIRUN and named.get("validate_sweep_overrides", True):
         sweep_began(config)
     return config
 

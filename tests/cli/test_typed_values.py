@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra._internal import hydra as internals
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import ConfigCompositionException
+from hydra.types import RunMode
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from lit_rl.cli.aliases import expand_aliases as words_of
-from lit_rl.cli.hydra_start import load_checked
+from lit_rl.cli.hydra_start import Composer, load_checked
 from lit_rl.cli.messages import as_lit_rl_error
 from lit_rl.cli.typed_words import ambiguous, readable, typed, unquoted, with_line_breaks
 from lit_rl.core import upstream
@@ -137,8 +142,6 @@ def test_a_reward_file_with_a_space_or_an_equals_sign():
 
 
 def test_what_hydra_says_is_said_in_our_words():
-    from hydra.errors import ConfigCompositionException
-
     away = as_lit_rl_error(ConfigCompositionException("Error merging override ~algo.beta"))
     assert "always there" in str(away) and "algo.beta=VALUE" in str(away)
     comma = "Ambiguous value for argument 'a=b,c'\n1. To use it as a list, use key=[value1,value2]"
@@ -159,3 +162,52 @@ def test_a_word_that_is_composed_twice_means_the_same(word, text, tmp_path, monk
         first = compose("config", [word], return_hydra_config=True)
         again = compose("config", list(first.hydra.overrides.task))
     assert (first.text, again.text) == (text, text)
+
+
+@pytest.mark.parametrize(
+    ("words", "flags", "times"),
+    [
+        (["text=b"], [], 1),
+        (["text=[b,c]"], [], 2),  # it has a comma, so it may be a sweep
+        (["text=b", "hydra.job.chdir=false"], [], 2),
+        (["text=b"], ["-m"], 2),
+    ],
+)
+def test_a_command_that_is_no_sweep_is_composed_once(words, flags, times, tmp_path, monkeypatch):
+    """The config is the one of Hydra, which composes twice: to find out whether it is a sweep, and for the run."""
+    (tmp_path / "config.yaml").write_text("text: a\n")
+    plain, counted = internals.ConfigLoaderImpl, []
+
+    def counting(self, *arguments, **named):
+        counted.append(named)
+        return load(self, *arguments, **named)
+
+    def of_run(more):
+        with initialize_config_dir(str(tmp_path), version_base=None):
+            whole = GlobalHydra.instance().hydra
+            assert whole is not None
+            mode = whole.get_mode("config", words)
+            config = whole.compose_config("config", [*words, *more], run_mode=RunMode.RUN)
+        return mode, OmegaConf.to_container(config)
+
+    monkeypatch.setattr(sys, "argv", ["lit-rl", *words, *flags])
+    mode, expected = of_run(["hydra.mode=RUN"])
+    load = plain.load_configuration
+    monkeypatch.setattr(plain, "load_configuration", counting)
+    monkeypatch.setattr(internals, "ConfigLoaderImpl", plain)
+    upstream.compose_with(Composer().load)
+    once, config = of_run([] if times == 1 else ["hydra.mode=RUN"])
+    assert (mode, once) == (None, RunMode.RUN if times == 1 else None)
+    assert config == expected
+    assert len(counted) == times
+
+
+def test_an_unforeseen_sweep_is_refused_as_before(tmp_path, monkeypatch):
+    (tmp_path / "config.yaml").write_text("text: a\n")
+    monkeypatch.setattr(internals, "ConfigLoaderImpl", internals.ConfigLoaderImpl)
+    upstream.compose_with(Composer().load)
+    with initialize_config_dir(str(tmp_path), version_base=None):
+        whole = GlobalHydra.instance().hydra
+        assert whole is not None and whole.get_mode("config", ["text=b,c"]) is None
+        with pytest.raises(ConfigCompositionException, match="Ambiguous value"):
+            whole.compose_config("config", ["text=b,c"], run_mode=RunMode.RUN)
