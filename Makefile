@@ -177,8 +177,7 @@ test-all: lint environments $(STAMPS)/compiled  ## everything that a change has 
 	$(PYTEST) $(TWO) -m '$(ALL)' --ignore tests/engines --ignore tests/agents --ignore tests/zero --ignore tests/pretended_gpu $(args)
 	$(FAMILIES_PYTEST) -m '$(ALL)' $(args)
 	$(PRETENDED_GPU_PYTEST) -m '$(ALL)' $(args)
-	$(DEEPSPEED_PYTEST) -m '$(ALL)' $(args)
-	$(AGENTS_PYTEST) -m '$(ALL)' $(IN_AGENTS) $(args)
+	$(MAKE) --no-print-directory -j2 -Otarget test-deepspeed test-agents
 	$(ENGINES_PYTEST) -m '$(ALL)' tests/engines --ignore $(ENGINES_SEEING) --ignore $(ENGINES_FAMILIES) $(args)
 	$(MAKE) --no-print-directory -j2 -Otarget test-engines-images test-engines-families
 
