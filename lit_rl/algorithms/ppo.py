@@ -210,9 +210,10 @@ class PPO(PolicyGradient):
         return super().shares_prompts and not isinstance(self.value_function, SharedTrunk)
 
     def auxiliary_texts(self) -> AuxiliaryTexts | None:
-        if self.ptx is None or self.step_rows is None:
+        step = self.micro_batches.step
+        if self.ptx is None or step is None:
             return None
-        of_all_ranks = self.step_rows.units * self.step_rows.rows * self.data_world_size
+        of_all_ranks = step.units * step.rows * self.data_world_size
         return AuxiliaryTexts(self.ptx.batch_size, of_all_ranks, self.ptx.max_tokens)
 
     def critic_network(self, policy: Network, numbers: NumberSizes) -> Network | None:

@@ -332,10 +332,10 @@ def test_a_reward_model_counts_in_a_plan_where_the_memory_is_said(make):
     module = GRPO("tiny", RewardModel(folder))
     module.reward_functions.load()
     assert not module.frozen_model_bytes()  # what is free on this machine by now is without it
-    module.memory_gb = 1.0
+    module.micro_batches.memory_gb = 1.0
     weights = AutoModelForSequenceClassification.from_pretrained(folder).parameters()
     assert module.frozen_model_bytes() == {"reward models": sum(4 * weight.numel() for weight in weights)}
     on_the_cpu = GRPO("tiny", RewardModel(folder, device="cpu"))
-    on_the_cpu.memory_gb = 1.0
+    on_the_cpu.micro_batches.memory_gb = 1.0
     on_the_cpu.reward_functions.load()
     assert on_the_cpu.frozen_model_bytes() == {"reward models": 0}

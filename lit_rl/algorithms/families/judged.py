@@ -51,7 +51,7 @@ class JudgedModule(OnPolicyModule, ABC):
         check_sampling(self.sampling, self.generator, weighted=False)
         preference_checks.check_no_lag(name, self.generator)
         preference_checks.check_compared_groups(
-            name, settings.group_size, self.split_groups, self.groups, self.reward_functions.names
+            name, settings.group_size, settings.split_groups, self.groups, self.reward_functions.names
         )
         preference_checks.check_judge_rewards(self.judge, self.reward_functions.names, settings.missing_eos_penalty)
         preference_checks.check_per_epoch("algo.beta", settings.beta, open_low=True)

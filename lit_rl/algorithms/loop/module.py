@@ -8,15 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
@@ -24,15 +25,7 @@ from torch.distributed.tensor import DTensor
 from lit_rl.algorithms.checks import argument_checks
 from lit_rl.algorithms.checks.data_and_trainer import check_monitors, check_run_length, check_trainer_settings
 from lit_rl.algorithms.checks.memory import AuxiliaryTexts, Head, Memory, Network, NumberSizes, RowLengths
-from lit_rl.algorithms.checks.micro_batching import (
-    MicroBatchPlan,
-    MicroBatchRequest,
-    StepRows,
-    hard_memory_limit,
-    host_memory_budget,
-    memory_budget,
-    plan_micro_batches,
-)
+from lit_rl.algorithms.checks.micro_batching import MicroBatches, MicroBatchPlan, StepRows
 from lit_rl.algorithms.checks.model_sizes import (
     ddp_buckets,
     find_largest_prompt,
@@ -98,7 +91,6 @@ from lit_rl.algorithms.rollouts.phase_costs import PhaseMemory, SpeedMeter, peak
 from lit_rl.core import upstream
 from lit_rl.core.errors import ConfigError, check_instance, seed_in_range
 from lit_rl.core.process_state import preserve_generators
-from lit_rl.core.ranks import gather_objects
 from lit_rl.models import kernels
 from lit_rl.models.hf_export import export_policy
 from lit_rl.models.kernels import fixed_order
@@ -106,7 +98,6 @@ from lit_rl.models.language_model import ForwardOptions
 from lit_rl.models.loaded_model import LoadedModel, as_language_model
 from lit_rl.models.model_card import model_card
 from lit_rl.models.model_costs import ModelFlops, Span
-from lit_rl.models.modes import set_checkpointing
 from lit_rl.models.references import Auto, FrozenCopy, Reference, Scorer
 from lit_rl.models.sharding import clip_over_meshes, full_state_dict, parallelize_layers, shard
 from lit_rl.models.verified_folder import ExportReport
@@ -144,15 +135,10 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         )
         seed_in_range("algo.seed", settings.seed)
         self.seed = settings.seed
-        self.micro_batch_size: int | Literal["auto"] | None = settings.micro_batch_size
+        self.micro_batches = MicroBatches(settings.micro_batch_size)
         self.command = ""
         """The command line of the training, for the cards of exports; empty if there was none."""
-        self.memory_gb: float | None = None
         self.precision_by_device = False
-        self.micro_batch_plan: MicroBatchPlan | None = None
-        self.step_rows: StepRows | None = None
-        self._device_budget: int | None = None
-        self._host_budget: int | None = None
         self.policy: Any = None
         self.reference_policy: Scorer | None = None
         self.grad_norm = torch.zeros(())
@@ -230,13 +216,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         trainer, options = self.trainer_or_none, self.model.forward_options
         if trainer is not None and shards_weights(trainer.strategy):
             return options.in_one_call
-        return replace(options, most_rows=self.most_texts)
-
-    @property
-    def most_texts(self) -> int | None:
-        """The most texts in a forward pass without gradient, from the memory plan: in validation or of a reference a
-        batch is as large as the data module makes it. None: all."""
-        return None
+        return replace(options, most_rows=self.micro_batches.most_texts)
 
     @property
     def ranks(self) -> Ranks:
@@ -379,95 +359,30 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             part=part_numbers(device),
             may_recompute=may_recompute,
             may_offload=may_recompute and device.type == "cuda",
-            host=self.host_budget(),
+            host=self.micro_batches.host_budget(trainer),
+            budget=self.micro_batches.budget(trainer, chain(self.parameters(), self.buffers())),
         )
         if self.model.processor is not None:
             sizes = with_images(sizes, self.model, find_largest_prompt(trainer.datamodule, self.model.processor))
-        return (
-            sizes.recomputing(self.micro_batch_plan.offload)
-            if self.micro_batch_plan is not None and self.micro_batch_plan.recompute
-            else sizes
-        )
+        return self.micro_batches.as_planned(sizes)
 
-    def device_budget(self) -> int | None:
-        """Return the bytes that a plan may use on every rank, as before the policy was loaded; None if unknown.
-
-        For this process alone if no other was started (`lit-rl plan`).
-        """
-        if self._device_budget is None:
-            trainer: Any = self.trainer
-            device = trainer.strategy.root_device
-            loaded = sum(tensor.nbytes for tensor in (*self.parameters(), *self.buffers()) if tensor.device == device)
-            mine = memory_budget(device, gigabytes=self.memory_gb, processes=trainer.num_devices, planned=loaded)
-            self._device_budget = min(gather_objects(mine or 0))
-        return self._device_budget or None
-
-    def host_budget(self) -> int | None:
-        """Return the bytes of host memory that every rank may offload to; None without a GPU, or if unknown."""
-        trainer: Any = self.trainer
-        device = trainer.strategy.root_device
-        if device.type != "cuda" or self.memory_gb is not None:
-            return None
-        if self._host_budget is None:
-            self._host_budget = min(gather_objects(host_memory_budget(trainer.num_devices) or 0))
-        return self._host_budget or None
-
-    def split_step(self, step: StepRows) -> tuple[int, str]:
-        """Split the optimizer step: set the Trainer's micro-batches, and return their number, and the reason for it.
+    def split_step(self, step: StepRows) -> None:
+        """Split the optimizer step of a rank, and set the Trainer's micro-batches.
 
         Raises:
             ConfigError: nothing fits, or the user's micro-batches do not divide the step.
         """
-        trainer: Any = self.trainer
-        if self.model.gradient_checkpointing == "offload" and trainer.strategy.root_device.type != "cuda":
-            raise ConfigError(
-                "model.gradient_checkpointing=offload moves activations from a GPU to the host, and this run has no "
-                "GPU. Set it to true."
-            )
-        self.step_rows = step = replace(step, sequences=self.decoded_at_once(step))
-        request = MicroBatchRequest(self.micro_batch_size, self.user_accumulation)
-        request.check()
-        if self.micro_batch_plan is None or self.micro_batch_plan.micro_batches != trainer.accumulate_grad_batches:
-            budget, device = self.device_budget(), trainer.strategy.root_device
-            limit = None if budget is None else hard_memory_limit(budget, device, gigabytes=self.memory_gb)
-            self.micro_batch_plan, warning = plan_micro_batches(request, step, self.memory(), budget, limit)
-            if warning:
-                rank_zero_warn(warning)
-        self._apply_micro_batches()
-        return trainer.accumulate_grad_batches, self.micro_batch_plan.why if self.micro_batch_plan else ""
-
-    @property
-    def user_accumulation(self) -> int:
-        """The user's `accumulate_grad_batches`: 1 if `split_step` set the Trainer's, as in an earlier `setup`."""
-        trainer: Any = self.trainer
-        ours = (
-            self.micro_batch_plan is not None and self.micro_batch_plan.micro_batches == trainer.accumulate_grad_batches
-        )
-        return 1 if ours else trainer.accumulate_grad_batches
+        self.micro_batches.begin(step, self.trainer, self.model.gradient_checkpointing)
+        self.micro_batches.split(self.trainer, self.memory())
 
     @property
     def parts_of_step(self) -> int:
         """The divisor that the user's micro-batches require of a rank's rows of a step."""
-        size = self.micro_batch_size
-        return max(1, size) if isinstance(size, int) else self.user_accumulation
+        return self.micro_batches.parts_of_rows(self.trainer)
 
     def teardown(self, stage: str) -> None:
-        """Restore the Trainer's micro-batches, so that it may train another module."""
         if stage == "fit":
-            self.trainer.accumulate_grad_batches = self.user_accumulation
-
-    def decoded_at_once(self, step: StepRows) -> int:
-        """Return the number of sequences that are decoded together."""
-        return step.sequences
-
-    def _apply_micro_batches(self) -> None:
-        """Apply the micro-batch plan to the Trainer and the generator. Samples and gradients do not depend on it."""
-        if self.micro_batch_plan is not None:
-            self.trainer.accumulate_grad_batches = self.micro_batch_plan.micro_batches
-            self.bound_decoding(self.micro_batch_plan.decoded)
-
-    def bound_decoding(self, sequences: int | None) -> None:
-        """Bound the number of sequences that an in-process generator decodes at once."""
+            self.micro_batches.restore(self.trainer)
 
     # ------------------------------------------------------------------ loading
 
@@ -508,7 +423,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         self.policy, self.reference_policy = policy, reference
         for name, module in others.items():
             setattr(self, name, module)
-        self._set_checkpointing()
+        self.micro_batches.set_checkpointing(self.model.gradient_checkpointing, self._trained_modules.values())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights as torch does, and load the policy first if it is not.
@@ -529,15 +444,8 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         """
         if not self.model.sees:
             return loss
-        modules = (getattr(self, name) for name in ("policy", *self.trained_beside))
+        modules = self._trained_modules.values()
         return loss + sum(0 * parameter.sum() for module in modules for parameter in trained_by_images(module))
-
-    def _set_checkpointing(self) -> None:
-        """Turn on gradient checkpointing if the memory plan chose it."""
-        if self.model.gradient_checkpointing == "auto" and self.micro_batch_plan is not None:
-            how = "offload" if self.micro_batch_plan.offload else self.micro_batch_plan.recompute
-            for name in ("policy", *self.trained_beside):
-                set_checkpointing(getattr(self, name), how)
 
     def load_policy(self) -> nn.Module:
         """Load the trained model from its description: a language model, unless a method trains another head."""
@@ -880,8 +788,8 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         checkpoint["lit_rl"] = self.ranks.objects(mine | {"broken_steps": self.broken_steps.in_a_row})
         if self.trainer_or_none is not None:
             checkpoint["precision"] = str(self.trainer.precision)
-        if self.micro_batch_plan is not None:
-            checkpoint["micro_batch_plan"] = asdict(self.micro_batch_plan)
+        if self.micro_batches.plan is not None:
+            checkpoint["micro_batch_plan"] = asdict(self.micro_batches.plan)
         if self.needs_reference and self.reference.moves:
             checkpoint["reference"] = self.reference.state(self.reference_policy)
 
@@ -930,8 +838,9 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             if self._fitting:
                 self._load_other_world(ranks, checkpoint["loops"])
             return
-        if "micro_batch_plan" in checkpoint and self.micro_batch_size == "auto" and self._fitting:
-            self.resume_micro_batches(MicroBatchPlan(**checkpoint["micro_batch_plan"]))
+        if "micro_batch_plan" in checkpoint and self.micro_batches.size == "auto" and self._fitting:
+            self.micro_batches.resume(MicroBatchPlan(**checkpoint["micro_batch_plan"]), self.trainer)
+            self.micro_batches.set_checkpointing(self.model.gradient_checkpointing, self._trained_modules.values())
         if ranks:
             saved = ranks[self.data_rank]
             self.load_rank_state(checkpoints.saved_by_algorithm(saved["module"], type(self).__name__))
@@ -969,12 +878,6 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     def _fitting(self) -> bool:
         return self.trainer_or_none is not None and self.trainer_or_none.state.fn == TrainerFn.FITTING
 
-    def resume_micro_batches(self, plan: MicroBatchPlan) -> None:
-        """Split steps as the resumed run did, whatever memory is free now: last bits depend on it."""
-        self.micro_batch_plan = plan
-        self._apply_micro_batches()
-        self._set_checkpointing()
-
     def on_train_start(self) -> None:
         if self.identity.is_resumed:
             config, steps, schedules = self.trainer.lr_scheduler_configs[0], self.total_steps, self.schedules()
@@ -988,12 +891,16 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             self.model.note_training()
         self._generators.start(self.seed, self.data_rank, self.global_step, self.trainer.strategy.root_device)
 
+    @property
+    def _trained_modules(self) -> dict[str, nn.Module]:
+        """The modules that are trained, by attribute name."""
+        return {name: getattr(self, name) for name in ("policy", *self.trained_beside)}
+
     def _trained_names(self) -> dict[str, Tensor]:
         """Return the tensors that training changes, by name: parameters with gradient, and saved buffers."""
-        modules = {name: getattr(self, name) for name in ("policy", *self.trained_beside)}
         return {
             f"{prefix}.{name}": tensor
-            for prefix, module in modules.items()
+            for prefix, module in self._trained_modules.items()
             for name, tensor in module.state_dict(keep_vars=True).items()
             if not isinstance(tensor, nn.Parameter) or tensor.requires_grad
         }

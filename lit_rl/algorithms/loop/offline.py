@@ -27,7 +27,7 @@ from lit_rl.algorithms.checks.data_and_trainer import (
     trainer_examples,
 )
 from lit_rl.algorithms.checks.memory import RowLengths
-from lit_rl.algorithms.checks.micro_batching import MicroBatchPlan, StepRows, rows_scored_at_once
+from lit_rl.algorithms.checks.micro_batching import StepRows
 from lit_rl.algorithms.checks.strategy_checks import Feature
 from lit_rl.algorithms.data_parallel import data_world_size
 from lit_rl.algorithms.evaluation.summary_statistics import Averages, prefixed
@@ -80,7 +80,7 @@ class OfflineModule(PolicyModule, ABC):
         self._val_averages: list[Averages] = []
         self._micro: ExampleBatch | None = None
         self._whole: WholeStep | None = None
-        self._scored: int | None = None
+        self.micro_batches.texts = 2 if self.learns_from == "pairs" else 1
 
     # ------------------------------------------------------------------ interface of a method
 
@@ -146,16 +146,16 @@ class OfflineModule(PolicyModule, ABC):
                 check_stream(self.reads_all_rows())
             plan = OfflinePlan(
                 batch_size=data.batch_size,
-                accumulate=self.user_accumulation,
+                accumulate=self.micro_batches.accumulation(trainer),
                 world_size=self.data_world_size,
                 rows=len(data.corpus.train),
                 stream_buffer=data.stream_buffer,
             )
-            accumulate, why = self.split_step(StepRows(data.batch_size // self.data_world_size, 1))
-            self.plan = replace(plan, accumulate=accumulate, why=why)
+            self.split_step(StepRows(data.batch_size // self.data_world_size, 1))
+            self.plan = self._with_micro_batches(plan)
             self.check_length(data)
-        elif self.micro_batch_plan is None:
-            self.fit_scoring()
+        elif self.micro_batches.asks_plan:
+            self.micro_batches.fit_scoring(self.memory())
 
     reads_margins = False
     """True if the loss of pairs reads the column `margin`."""
@@ -177,21 +177,7 @@ class OfflineModule(PolicyModule, ABC):
 
     def lengths(self) -> RowLengths:
         longest, scored = self.longest_text(), self.most_scored_tokens()
-        return RowLengths(longest - scored, scored, texts=2 if self.learns_from == "pairs" else 1)
-
-    @property
-    def most_texts(self) -> int | None:
-        rows = self.micro_batch_plan.scored if self.micro_batch_plan is not None else self._scored
-        return None if rows is None else rows * (2 if self.learns_from == "pairs" else 1)
-
-    def fit_scoring(self) -> None:
-        """Bound the rows scored at once in a validation without training."""
-        if self.micro_batch_size != "auto":
-            return
-        memory, budget = self.memory(), self.device_budget()
-        if memory is not None and budget is not None:
-            unlearned = replace(memory.numbers, gradient=0, moments=0, remainder=0)
-            self._scored = rows_scored_at_once(replace(memory, numbers=unlearned, masters=0), budget)
+        return RowLengths(longest - scored, scored, texts=self.micro_batches.texts)
 
     def longest_text(self) -> int:
         """Return the number of tokens of the longest text of a step."""
@@ -203,10 +189,14 @@ class OfflineModule(PolicyModule, ABC):
         data: Any = self.trainer.datamodule  # pyright: ignore
         return data.most_learned if self.model.forward_options.fused_head else self.longest_text()
 
-    def resume_micro_batches(self, plan: MicroBatchPlan) -> None:
-        super().resume_micro_batches(plan)
+    def _with_micro_batches(self, plan: OfflinePlan) -> OfflinePlan:
+        taken = self.micro_batches.plan
+        return plan if taken is None else replace(plan, accumulate=taken.micro_batches, why=taken.why)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
         if self.plan is not None:
-            self.plan = replace(self.plan, accumulate=plan.micro_batches, why=plan.why)
+            self.plan = self._with_micro_batches(self.plan)
 
     def on_train_batch_start(self, batch: ExampleBatch, batch_idx: int) -> None:
         self.in_a_step = True
@@ -398,8 +388,8 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
         data_and_trainer.warn_unused_evaluation(self.evaluation, self.trainer, data.val_names, stage)
         data_and_trainer.bind_validation(self.reward_functions, data)
         self.load_rewards()
-        if stage != "fit":
-            self.fit_decoding()
+        if stage != "fit" and self.micro_batches.asks_plan:
+            self.micro_batches.fit_decoding(self.memory())
 
     def columns_read(self, columns: Sequence[str]) -> set[str]:
         return self.reward_functions.reads(columns)

@@ -8,19 +8,18 @@ automatic optimisation (accumulation, clipping, precision, schedules, `max_steps
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lit_rl.algorithms.checks import data_and_trainer, episode_checks, model_sizes
 from lit_rl.algorithms.checks.memory import REWARD_MODELS, Memory, RowLengths
-from lit_rl.algorithms.checks.micro_batching import MicroBatchPlan, StepRows
+from lit_rl.algorithms.checks.micro_batching import StepRows
 from lit_rl.algorithms.checks.policy_gradient_checks import check_weight_copies
 from lit_rl.algorithms.checks.strategy_checks import Feature
 from lit_rl.algorithms.data_parallel import data_world_size
@@ -64,7 +63,7 @@ class OnPolicyModule(GeneratingModule, ABC):
     def __init__(self, settings: OnPolicyConfig) -> None:
         super().__init__(config=settings)
         self.minibatches, self.iterations = settings.minibatches, settings.iterations
-        self.split_groups: int | Literal["auto"] = settings.split_groups
+        self.micro_batches.split_groups = settings.split_groups
         self.group_size, self.groups = settings.group_size, settings.groups
         self.plan: BatchPlan | None = None
         self.rollout: Rollout | None = None
@@ -306,8 +305,8 @@ class OnPolicyModule(GeneratingModule, ABC):
             check_weight_copies(self.generator, self.trainer)
             self._plan_batches(data)
             self.check_length(data)
-        else:
-            self.fit_decoding()
+        elif self.micro_batches.asks_plan:
+            self.micro_batches.fit_decoding(self.memory())
 
     def features(self) -> Iterator[Feature]:
         yield from super().features()
@@ -380,7 +379,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             iterations=self.iterations,
             accumulate=trainer.accumulate_grad_batches,
             world_size=data_world_size(trainer),
-            split_groups=self._user_slices,
+            split_groups=self.micro_batches.slices,
         )
 
     def _plan_batches(self, data: Any) -> None:
@@ -390,13 +389,13 @@ class OnPolicyModule(GeneratingModule, ABC):
             group_size=self.group_size,
             minibatches=self.minibatches,
             iterations=self.iterations,
-            accumulate=self.user_accumulation,
+            accumulate=self.micro_batches.accumulation(self.trainer),
             world_size=self.data_world_size,
-            split_groups=self._user_slices,
+            split_groups=self.micro_batches.slices,
             max_new_tokens=self.longest_response(self.sampling),
         )
         slices: Sequence[int] = (1,)  # numbers of slices that the memory plan may split a group into
-        if self.split_groups == "auto" and not self.compares_in_step:
+        if self.micro_batches.split_groups == "auto" and not self.compares_in_step:
             slices = [parts for parts in range(1, self.group_size + 1) if self.group_size % parts == 0]
         step = StepRows(
             plan.units,
@@ -404,10 +403,10 @@ class OnPolicyModule(GeneratingModule, ABC):
             sequences=plan.completions // plan.world_size,
             whole="groups, or slices of them",
             slices=slices,
-            sliced_by_hand=self.split_groups != "auto" and not self.compares_in_step,
+            sliced_by_hand=self.micro_batches.split_groups != "auto" and not self.compares_in_step,
         )
-        accumulate, why = self.split_step(step)
-        self.plan = self._with_micro_batches(plan, step, accumulate, why)
+        self.split_step(step)
+        self.plan = self._with_micro_batches(plan)
         data_and_trainer.warn_partial_rollouts(self.trainer, self.plan.slots)
 
     def _fits(self, longest: int, sampling: Sampling, key: str) -> None:
@@ -420,27 +419,18 @@ class OnPolicyModule(GeneratingModule, ABC):
         data_and_trainer.check_engine(self.generator, whole, self.longest_prompt(longest))
 
     @property
-    def _user_slices(self) -> int:
-        return 1 if isinstance(self.split_groups, str) else self.split_groups
-
-    @property
     def parts_of_step(self) -> int:
         """The divisor that the user's batch settings require of a rank's prompts of a rollout."""
-        slices, size = self._user_slices, self.micro_batch_size
-        parts = self.user_accumulation
-        if isinstance(size, int):
-            parts, left = divmod(max(1, size), max(1, self.group_size // slices))
-            parts = 1 if left or not parts else parts  # a part of a group, or refused by the batch plan
-        return self.minibatches * (parts // math.gcd(parts, slices))
+        return self.minibatches * self.micro_batches.parts_of_groups(self.trainer, self.group_size)
 
     def lengths(self) -> RowLengths:
         data: Any = self.trainer.datamodule  # pyright: ignore
-        rows = max(1, self.group_size // self._user_slices)  # a remainder is refused by the batch plan
+        rows = max(1, self.group_size // self.micro_batches.slices)  # a remainder is refused by the batch plan
         shares = rows > 1 and self.shares_prompts and self.forward_options.shared_prompts
         shares = shares and model_sizes.shares_prompts(self.model)
         device: Any = self.trainer.strategy.root_device
         # With `memory_gb` the plan may be for a GPU, which does not fold.
-        here = device.type == "cpu" and self.memory_gb is None
+        here = device.type == "cpu" and self.micro_batches.memory_gb is None
         folds = shares and self.forward_options.folded_attention and here
         longest, new_tokens = self.longest_prompt(data.longest_prompt), self.longest_response(self.sampling)
         return RowLengths(longest, new_tokens, rows, shares=shares, folds=folds)
@@ -448,7 +438,7 @@ class OnPolicyModule(GeneratingModule, ABC):
     def frozen_model_bytes(self) -> dict[str, int]:
         # They are loaded by now, so measured free memory is already without them, and a user's `memory_gb` is not.
         return super().frozen_model_bytes() | (
-            {REWARD_MODELS: self.reward_functions.weight_bytes} if self.memory_gb else {}
+            {REWARD_MODELS: self.reward_functions.weight_bytes} if self.micro_batches.memory_gb else {}
         )
 
     def memory(self) -> Memory | None:
@@ -458,14 +448,17 @@ class OnPolicyModule(GeneratingModule, ABC):
         copies = lag * model_sizes.copy_bytes(found.policy, found.numbers)
         return replace(found, others={**found.others, "copies for rollouts ahead": copies})
 
-    def resume_micro_batches(self, plan: MicroBatchPlan) -> None:
-        super().resume_micro_batches(plan)
-        if self.plan is not None and self.step_rows is not None:
-            self.plan = self._with_micro_batches(self.plan, self.step_rows, plan.micro_batches, plan.why)
+    def _with_micro_batches(self, plan: BatchPlan) -> BatchPlan:
+        taken, step = self.micro_batches.plan, self.micro_batches.step
+        if taken is None or step is None:
+            return plan
+        split = self.micro_batches.slices * step.slices_of(taken.micro_batches)
+        return replace(plan, accumulate=taken.micro_batches, split_groups=split, why=taken.why)
 
-    def _with_micro_batches(self, plan: BatchPlan, step: StepRows, micro_batches: int, why: str) -> BatchPlan:
-        split = self._user_slices * step.slices_of(micro_batches)
-        return replace(plan, accumulate=micro_batches, split_groups=split, why=why)
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        if self.plan is not None:
+            self.plan = self._with_micro_batches(self.plan)
 
     @property
     def slots_per_rollout(self) -> int:
