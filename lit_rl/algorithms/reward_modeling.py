@@ -20,12 +20,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from lit_rl.algorithms.checks.model_sizes import StepFacts
 from lit_rl.algorithms.loop.offline import OfflineModule
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.core.chat_template import marks_start
@@ -58,7 +60,6 @@ class ScalarModule(OfflineModule, ABC):
     """
 
     scoring: ClassVar[Scoring]
-    head = "none"
 
     @takes(ScalarConfig)
     def __init__(self, settings: ScalarConfig) -> None:
@@ -76,6 +77,9 @@ class ScalarModule(OfflineModule, ABC):
 
     def load_policy(self) -> nn.Module:
         return load_scoring(self.model, self.scoring)
+
+    def step_facts(self) -> StepFacts:
+        return replace(super().step_facts(), head="none")
 
     def setup(self, stage: str) -> None:
         check_scoring(self.model, self.scoring)

@@ -35,9 +35,11 @@ from lit_rl.algorithms.checks.micro_batching import (
     rows_scored_at_once,
 )
 from lit_rl.algorithms.checks.model_sizes import (
+    StepFacts,
     ddp_buckets,
     gathered_weights,
     masters_at_once,
+    memory_of_step,
     number_sizes,
     policy_network,
     reference_bytes,
@@ -50,7 +52,7 @@ from lit_rl.core.rollout import Completions, Sampling
 from lit_rl.data.example_module import PreferenceDataModule, SupervisedDataModule
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.critics import SharedTrunk
+from lit_rl.models.critics import SeparateCritic, SharedTrunk
 from lit_rl.models.forward import score, score_texts
 from lit_rl.models.language_model import ForwardOptions
 from lit_rl.models.model_costs import ModelShape, _counted
@@ -206,8 +208,9 @@ def test_a_plan_has_the_tokens_that_a_step_scores(monkeypatch, algorithm, planne
     kind = PreferenceDataModule if planned.texts == 2 else SupervisedDataModule
     data = kind(rows=PAIRS if planned.texts == 2 else TEXTS, batch_size=2, val_fraction=0.0)
     data.prepare(module.tokenizer)
-    monkeypatch.setattr(type(module), "trainer", SimpleNamespace(datamodule=data))
-    assert module.lengths() == planned
+    on_a_cpu = SimpleNamespace(root_device=torch.device("cpu"))
+    monkeypatch.setattr(type(module), "trainer", SimpleNamespace(datamodule=data, strategy=on_a_cpu))
+    assert module.step_facts().lengths == planned
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -431,6 +434,25 @@ def test_free_memory_is_measured_once_and_counts_what_is_loaded(monkeypatch):
     assert micro_batches.budget(trainer) == int(2**30 * (1 - KEPT_FREE))
 
 
+def test_the_memory_of_a_step_is_made_of_its_facts():
+    trainer, model = a_trainer(), LanguageModel("tiny")
+    trainer.precision, trainer.world_size = "32-true", 1
+    facts = StepFacts(lengths=RowLengths(8, 8), decoding=RowLengths(8, 9), engine=3, frozen={"teacher": 5})
+    found = memory_of_step(facts, model, AdamW(), trainer, budget=7)
+    assert found is not None and found.critic is None and found.policy.head == "fused"
+    assert (found.lengths, found.decoding) == (facts.lengths, facts.decoding)
+    assert (found.engine, found.budget, found.host) == (3, 7, None)
+    assert found.others == {"reference": 0, "teacher": 5}
+    facts = replace(facts, reference=FrozenCopy(), copies_ahead=2, critic=SeparateCritic(), head="compared")
+    found = memory_of_step(facts, model, AdamW(), trainer)
+    assert found is not None and found.critic is not None and found.policy.head == "compared"
+    weights = found.policy.weight_bytes
+    assert found.others == {"reference": weights, "teacher": 5, "copies for rollouts ahead": 2 * weights}
+    plain = memory_of_step(facts, LanguageModel("tiny", speedups={"fused_head": False}), AdamW(), trainer)
+    assert plain is not None and plain.policy.head == "logits"
+    assert memory_of_step(replace(facts, lengths=None), model, AdamW(), trainer) is None
+
+
 def test_the_room_is_bounded_by_the_container(tmp_path):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    8000 kB\n")
@@ -566,9 +588,9 @@ def test_fsdp2_spreads_float32_shards_and_holds_whole_what_computes(precision, g
 def test_prompts_are_planned_once_only_where_they_run_once(monkeypatch, algorithm, shares):
     module = algorithm()
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
-    data = SimpleNamespace(longest_prompt=9)
+    data = SimpleNamespace(longest_prompt=9, longest_val_prompt=0)
     monkeypatch.setattr(type(module), "trainer", SimpleNamespace(datamodule=data, strategy=strategy))
-    assert module.lengths().shares == shares
+    assert module.step_facts().lengths.shares == shares
 
 
 @pytest.mark.parametrize(

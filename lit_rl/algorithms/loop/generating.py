@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.checks import argument_checks, data_and_trainer
-from lit_rl.algorithms.checks.memory import Memory, RowLengths
+from lit_rl.algorithms.checks.memory import RowLengths
 from lit_rl.algorithms.checks.micro_batching import device_memory
+from lit_rl.algorithms.checks.model_sizes import StepFacts
 from lit_rl.algorithms.checks.preference_checks import check_win_rate, warn_unused_judge
 from lit_rl.algorithms.checks.strategy_checks import Feature
 from lit_rl.algorithms.evaluation.summary_statistics import prefixed, sample_table
@@ -90,23 +91,16 @@ class GeneratingModule(PolicyModule):
         if self.evaluation.win_rate_against is not None:
             yield Feature("win rate", "eval.win_rate_against", "Set it to null")
 
-    def memory(self) -> Memory | None:
-        found = super().memory()
-        if found is None:
-            return None
-        device = device_memory(self.trainer.strategy.root_device, gigabytes=self.micro_batches.memory_gb) or 0
-        grouped = isinstance(self.generator, NativeGenerator) and self.generator.speedups.grouped_cache
-        engine = int(self.generator.share_of_device * device)
-        return replace(found, engine=engine, decoding=self.decoding(), grouped_cache=grouped)
-
-    def decoding(self) -> RowLengths | None:
-        """Return the most tokens of a decoded sequence; None if the policy itself does not decode."""
+    def step_facts(self) -> StepFacts:
         data: Any = self.trainer.datamodule  # pyright: ignore
-        if not isinstance(self.generator, InProcessGenerator):
-            return None
-        longest = self.longest_prompt(max(getattr(data, "longest_prompt", 0), data.longest_val_prompt))
-        new_tokens = max(self.longest_response(self.sampling), self.evaluation.max_new_tokens or 0)
-        return RowLengths(longest, new_tokens, self.group_size)
+        device = device_memory(self.trainer.strategy.root_device, gigabytes=self.micro_batches.memory_gb) or 0
+        grouped, decoding = isinstance(self.generator, NativeGenerator) and self.generator.speedups.grouped_cache, None
+        if isinstance(self.generator, InProcessGenerator):
+            longest = self.longest_prompt(max(getattr(data, "longest_prompt", 0), data.longest_val_prompt))
+            new_tokens = max(self.longest_response(self.sampling), self.evaluation.max_new_tokens or 0)
+            decoding = RowLengths(longest, new_tokens, self.group_size)
+        engine = int(self.generator.share_of_device * device)
+        return replace(super().step_facts(), engine=engine, decoding=decoding, grouped_cache=grouped)
 
     learns_by_judge = False
     """True if the method learns from the judge; otherwise only `eval.win_rate_against` uses it."""

@@ -15,29 +15,17 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from lit_rl.algorithms.checks import argument_checks
 from lit_rl.algorithms.checks.data_and_trainer import check_monitors, check_run_length, check_trainer_settings
-from lit_rl.algorithms.checks.memory import AuxiliaryTexts, Head, Memory, Network, NumberSizes, RowLengths
+from lit_rl.algorithms.checks.memory import Memory
 from lit_rl.algorithms.checks.micro_batching import MicroBatches, MicroBatchPlan, StepRows
-from lit_rl.algorithms.checks.model_sizes import (
-    ddp_buckets,
-    find_largest_prompt,
-    gathered_weights,
-    masters_at_once,
-    model_shape,
-    number_sizes,
-    policy_network,
-    reference_bytes,
-    stored_bytes,
-    with_images,
-)
+from lit_rl.algorithms.checks.model_sizes import StepFacts, memory_of_step
 from lit_rl.algorithms.checks.strategy_checks import (
     Feature,
     check_images,
@@ -102,9 +90,6 @@ from lit_rl.models.references import Auto, FrozenCopy, Reference, Scorer
 from lit_rl.models.sharding import clip_over_meshes, full_state_dict, parallelize_layers, shard
 from lit_rl.models.verified_folder import ExportReport
 from lit_rl.models.vision_parts import trained_by_images
-from lit_rl.ops.fused_head import part_numbers
-from lit_rl.ops.logprobs import block_numbers
-from lit_rl.ops.sampling_distribution import NO_TRUNCATION
 from lit_rl.settings.algorithms import PolicyConfig
 from lit_rl.settings.base import takes
 
@@ -301,70 +286,17 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
 
     # ------------------------------------------------------------------ memory
 
-    def lengths(self) -> RowLengths | None:
-        """Return the most tokens of a row that is learned from; None if unknown."""
-        return None
-
-    head: Head = "fused"
-    """The kind of head for the memory plan; a fused head only if the model's options allow one."""
-
-    def critic_network(self, policy: Network, numbers: NumberSizes) -> Network | None:
-        """Return the sizes of a critic that is trained with the policy."""
-        return None
-
-    def auxiliary_texts(self) -> AuxiliaryTexts | None:
-        """Return the sizes of further texts that the policy learns from in a step."""
-        return None
-
-    def frozen_model_bytes(self) -> dict[str, int]:
-        """Return the bytes of the weights of frozen models besides the reference, by name."""
-        return {}
+    def step_facts(self) -> StepFacts:
+        """Return the facts of a step that its memory depends on. A method replaces those that are its own."""
+        return StepFacts(reference=self.reference if self.needs_reference else None)
 
     def memory(self) -> Memory | None:
-        """Return the memory model of a rank, as a function of the micro-batch; None if model or rows are unknown, and
-        under DeepSpeed."""
-        trainer: Any = self.trainer
-        shape, lengths = model_shape(self.model), self.lengths()
-        if shape is None or lengths is None or isinstance(trainer.strategy, DeepSpeedStrategy):
-            return None
-        fsdp2 = isinstance(trainer.strategy, ModelParallelStrategy)
-        numbers = number_sizes(self.model, str(trainer.precision), self.optimizer, shards=fsdp2)
-        head = self.head if self.head == "none" or self.model.forward_options.fused_head else "logits"
-        policy = policy_network(self.model, shape, numbers, head)
-        critic, stored = self.critic_network(policy, numbers), stored_bytes(self.model, numbers)
-        networks = list(filter(None, (policy, critic)))
-        buckets = None
-        if isinstance(trainer.strategy, DDPStrategy):
-            viewed = upstream.views_gradients(trainer.strategy)
-            buckets = ddp_buckets(networks, numbers, viewed=viewed)
-        reference = reference_bytes(self.reference, self.model, policy, numbers) if self.needs_reference else 0
-        device = trainer.strategy.root_device
-        may_recompute = self.model.gradient_checkpointing == "auto" and shape.recomputes
-        sizes = Memory(
-            policy,
-            numbers,
-            lengths,
-            critic=critic,
-            auxiliary=self.auxiliary_texts(),
-            buckets=buckets,
-            others={"reference": reference, **self.frozen_model_bytes()},
-            spread_over=self.data_world_size if shards_weights(trainer.strategy) else 1,
-            ranks=trainer.world_size,
-            gathered=gathered_weights(policy, numbers, critic, reference=reference > 0, stored=stored)
-            if fsdp2
-            else None,
-            shards_on_host=device.type == "cuda" and isinstance(offload_policy(trainer.strategy), CPUOffloadPolicy),
-            masters=masters_at_once(networks, numbers, self.optimizer),
-            block=block_numbers(device, NO_TRUNCATION),
-            part=part_numbers(device),
-            may_recompute=may_recompute,
-            may_offload=may_recompute and device.type == "cuda",
-            host=self.micro_batches.host_budget(trainer),
-            budget=self.micro_batches.budget(trainer, chain(self.parameters(), self.buffers())),
-        )
-        if self.model.processor is not None:
-            sizes = with_images(sizes, self.model, find_largest_prompt(trainer.datamodule, self.model.processor))
-        return self.micro_batches.as_planned(sizes)
+        """Return the memory of a rank, as a function of the micro-batch; None if it is not known."""
+        loaded = chain(self.parameters(), self.buffers())
+        budget, host = self.micro_batches.budget(self.trainer, loaded), self.micro_batches.host_budget(self.trainer)
+        facts = self.step_facts()
+        sizes = memory_of_step(facts, self.model, self.optimizer, self.trainer, budget=budget, host=host)
+        return None if sizes is None else self.micro_batches.as_planned(sizes)
 
     def split_step(self, step: StepRows) -> None:
         """Split the optimizer step of a rank, and set the Trainer's micro-batches.

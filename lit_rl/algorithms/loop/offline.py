@@ -28,6 +28,7 @@ from lit_rl.algorithms.checks.data_and_trainer import (
 )
 from lit_rl.algorithms.checks.memory import RowLengths
 from lit_rl.algorithms.checks.micro_batching import StepRows
+from lit_rl.algorithms.checks.model_sizes import StepFacts
 from lit_rl.algorithms.checks.strategy_checks import Feature
 from lit_rl.algorithms.data_parallel import data_world_size
 from lit_rl.algorithms.evaluation.summary_statistics import Averages, prefixed
@@ -175,9 +176,10 @@ class OfflineModule(PolicyModule, ABC):
             rows=0,
         )
 
-    def lengths(self) -> RowLengths:
+    def step_facts(self) -> StepFacts:
         longest, scored = self.longest_text(), self.most_scored_tokens()
-        return RowLengths(longest - scored, scored, texts=self.micro_batches.texts)
+        lengths = RowLengths(longest - scored, scored, texts=self.micro_batches.texts)
+        return replace(super().step_facts(), lengths=lengths)
 
     def longest_text(self) -> int:
         """Return the number of tokens of the longest text of a step."""

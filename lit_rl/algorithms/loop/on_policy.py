@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.checks import data_and_trainer, episode_checks, model_sizes
-from lit_rl.algorithms.checks.memory import REWARD_MODELS, Memory, RowLengths
+from lit_rl.algorithms.checks.memory import REWARD_MODELS, RowLengths
 from lit_rl.algorithms.checks.micro_batching import StepRows
+from lit_rl.algorithms.checks.model_sizes import StepFacts
 from lit_rl.algorithms.checks.policy_gradient_checks import check_weight_copies
 from lit_rl.algorithms.checks.strategy_checks import Feature
 from lit_rl.algorithms.data_parallel import data_world_size
@@ -423,8 +424,8 @@ class OnPolicyModule(GeneratingModule, ABC):
         """The divisor that the user's batch settings require of a rank's prompts of a rollout."""
         return self.minibatches * self.micro_batches.parts_of_groups(self.trainer, self.group_size)
 
-    def lengths(self) -> RowLengths:
-        data: Any = self.trainer.datamodule  # pyright: ignore
+    def step_facts(self) -> StepFacts:
+        facts, data = super().step_facts(), self.trainer.datamodule  # pyright: ignore
         rows = max(1, self.group_size // self.micro_batches.slices)  # a remainder is refused by the batch plan
         shares = rows > 1 and self.shares_prompts and self.forward_options.shared_prompts
         shares = shares and model_sizes.shares_prompts(self.model)
@@ -433,20 +434,11 @@ class OnPolicyModule(GeneratingModule, ABC):
         here = device.type == "cpu" and self.micro_batches.memory_gb is None
         folds = shares and self.forward_options.folded_attention and here
         longest, new_tokens = self.longest_prompt(data.longest_prompt), self.longest_response(self.sampling)
-        return RowLengths(longest, new_tokens, rows, shares=shares, folds=folds)
-
-    def frozen_model_bytes(self) -> dict[str, int]:
+        lengths = RowLengths(longest, new_tokens, rows, shares=shares, folds=folds)
         # They are loaded by now, so measured free memory is already without them, and a user's `memory_gb` is not.
-        return super().frozen_model_bytes() | (
-            {REWARD_MODELS: self.reward_functions.weight_bytes} if self.micro_batches.memory_gb else {}
-        )
-
-    def memory(self) -> Memory | None:
-        found, lag = super().memory(), self.generator.lag
-        if found is None or lag < 2:
-            return found
-        copies = lag * model_sizes.copy_bytes(found.policy, found.numbers)
-        return replace(found, others={**found.others, "copies for rollouts ahead": copies})
+        rewards = {REWARD_MODELS: self.reward_functions.weight_bytes} if self.micro_batches.memory_gb else {}
+        copies = self.generator.lag if self.generator.lag > 1 else 0
+        return replace(facts, lengths=lengths, frozen={**facts.frozen, **rewards}, copies_ahead=copies)
 
     def _with_micro_batches(self, plan: BatchPlan) -> BatchPlan:
         taken, step = self.micro_batches.plan, self.micro_batches.step
