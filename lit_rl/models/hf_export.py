@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from lit_rl.core.rollout import PromptForm
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.loaded_model import LoadedModel
 from lit_rl.models.loading import auto_class
+from lit_rl.models.model_card import model_card
 from lit_rl.models.scoring import Scoring, load_scoring_base
 from lit_rl.models.trunk import base_of
 from lit_rl.models.verified_folder import (
@@ -260,3 +262,80 @@ def _rebuild_scorer(
             plain = made_by(getattr(transformers, scoring.auto), copy.deepcopy(base_of(scorer).config), description)
     plain.config.update(dict(reads))
     return refilled(plain, scorer, state, description)
+
+
+# ---------------------------------------------------------------------- folder and card, by kind of model
+
+
+# transformers has no classifiers over images for most model families, so the card shows how lit_rl calls the model.
+_VISION_USAGE = """from pathlib import Path
+
+from lit_rl.data.row_visuals import image_of
+from lit_rl.rewards import RewardModel
+
+score = RewardModel("path/to/this/folder")
+photo = image_of(Path("photo.png").resolve(), "photo")
+asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is shown?"}]}]
+score([asked], [[{"role": "assistant", "content": "a reply"}]], images=[[photo]])"""
+
+
+@dataclass(frozen=True)
+class PolicyExport:
+    """The export of a policy, with a card for the hub.
+
+    Args:
+        tags: The hub's tags for the way of training.
+    """
+
+    tags: tuple[str, ...] = ()
+
+    def loaded_by(self, model: LanguageModel) -> str:
+        """Return the class of transformers that loads the folder."""
+        return "AutoModelForImageTextToText" if model.sees else "AutoModelForCausalLM"
+
+    def write(
+        self,
+        model: LanguageModel,
+        policy: nn.Module,
+        weights: Mapping[str, Tensor],
+        folder: str | Path,
+        facts: Mapping[str, Any],
+    ) -> ExportReport:
+        """Write and verify the folder, with a card of these facts: see `export_policy` and `model_card`."""
+        from peft import PeftModel
+
+        pipeline = "image-text-to-text" if model.sees else "text-generation"
+        adapter = isinstance(policy, PeftModel) and not model.sees
+        auto = self.loaded_by(model)
+        card = model_card(facts, loaded_by=auto, pipeline=pipeline, adapter=adapter, tags=self.tags)
+        return export_policy(model, weights, policy, folder, card=card, prompts=facts.get("prompts"))
+
+
+@dataclass(frozen=True)
+class ScoringExport:
+    """The export of a model that scores, with a card for the hub.
+
+    Args:
+        scoring: Kind of the scoring model.
+        reads: How a text must be prepared to be read as in training; these go into config.json.
+    """
+
+    scoring: Scoring
+    reads: Mapping[str, Any]
+
+    def loaded_by(self, model: LanguageModel) -> str:
+        """Return the class of transformers that loads the folder."""
+        return self.scoring.auto
+
+    def write(
+        self,
+        model: LanguageModel,
+        policy: nn.Module,
+        weights: Mapping[str, Tensor],
+        folder: str | Path,
+        facts: Mapping[str, Any],
+    ) -> ExportReport:
+        """Write and verify the folder, with a card of these facts: see `export_scoring` and `model_card`."""
+        how, scoring = _VISION_USAGE if model.sees else None, self.scoring
+        card = model_card(facts, loaded_by=self.loaded_by(model), pipeline=scoring.pipeline, how_to_load=how)
+        return export_scoring(model, scoring, weights, policy, folder, card=card, reads=self.reads)

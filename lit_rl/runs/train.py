@@ -293,14 +293,14 @@ def _save_last_step(run: Run) -> Path:
 def _save(run: Run, summary: dict[str, Any]) -> None:
     if run.trainer.is_global_zero:
         missing = [str(each) for each in not_written(run.trainer)]
-        summary = summary | {"peak_memory": peak_memory(), "phase_memory": run.module.phase_memory.held}
+        summary = summary | {"peak_memory": peak_memory(), "phase_memory": run.module.costs.memory.held}
         if steps := getattr(getattr(run.module, "generator", None), "steps", None):
             summary["decode_steps"] = steps
         run.run_dir.write_summary(summary | ({"not_written": missing} if missing else {}))
 
 
 def _print_closing_lines(run: Run, summary: dict[str, Any]) -> None:
-    folder, loaded_by = run.run_dir.path, run.module.loaded_by
+    folder, loaded_by = run.run_dir.path, run.module.export_form.loaded_by(run.module.model)
     model = None if summary["export"] is None else run.run_dir.hf
     logged = any(isinstance(logger, TensorBoardLogger) for logger in run.trainer.loggers)
     scores = isinstance(run.module, GeneratingModule) and run.module.reward_functions.names

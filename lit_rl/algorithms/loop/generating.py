@@ -65,7 +65,7 @@ class GeneratingModule(PolicyModule):
         self._sampling_is_chosen = settings.sampling is not DEFAULT_SAMPLING
         self.judge = as_judge(settings.judge)
         self.log_entropy = settings.log_entropy
-        self.stopwatch = Stopwatch("generate", "reward", memory=self.phase_memory)
+        self.stopwatch = Stopwatch("generate", "reward", memory=self.costs.memory)
         self.source = RolloutSource(self.generator, self.stopwatch)
         self._early = EarlyRewards()
         self._evaluated: list[EvaluationRows] = []

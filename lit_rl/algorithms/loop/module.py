@@ -75,17 +75,15 @@ from lit_rl.algorithms.optim.strategies import (
 )
 from lit_rl.algorithms.rollouts import checkpoints
 from lit_rl.algorithms.rollouts.identity import Record, model_record
-from lit_rl.algorithms.rollouts.phase_costs import PhaseMemory, SpeedMeter, peak_of
+from lit_rl.algorithms.rollouts.phase_costs import RunCosts
 from lit_rl.core import upstream
 from lit_rl.core.errors import ConfigError, check_instance, seed_in_range
 from lit_rl.core.process_state import preserve_generators
 from lit_rl.models import kernels
-from lit_rl.models.hf_export import export_policy
+from lit_rl.models.hf_export import PolicyExport, ScoringExport
 from lit_rl.models.kernels import fixed_order
 from lit_rl.models.language_model import ForwardOptions
 from lit_rl.models.loaded_model import LoadedModel, as_language_model
-from lit_rl.models.model_card import model_card
-from lit_rl.models.model_costs import ModelFlops, Span
 from lit_rl.models.references import Auto, FrozenCopy, Reference, Scorer
 from lit_rl.models.sharding import clip_over_meshes, full_state_dict, parallelize_layers, shard
 from lit_rl.models.verified_folder import ExportReport
@@ -128,10 +126,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         self.reference_policy: Scorer | None = None
         self.grad_norm = torch.zeros(())
         self.broken_steps = BrokenSteps()
-        self.phase_memory = PhaseMemory()
-        self.speed = SpeedMeter()
-        self._flops: list[ModelFlops] | None = None
-        """FLOPs of the policy and of other trained models, once a step needed them; empty if they cannot be counted."""
+        self.costs = RunCosts()
         self.identity = RunIdentity()
         self._generators = checkpoints.GlobalGenerators()
         self.in_a_step = False
@@ -150,8 +145,8 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     needs_reference = False
     """True if a term of the objective reads the reference; otherwise no reference is loaded."""
 
-    hub_tags: tuple[str, ...] = ("reinforcement-learning",)
-    """The hub's tags for the way of training, for model cards."""
+    export_form: PolicyExport | ScoringExport = PolicyExport(tags=("reinforcement-learning",))
+    """The form of the trained model's export."""
 
     trained_beside: tuple[str, ...] = ()
     """Attribute names of the `companions` that are trained: their weights are in checkpoints too."""
@@ -355,7 +350,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         self.policy, self.reference_policy = policy, reference
         for name, module in others.items():
             setattr(self, name, module)
-        self.micro_batches.set_checkpointing(self.model.gradient_checkpointing, self._trained_modules.values())
+        self.micro_batches.set_checkpointing(self.model.gradient_checkpointing, self.trained_modules.values())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights as torch does, and load the policy first if it is not.
@@ -376,7 +371,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         """
         if not self.model.sees:
             return loss
-        modules = self._trained_modules.values()
+        modules = self.trained_modules.values()
         return loss + sum(0 * parameter.sum() for module in modules for parameter in trained_by_images(module))
 
     def load_policy(self) -> nn.Module:
@@ -391,12 +386,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             folder: A new folder, or an earlier export, which is replaced.
             facts: Facts for the model card, see `model_card`.
         """
-        from peft import PeftModel
-
-        pipeline = "image-text-to-text" if self.model.sees else "text-generation"
-        adapter = isinstance(self.policy, PeftModel) and not self.model.sees
-        card = model_card(facts, loaded_by=self.loaded_by, pipeline=pipeline, adapter=adapter, tags=self.hub_tags)
-        return export_policy(self.model, weights, self.policy, folder, card=card, prompts=facts.get("prompts"))
+        return self.export_form.write(self.model, self.policy, weights, folder, facts)
 
     def save_pretrained(self, folder: str | Path) -> ExportReport | None:
         """Call `export` with the current weights, and a card that names model and method.
@@ -418,11 +408,6 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         facts = {"base_model": self.model.name, "algorithm": type(self).__name__.lower()}
         trainer = self.trainer_or_none
         return self.export(weights, folder, facts) if trainer is None or trainer.is_global_zero else None
-
-    @property
-    def loaded_by(self) -> str:
-        """The class of transformers that loads an export."""
-        return "AutoModelForImageTextToText" if self.model.sees else "AutoModelForCausalLM"
 
     def companions(self, policy: nn.Module) -> dict[str, nn.Module]:
         """Return further modules, trained or frozen, made from the loaded policy, by attribute name."""
@@ -577,43 +562,6 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     def may_log(self, name: str) -> bool:
         """Tell whether a metric that no step has logged so far may be logged later."""
         return False
-
-    def flops_of_update(self, spans: Sequence[Span], own: Sequence[Span], scored: int, *, reads: int = 0) -> float:
-        """Return the FLOPs of forward and backward passes of the trained models; 0 if they cannot be counted.
-
-        Args:
-            spans: Spans that the policy computes.
-            own: Spans that another trained model computes: each row by itself.
-            scored: Positions whose log-probs are computed.
-            reads: Forward passes without gradient of models as large as the policy.
-        """
-        if self._flops is None:
-            beside = (getattr(getattr(self, name), "trunk", None) for name in self.trained_beside)
-            models = [self.policy, *(trunk for trunk in beside if trunk is not None)]
-            try:
-                self._flops = [ModelFlops.of_model(model) for model in models]
-            except (AttributeError, TypeError, ArithmeticError):  # no text decoder, or its config is of another kind
-                self._flops = []
-        costs = [flops.of(spans if place == 0 else own, scored) for place, flops in enumerate(self._flops)]
-        return float(sum(cost.training for cost in costs) + reads * sum(cost.forward for cost in costs[:1]))
-
-    def speed_of(self, seconds: Mapping[str, float], sampled: float = 0.0) -> dict[str, float]:
-        """Return the metrics of `Speed.line` since the last log line. A collective.
-
-        Args:
-            seconds: Seconds of each phase.
-            sampled: Tokens that all ranks sampled.
-        """
-        trainer: Any = self.trainer
-        half = "16" in str(trainer.precision) or getattr(self.model, "dtype", "") in ("bfloat16", "float16")
-        return self.speed.line(
-            self.ranks,
-            seconds=seconds,
-            sampled=sampled,
-            held=self.phase_memory.held,
-            devices=trainer.world_size,
-            peak=peak_of(trainer.strategy.root_device, half=half),
-        )
 
     def publish_metrics(self, metrics: dict[str, float], step: int) -> None:
         """Publish reduced training metrics to callbacks and Lightning's progress bar, as `log` would.
@@ -772,7 +720,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             return
         if "micro_batch_plan" in checkpoint and self.micro_batches.size == "auto" and self._fitting:
             self.micro_batches.resume(MicroBatchPlan(**checkpoint["micro_batch_plan"]), self.trainer)
-            self.micro_batches.set_checkpointing(self.model.gradient_checkpointing, self._trained_modules.values())
+            self.micro_batches.set_checkpointing(self.model.gradient_checkpointing, self.trained_modules.values())
         if ranks:
             saved = ranks[self.data_rank]
             self.load_rank_state(checkpoints.saved_by_algorithm(saved["module"], type(self).__name__))
@@ -824,7 +772,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         self._generators.start(self.seed, self.data_rank, self.global_step, self.trainer.strategy.root_device)
 
     @property
-    def _trained_modules(self) -> dict[str, nn.Module]:
+    def trained_modules(self) -> dict[str, nn.Module]:
         """The modules that are trained, by attribute name."""
         return {name: getattr(self, name) for name in ("policy", *self.trained_beside)}
 
@@ -832,7 +780,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         """Return the tensors that training changes, by name: parameters with gradient, and saved buffers."""
         return {
             f"{prefix}.{name}": tensor
-            for prefix, module in self._trained_modules.items()
+            for prefix, module in self.trained_modules.items()
             for name, tensor in module.state_dict(keep_vars=True).items()
             if not isinstance(tensor, nn.Parameter) or tensor.requires_grad
         }

@@ -53,6 +53,7 @@ from lit_rl.core.rollout import PromptBatch
 from lit_rl.data.example_set import ExampleSet
 from lit_rl.data.kinds import Kind
 from lit_rl.models.forward import TextScores, refuse_leaks, score_texts
+from lit_rl.models.hf_export import PolicyExport
 from lit_rl.models.model_costs import Span
 from lit_rl.ops.reductions import Metrics
 from lit_rl.settings.algorithms import OfflineConfig, OfflinePolicyConfig
@@ -65,7 +66,7 @@ class OfflineModule(PolicyModule, ABC):
     learns_from: ClassVar[Kind]
     """The kind of examples that the data module must provide."""
 
-    hub_tags = ()
+    export_form = PolicyExport()
 
     headline: ClassVar[tuple[str, ...]] = ("loss",)
     """Validation metrics that a run shows before and after training."""
@@ -203,9 +204,9 @@ class OfflineModule(PolicyModule, ABC):
     def on_train_batch_start(self, batch: ExampleBatch, batch_idx: int) -> None:
         self.in_a_step = True
         if batch.slot == 0:
-            self.speed.begin()
+            self.costs.begin()
             self._records.open(batch.totals)
-            self.phase_memory.begin()
+            self.costs.memory.begin()
             self._whole = None
             if self.couples_rows and batch.totals.shares > 1:
                 with self.trainer.precision_plugin.forward_context():  # Lightning opens it in `training_step` only
@@ -226,9 +227,9 @@ class OfflineModule(PolicyModule, ABC):
         """Take an optimizer step, and log its metrics before any callback can save."""
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         self.after_step()
-        self.speed.add(self._work())
+        self.costs.add(self._work())
         self._records.close(self.grad_norm, skipped=self.broken_steps.last)
-        self.phase_memory.end("update")
+        self.costs.memory.end("update")
         self._rates = learning_rates(self.trainer.optimizers[0])
         every = self.trainer.log_every_n_steps  # pyright: ignore
         if every and (self.global_step + 1) % every == 0:
@@ -240,9 +241,10 @@ class OfflineModule(PolicyModule, ABC):
 
     def _log_steps(self, step: int, *, kept: bool = False) -> None:
         """Log one line of metrics for the optimizer steps since the last line."""
-        seconds = self.take_generation_seconds()
-        metrics = self._records.line(self.ranks, self.coefficients(), self._rates, seconds, kept=kept)
-        metrics |= self.speed_of({"generate": seconds, "update": metrics["time/update"]})
+        generating = self.take_generation_seconds()
+        metrics = self._records.line(self.ranks, self.coefficients(), self._rates, generating, kept=kept)
+        seconds = {"generate": generating, "update": metrics["time/update"]}
+        metrics |= self.costs.line(self.ranks, self.trainer, self.model.dtype, seconds=seconds)
         self.log_to_loggers(metrics, step)
         self.publish_metrics(metrics, step)
 
@@ -251,7 +253,8 @@ class OfflineModule(PolicyModule, ABC):
         assert self._micro is not None
         totals, ref = self._micro.totals, self._micro.ref_logprobs
         spans, reads = [Span(0, tokens) for tokens in totals.texts], int(self.needs_reference and ref is None)
-        flops = self.flops_of_update(spans, spans, totals.learned, reads=reads)
+        models = self.trained_modules.values()
+        flops = self.costs.flops_of_update(models, spans, spans, totals.learned, reads=reads)
         return UpdateWork(flops / self.data_world_size, totals.learned / self.data_world_size)
 
     def step_batch(self) -> dict[str, Any]:

@@ -130,7 +130,7 @@ class OnPolicyModule(GeneratingModule, ABC):
     def on_train_batch_start(self, batch: PromptBatch, batch_idx: int) -> None:
         if batch.slot == 0:
             self.stopwatch.reset()
-            self.speed.begin()
+            self.costs.begin()
             self.source.begin_rollout()
             with run_ending_hook(), self.rollout_context(), self.source.keep_ahead_on_abort():
                 rollout = self.take_rollout(batch)
@@ -185,7 +185,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         assert self.rollout is not None and self.plan is not None
         step, number = divmod(batch.slot, self.plan.accumulate)
         micro = self._micro_batch(batch)
-        self.speed.add(self._work[batch.slot])
+        self.costs.add(self._work[batch.slot])
         if self.needs_step and number == 0 and self.plan.accumulate * self.plan.world_size > 1:
             self._step_tokens = self.look_ahead([self._micro_batch(batch, i) for i in range(self.plan.accumulate)])
         scores = self.token_scores(micro.completions)
@@ -494,8 +494,8 @@ class OnPolicyModule(GeneratingModule, ABC):
         self._nothing_rewarded = bool(self._records.unscored)
         if self._nothing_rewarded:  # unless a replay buffer put rewarded groups in, on any rank
             self._nothing_rewarded = not self.ranks.any(bool((~self.rollout.rewards.isnan()).any()))
-        self.phase_memory.begin()
-        self.speed.restart()
+        self.costs.memory.begin()
+        self.costs.restart()
         if self.rollout.completions.response_ids is not self.scored.completions.response_ids:
             self._records.plain_columns = {}  # of other rows
         index = scored.batch.rollout
@@ -543,7 +543,8 @@ class OnPolicyModule(GeneratingModule, ABC):
         together = [Span(0, prompt) for prompt in prompts.values()]
         together += [Span(prompt, max(0, read - 1)) for prompt, read in texts]  # the last token predicts nothing
         scored = int(mine.sampled.sum())
-        return UpdateWork(self.flops_of_update(together if shared else own, own, scored), scored)
+        spans, models = together if shared else own, self.trained_modules.values()
+        return UpdateWork(self.costs.flops_of_update(models, spans, own, scored), scored)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
@@ -584,7 +585,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             self._unlogged = {}
 
     def _metrics_of_rollout(self, *, kept: bool) -> dict[str, float]:
-        self.phase_memory.end("update")
+        self.costs.memory.end("update")
         metrics = self._records.close(
             self.ranks,
             seconds=self.stopwatch.seconds,
@@ -594,7 +595,8 @@ class OnPolicyModule(GeneratingModule, ABC):
             kept=kept,
         )
         seconds = {**self.stopwatch.seconds, "update": metrics["time/update"]}
-        return metrics | self.speed_of(seconds, self._records.rollout_tokens)
+        sampled = self._records.rollout_tokens
+        return metrics | self.costs.line(self.ranks, self.trainer, self.model.dtype, seconds=seconds, sampled=sampled)
 
     # ------------------------------------------------------------------ checkpoints
 
