@@ -112,7 +112,7 @@ class PPO(PolicyGradient):
         )
         self.kl.update(old, ref, sampled, self.ranks)
         rollout, weighing = self.engine_correction.at_rollout(rollout, self.global_step)
-        return rollout, distances | weighing | _rollout_metrics(scored, credit, old, ref, self.data_world_size)
+        return rollout, distances | weighing | _rollout_metrics(scored, credit, old, ref, self.ranks.world_size)
 
     @torch.no_grad()
     def values(self, completions: Completions) -> Tensor:
@@ -179,7 +179,7 @@ class PPO(PolicyGradient):
         """
         assert self.ptx is not None and self.plan is not None
         shares = self.plan.accumulate * self.plan.world_size
-        part = slot % self.plan.accumulate * self.plan.world_size + self.data_rank
+        part = slot % self.plan.accumulate * self.plan.world_size + self.ranks.rank
         texts = self.ptx.batch(self._encoder, self.global_step, self.seed)
         total = texts.learned.sum().clamp(min=1)
         own_texts = texts.take(slice(part, None, shares)).to(self.device)
@@ -213,7 +213,7 @@ class PPO(PolicyGradient):
     def step_facts(self) -> StepFacts:
         step, auxiliary = self.micro_batches.step, None
         if self.ptx is not None and step is not None:
-            of_all_ranks = step.units * step.rows * self.data_world_size
+            of_all_ranks = step.units * step.rows * self.ranks.world_size
             auxiliary = AuxiliaryTexts(self.ptx.batch_size, of_all_ranks, self.ptx.max_tokens)
         return replace(super().step_facts(), critic=self.value_function, auxiliary=auxiliary)
 

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 
-from lit_rl.algorithms.checks.data_and_trainer import check_monitors
+from lit_rl.algorithms.checks.data_and_trainer import check_monitors, total_steps
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.loop.save_on_error import save_without_user_callbacks
@@ -351,7 +351,7 @@ def save_after_error(run: Run, summary: dict[str, Any], error: Exception) -> Non
     spoiled = isinstance(error, NumericError) or run.module.optimizer_is_stepping
     if run.dry or trainer.world_size > 1 or not run.began or not step or spoiled:
         return
-    ended = trainer.should_stop or step >= run.module.total_steps
+    ended = trainer.should_stop or step >= total_steps(trainer)
     target = run.run_dir.checkpoints / f"step_{step:08d}.ckpt"
     if ended:
         with contextlib.suppress(Exception, SystemExit):  # of a callback that fails to save, which may have ended it

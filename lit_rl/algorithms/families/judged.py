@@ -74,7 +74,7 @@ class JudgedModule(OnPolicyModule, ABC):
 
     @property
     def _ranks_draw_together(self) -> bool:
-        return self.data_world_size > 1 and (shards_weights(self.trainer.strategy) or not self.generator.exact)
+        return self.ranks.world_size > 1 and (shards_weights(self.trainer.strategy) or not self.generator.exact)
 
     def own_completions(self, batch: PromptBatch) -> Completions:
         """Generate the policy's completion of each prompt, before the opponent's."""

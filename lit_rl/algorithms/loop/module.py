@@ -14,7 +14,6 @@ from typing import Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
@@ -22,27 +21,25 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lit_rl.algorithms.checks import argument_checks
-from lit_rl.algorithms.checks.data_and_trainer import check_monitors, check_run_length, check_trainer_settings
+from lit_rl.algorithms.checks.data_and_trainer import (
+    check_monitors,
+    check_trainer_settings,
+    epoch_batches,
+    total_steps,
+)
 from lit_rl.algorithms.checks.memory import Memory
 from lit_rl.algorithms.checks.micro_batching import MicroBatches, MicroBatchPlan, StepRows
 from lit_rl.algorithms.checks.model_sizes import StepFacts, memory_of_step
 from lit_rl.algorithms.checks.strategy_checks import (
     Feature,
+    check_before_loading,
     check_images,
+    check_loaded_policy,
+    check_optimizer,
     check_optimizer_shards,
-    check_proven,
-    check_proven_precision,
-    check_something_is_trained,
-    check_tensor_parallel,
-    check_tensor_parallel_optimizer,
     check_trainable_weights,
-    check_zero_clipping,
-    check_zero_model,
-    check_zero_optimizer,
-    check_zero_reference,
-    check_zero_settings,
 )
-from lit_rl.algorithms.data_parallel import Ranks, data_rank, data_world_size
+from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.loop.run_identity import CONFIG_GROUPS, RunIdentity, run_settings
 from lit_rl.algorithms.loop.save_on_error import SaveOnError
 from lit_rl.algorithms.optim.broken_steps import BrokenSteps, save_bad_batch
@@ -61,25 +58,23 @@ from lit_rl.algorithms.optim.schedules import (
     Linear,
     Schedule,
     as_schedule,
-    check_schedule,
     scheduler_by_group,
 )
 from lit_rl.algorithms.optim.strategies import (
     FSDPTPStrategy,
     ZeROStrategy,
-    check_checkpoints_are_shared,
-    check_mesh,
+    drop_gradients,
     offload_policy,
     shards_weights,
     step_one_by_one,
 )
+from lit_rl.algorithms.records import log_to_loggers
 from lit_rl.algorithms.rollouts import checkpoints
 from lit_rl.algorithms.rollouts.identity import Record, model_record
 from lit_rl.algorithms.rollouts.phase_costs import RunCosts
 from lit_rl.core import upstream
 from lit_rl.core.errors import ConfigError, check_instance, seed_in_range
 from lit_rl.core.process_state import preserve_generators
-from lit_rl.models import kernels
 from lit_rl.models.hf_export import PolicyExport, ScoringExport
 from lit_rl.models.kernels import fixed_order
 from lit_rl.models.language_model import ForwardOptions
@@ -87,7 +82,6 @@ from lit_rl.models.loaded_model import LoadedModel, as_language_model
 from lit_rl.models.references import Auto, FrozenCopy, Reference, Scorer
 from lit_rl.models.sharding import clip_over_meshes, full_state_dict, parallelize_layers, shard
 from lit_rl.models.verified_folder import ExportReport
-from lit_rl.models.vision_parts import trained_by_images
 from lit_rl.settings.algorithms import PolicyConfig
 from lit_rl.settings.base import takes
 
@@ -177,16 +171,6 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         return upstream.trainer_of(self)
 
     @property
-    def data_world_size(self) -> int:
-        """The number of ranks with rows of their own; under tensor parallelism fewer than there are processes."""
-        return data_world_size(self.trainer_or_none) if self.trainer_or_none else 1
-
-    @property
-    def data_rank(self) -> int:
-        """The index of this process among them."""
-        return data_rank(self.trainer_or_none) if self.trainer_or_none else 0
-
-    @property
     def forward_options(self) -> ForwardOptions:
         """Options of the forward pass of log-probs.
 
@@ -200,7 +184,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
 
     @property
     def ranks(self) -> Ranks:
-        """The data-parallel ranks of the run; this process alone if the module is used by hand."""
+        """The data-parallel ranks of the run, which have rows of their own; this process alone if used by hand."""
         trainer = self.trainer_or_none
         return Ranks.of(trainer, self.device) if trainer else Ranks(self.device)
 
@@ -223,29 +207,15 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         strategy = self.trainer.strategy
         check_trainer_settings(self.trainer)
         argument_checks.refuse_damaged_checkpoints(strategy)
-        check_proven_precision(self.model, str(self.trainer.precision), strategy)
-        check_mesh(strategy)
-        precision, clipping = str(self.trainer.precision), self.trainer.gradient_clip_algorithm
-        if isinstance(strategy, DeepSpeedStrategy):
-            check_zero_settings(self.model, precision, strategy)
-            check_zero_clipping(clipping)
-        check_proven(type(self), self.features(), strategy)
-        if isinstance(strategy, DeepSpeedStrategy):
-            if self.needs_reference:
-                check_zero_reference(self.reference, strategy)
-            if stage == "fit" and self.trainer.num_nodes > 1:
-                check_checkpoints_are_shared(self.trainer)
-        if isinstance(strategy, FSDPTPStrategy):
-            check_tensor_parallel(
-                stage=stage,
-                tp_size=strategy.tp_size,
-                precision=precision,
-                model=self.model,
-                clipping=clipping,
-                optimizer=getattr(self.optimizer, "path", None),
-            )
-        if self.model.use_liger_kernel:
-            kernels.check_liger_device(strategy.root_device)
+        check_before_loading(
+            type(self),
+            self.features(),
+            self.model,
+            reference=self.reference if self.needs_reference else None,
+            optimizer=self.optimizer,
+            trainer=self.trainer,
+            stage=stage,
+        )
         if replace_half_precision(strategy) and not isinstance(strategy, ModelParallelStrategy):
             self.model = self.model.held_in("bfloat16")
 
@@ -256,22 +226,6 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         if not any(isinstance(each, SaveOnError) for each in callbacks):
             callbacks.insert(0, SaveOnError())
         return []
-
-    def check_length(self, data: Any) -> None:
-        """Refuse settings that do not fit the length of the run, after batches are planned and before weights load.
-
-        Args:
-            data: The run's data module.
-
-        Raises:
-            ConfigError: see `check_run_length` and `check_schedule`.
-        """
-        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not dist.is_initialized():
-            return  # `lit-rl plan` stands in for processes without a rendezvous: their batches are not known yet
-        val_batches = [len(loader) for loader in data.val_dataloader()]
-        check_run_length(self.trainer, len(data.train_dataloader()), self.total_steps, val_batches)
-        for schedule in self.schedules():
-            check_schedule(schedule, self.total_steps)
 
     def features(self) -> Iterator[Feature]:
         """Yield the features in use that a strategy must be proven with."""
@@ -332,14 +286,11 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         with preserve_generators():
             torch.manual_seed(self.seed)  # fresh adapters are random: equal on every rank and in every run
             policy = self.load_policy()
-            if self._fitting:
-                check_something_is_trained(policy)
+            check_loaded_policy(policy, strategy, trains=self._fitting)
             reference = self.reference.module(policy) if self.needs_reference else None
             others = self.companions(policy)
         stays = reference if self.needs_reference and not self.reference.moves else None
         self.identity.model = model_record(self.model, policy, stays)
-        if isinstance(strategy, ZeROStrategy):
-            check_zero_model(policy, strategy)
         if isinstance(strategy, ModelParallelStrategy):
             mesh, how = strategy.device_mesh["data_parallel"], (shard_precision(strategy), offload_policy(strategy))
             for module in (policy, reference, *others.values()):
@@ -362,17 +313,6 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             if isinstance(self.model, LoadedModel):
                 self.model.note_training()
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
-
-    def with_image_gradients(self, loss: Tensor) -> Tensor:
-        """Add a gradient of 0 for weights that only rows with images train.
-
-        If the rows of one rank have no images, the others would wait for its gradient; and without a gradient an
-        optimizer would skip these weights in a step without images, on one rank and not on several.
-        """
-        if not self.model.sees:
-            return loss
-        modules = self.trained_modules.values()
-        return loss + sum(0 * parameter.sum() for module in modules for parameter in trained_by_images(module))
 
     def load_policy(self) -> nn.Module:
         """Load the trained model from its description: a language model, unless a method trains another head."""
@@ -422,43 +362,22 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         return [self.scheduler]
 
     def configure_optimizers(self) -> Any:
-        trained = {name: tensor for name, tensor in self._trained_names().items() if tensor.requires_grad}
-        check_trainable_weights(trained, self.trainer.strategy)
-        check_optimizer_shards(self.optimizer, self.trainer.strategy)
-        groups = self.parameter_groups()
-        keeps_its_own = isinstance(self.trainer.strategy, DeepSpeedStrategy)
+        strategy, groups = self.trainer.strategy, self.parameter_groups()
+        trained = checkpoints.trained_tensors(self.trained_modules)
+        check_trainable_weights({name: each for name, each in trained.items() if each.requires_grad}, strategy)
+        check_optimizer_shards(self.optimizer, strategy)
+        keeps_its_own = isinstance(strategy, DeepSpeedStrategy)
         optimizer = self.optimizer(groups) if keeps_its_own else with_masters(self.optimizer, groups)
         argument_checks.check_made_optimizer(optimizer)
-        if keeps_its_own:
-            check_zero_optimizer(optimizer)
-        if averages_gradients(optimizer, self.trainer.strategy):
-            self.trainer.strategy.model.require_backward_grad_sync = False  # pyright: ignore
-        if isinstance(self.trainer.strategy, FSDPTPStrategy):
-            check_tensor_parallel_optimizer(optimizer)
+        check_optimizer(optimizer, strategy)
+        if averages_gradients(optimizer, strategy):
+            strategy.model.require_backward_grad_sync = False  # pyright: ignore
+        if isinstance(strategy, FSDPTPStrategy):
             step_one_by_one(optimizer)
         upstream.keep_gradients_scaled(optimizer)
-        schedule = scheduler_by_group(optimizer, self.total_steps, self.schedules())
+        schedule = scheduler_by_group(optimizer, total_steps(self.trainer), self.schedules())
         self.identity.note_optimizer(optimizer, schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    @property
-    def total_steps(self) -> float:
-        """Optimizer steps of the whole run; infinite if nothing ends it.
-
-        `Trainer.estimated_stepping_batches` will not do: read before a checkpoint is restored, it makes Lightning set
-        up the training data at once, and the restored position of the loader is never used.
-        """
-        trainer: Any = self.trainer
-        steps = math.inf if trainer.max_steps in (None, -1) else trainer.max_steps
-        if trainer.max_epochs in (None, -1):
-            return steps
-        return min(steps, math.ceil(self._epoch_batches() / trainer.accumulate_grad_batches) * trainer.max_epochs)
-
-    def _epoch_batches(self) -> int:
-        """Return the number of batches of an epoch in Lightning's loop, on this rank."""
-        trainer: Any = self.trainer
-        batches, limit = len(trainer.datamodule.train_dataloader()), trainer.limit_train_batches
-        return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
 
     def configure_gradient_clipping(
         self,
@@ -476,7 +395,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             return  # the engine clips in its step, with the Trainer's setting: see `optimizer_step`
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         if averages_gradients(optimizer, strategy):
-            average_over_ranks(trained, self.data_world_size)
+            average_over_ranks(trained, self.ranks.world_size)
         by_value = gradient_clip_algorithm == "value"
         limit = math.inf if by_value or not gradient_clip_val else gradient_clip_val
         if isinstance(strategy, FSDPStrategy):
@@ -490,20 +409,12 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
         if self.broken_steps.should_skip(float(self.grad_norm), scaled=scaled):
-            self.drop_gradients(optimizer)
+            drop_gradients(optimizer, strategy)
             self._report_broken()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         with fixed_order(loss.device):
             super().backward(loss, *args, **kwargs)
-
-    def drop_gradients(self, optimizer: Any) -> None:
-        """Drop the gradients of a backward pass, so that the optimizer changes neither weights nor moments."""
-        strategy = self.trainer.strategy
-        if isinstance(strategy, ZeROStrategy):
-            strategy.leave_out_step()
-        else:
-            optimizer.zero_grad()
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
@@ -545,15 +456,12 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     # ------------------------------------------------------------------ validate, test
 
     def on_validation_epoch_end(self) -> None:
-        self._end_validation("val")
+        logged = self.log_evaluation("val")
+        if self._fitting and not self.trainer.sanity_checking:
+            check_monitors(self.trainer, logged, may_come=self.may_log)
 
     def on_test_epoch_end(self) -> None:
-        self._end_validation("test")
-
-    def _end_validation(self, stage: str) -> None:
-        logged = self.log_evaluation(stage)
-        if self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
-            check_monitors(self.trainer, logged, may_come=self.may_log)
+        self.log_evaluation("test")
 
     def log_evaluation(self, stage: str) -> set[str]:
         """Log the metrics of every validation set, and return their names."""
@@ -581,11 +489,6 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             check_monitors(self.trainer, metrics, "train/", self.may_log)
         self.metrics_step = step
 
-    def log_to_loggers(self, metrics: dict[str, float], step: int) -> None:
-        """Write metrics, already reduced over ranks, to the Trainer's loggers as those of an optimizer step."""
-        for logger in self.trainer.loggers:
-            logger.log_metrics(metrics, step=step)
-
     def on_train_epoch_end(self) -> None:
         """Log the remaining metrics at the end of the run, before callbacks see the end."""
         trainer, last = self.trainer, self.trainer.current_epoch + 1 == self.trainer.max_epochs
@@ -597,10 +500,9 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
 
     def log_validation(self, metrics: dict[str, float]) -> set[str]:
         """Log under the number of the step, and return the names."""
-        fitting = self.trainer.state.fn == TrainerFn.FITTING
-        if fitting and not self.trainer.sanity_checking:
-            self.log_to_loggers(metrics, self.global_step)  # `log_dict` counts a step less at an epoch's end
-        self.log_dict(metrics, logger=not fitting, batch_size=1)
+        if self._fitting and not self.trainer.sanity_checking:
+            log_to_loggers(self.trainer, metrics, self.global_step)  # `log_dict` counts a step less at an epoch's end
+        self.log_dict(metrics, logger=not self._fitting, batch_size=1)
         return set(metrics)
 
     # ------------------------------------------------------------------ checkpoints
@@ -633,7 +535,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         Raises:
             StorageError: the checkpoint is of another model.
         """
-        checkpoints.check_trained_tensors(checkpoint["state_dict"], self._trained_names())
+        checkpoints.check_trained_tensors(checkpoint["state_dict"], checkpoints.trained_tensors(self.trained_modules))
         self.load_state_dict(checkpoint["state_dict"], strict=False)  # checkpoints contain trained tensors only
         if self.needs_reference and self.reference.moves:
             checkpoints.load_reference(self.reference, self.reference_policy, checkpoint, required=self._fitting)
@@ -658,7 +560,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save trained tensors only (no reference, no frozen base), every rank's own state, algorithm and precision."""
         if checkpoint.get("state_dict"):
-            trained = self._trained_names()
+            trained = checkpoints.trained_tensors(self.trained_modules)
             weights = {name: tensor for name, tensor in checkpoint["state_dict"].items() if name in trained}
             checkpoint["state_dict"] = weights
         checkpoint["algorithm"] = checkpoints.algorithm_kind(type(self))
@@ -705,25 +607,33 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         allowed = self.model.allow_changed
         self.identity.compare(checkpoint, type(self).__name__, resumes=self._fitting, allow_changed=allowed)
         if weights := checkpoint.get("state_dict"):
-            checkpoints.check_trained_tensors(weights, self._trained_names())
+            checkpoints.check_trained_tensors(weights, checkpoints.trained_tensors(self.trained_modules))
         if self._fitting:
             if self.precision_by_device:
                 checkpoints.check_precision(checkpoint_precision(checkpoint), str(self.trainer.precision))
-            trained = [tensor for tensor in self._trained_names().values() if tensor.requires_grad]
+            tensors = checkpoints.trained_tensors(self.trained_modules).values()
+            trained = [tensor for tensor in tensors if tensor.requires_grad]
             check_masters(checkpoint.get("optimizer_states", ()), trained, self.optimizer)
         if self.needs_reference and self.reference.moves:
             checkpoints.load_reference(self.reference, self.reference_policy, checkpoint, required=self._fitting)
         ranks = checkpoint.get("lit_rl", ()) if self.trainer_or_none is not None else ()
-        if ranks and len(ranks) != self.data_world_size:
-            if self._fitting:
-                self._load_other_world(ranks, checkpoint["loops"])
+        name, world_size = type(self).__name__, self.ranks.world_size
+        if ranks and len(ranks) != world_size:
+            if self._fitting:  # at the next rollout or step, whose micro-batches are planned anew
+                sizes = {"world_size": world_size, "slots": self.slots, "epoch": epoch_batches(self.trainer)}
+                saved, before = checkpoints.of_other_ranks(checkpoint, name, **sizes)
+                self.load_rank_state(checkpoints.saved_by_algorithm(self.merge_rank_states(saved), name))
+                self.broken_steps.in_a_row = ranks[0]["broken_steps"]
+                self._generators.seed_by_step = True
+                dropped = self.describe_dropped_state(saved, before)
+                rank_zero_info(checkpoints.describe_other_ranks(len(ranks), world_size, dropped))
             return
         if "micro_batch_plan" in checkpoint and self.micro_batches.size == "auto" and self._fitting:
             self.micro_batches.resume(MicroBatchPlan(**checkpoint["micro_batch_plan"]), self.trainer)
             self.micro_batches.set_checkpointing(self.model.gradient_checkpointing, self.trained_modules.values())
         if ranks:
-            saved = ranks[self.data_rank]
-            self.load_rank_state(checkpoints.saved_by_algorithm(saved["module"], type(self).__name__))
+            saved = ranks[self.ranks.rank]
+            self.load_rank_state(checkpoints.saved_by_algorithm(saved["module"], name))
             self.broken_steps.in_a_row = saved["broken_steps"]
             self._generators.load(saved["rng"])
 
@@ -735,32 +645,14 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         }
         return run_settings(type(self), arguments, self.model, self.trainer_or_none)
 
-    def _load_other_world(self, ranks: Sequence[dict[str, Any]], loops: dict[str, Any]) -> None:
-        """Resume at the next rollout or step from a checkpoint of another number of ranks.
-
-        Micro-batches are planned anew: a process has another share of a step.
-        """
-        before = checkpoints.slots_when_written(loops, len(ranks), self.data_world_size)
-        checkpoints.advance_loops(loops, before, self.slots, self._epoch_batches())
-        name = type(self).__name__
-        saved = [checkpoints.saved_by_algorithm(each["module"], name) for each in ranks]
-        self.load_rank_state(checkpoints.saved_by_algorithm(self.merge_rank_states(saved), name))
-        self.broken_steps.in_a_row = ranks[0]["broken_steps"]
-        self._generators.seed_by_step = True
-        rank_zero_info(
-            f"The checkpoint was written by {checkpoints.count_processes(len(ranks))}, and this run has "
-            f"{self.data_world_size}. "
-            f"{self.describe_dropped_state(saved, before)} Steps have as many rows as before, a process "
-            f"{len(ranks) / self.data_world_size:g} times as many."
-        )
-
     @property
     def _fitting(self) -> bool:
         return self.trainer_or_none is not None and self.trainer_or_none.state.fn == TrainerFn.FITTING
 
     def on_train_start(self) -> None:
         if self.identity.is_resumed:
-            config, steps, schedules = self.trainer.lr_scheduler_configs[0], self.total_steps, self.schedules()
+            config, steps = self.trainer.lr_scheduler_configs[0], total_steps(self.trainer)
+            schedules = self.schedules()
             config.scheduler = self.identity.apply_settings(
                 self.trainer.optimizers[0],
                 config.scheduler,  # pyright: ignore[reportArgumentType]
@@ -769,18 +661,9 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             )
         if isinstance(self.model, LoadedModel):
             self.model.note_training()
-        self._generators.start(self.seed, self.data_rank, self.global_step, self.trainer.strategy.root_device)
+        self._generators.start(self.seed, self.ranks.rank, self.global_step, self.trainer.strategy.root_device)
 
     @property
     def trained_modules(self) -> dict[str, nn.Module]:
         """The modules that are trained, by attribute name."""
         return {name: getattr(self, name) for name in ("policy", *self.trained_beside)}
-
-    def _trained_names(self) -> dict[str, Tensor]:
-        """Return the tensors that training changes, by name: parameters with gradient, and saved buffers."""
-        return {
-            f"{prefix}.{name}": tensor
-            for prefix, module in self.trained_modules.items()
-            for name, tensor in module.state_dict(keep_vars=True).items()
-            if not isinstance(tensor, nn.Parameter) or tensor.requires_grad
-        }

@@ -35,7 +35,7 @@ from lit_rl.algorithms.evaluation.summary_statistics import Averages, prefixed
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.optim.strategies import flattens_weights
-from lit_rl.algorithms.records import OfflineRecords, learning_rates
+from lit_rl.algorithms.records import OfflineRecords, learning_rates, log_to_loggers
 from lit_rl.algorithms.rollouts import checkpoints
 from lit_rl.algorithms.rollouts.phase_costs import UpdateWork
 from lit_rl.algorithms.rollouts.rollout_plan import OfflinePlan
@@ -55,6 +55,7 @@ from lit_rl.data.kinds import Kind
 from lit_rl.models.forward import TextScores, refuse_leaks, score_texts
 from lit_rl.models.hf_export import PolicyExport
 from lit_rl.models.model_costs import Span
+from lit_rl.models.vision_parts import with_image_gradients
 from lit_rl.ops.reductions import Metrics
 from lit_rl.settings.algorithms import OfflineConfig, OfflinePolicyConfig
 from lit_rl.settings.base import takes
@@ -149,13 +150,13 @@ class OfflineModule(PolicyModule, ABC):
             plan = OfflinePlan(
                 batch_size=data.batch_size,
                 accumulate=self.micro_batches.accumulation(trainer),
-                world_size=self.data_world_size,
+                world_size=self.ranks.world_size,
                 rows=len(data.corpus.train),
                 stream_buffer=data.stream_buffer,
             )
-            self.split_step(StepRows(data.batch_size // self.data_world_size, 1))
+            self.split_step(StepRows(data.batch_size // self.ranks.world_size, 1))
             self.plan = self._with_micro_batches(plan)
-            self.check_length(data)
+            data_and_trainer.check_length(self.trainer, data, self.schedules())
         elif self.micro_batches.asks_plan:
             self.micro_batches.fit_scoring(self.memory())
 
@@ -219,7 +220,8 @@ class OfflineModule(PolicyModule, ABC):
         loss, metrics = self.training_loss(batch, self._whole)
         self._records.add({"loss": (loss, loss.new_full((), 1 / shares)), **metrics})
         # Lightning divides by the accumulated batches and averages over ranks; the loss already has its denominator.
-        return self.with_image_gradients(loss * shares)
+        share = loss * shares
+        return with_image_gradients(share, self.trained_modules.values()) if self.model.sees else share
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
@@ -245,7 +247,7 @@ class OfflineModule(PolicyModule, ABC):
         metrics = self._records.line(self.ranks, self.coefficients(), self._rates, generating, kept=kept)
         seconds = {"generate": generating, "update": metrics["time/update"]}
         metrics |= self.costs.line(self.ranks, self.trainer, self.model.dtype, seconds=seconds)
-        self.log_to_loggers(metrics, step)
+        log_to_loggers(self.trainer, metrics, step)
         self.publish_metrics(metrics, step)
 
     def _work(self) -> UpdateWork:
@@ -255,7 +257,7 @@ class OfflineModule(PolicyModule, ABC):
         spans, reads = [Span(0, tokens) for tokens in totals.texts], int(self.needs_reference and ref is None)
         models = self.trained_modules.values()
         flops = self.costs.flops_of_update(models, spans, spans, totals.learned, reads=reads)
-        return UpdateWork(flops / self.data_world_size, totals.learned / self.data_world_size)
+        return UpdateWork(flops / self.ranks.world_size, totals.learned / self.ranks.world_size)
 
     def step_batch(self) -> dict[str, Any]:
         micro = self._micro

@@ -26,7 +26,8 @@ from lit_rl.algorithms.checks.strategy_checks import Feature
 from lit_rl.algorithms.data_parallel import data_world_size
 from lit_rl.algorithms.evaluation.validation import MOST_ROWS, entropies
 from lit_rl.algorithms.loop.generating import GeneratingModule
-from lit_rl.algorithms.records import RolloutRecords, learning_rates
+from lit_rl.algorithms.optim.strategies import drop_gradients
+from lit_rl.algorithms.records import RolloutRecords, learning_rates, log_to_loggers
 from lit_rl.algorithms.rollouts import checkpoints
 from lit_rl.algorithms.rollouts.phase_costs import UpdateWork
 from lit_rl.algorithms.rollouts.rollout_plan import (
@@ -50,6 +51,7 @@ from lit_rl.environments.environment_base import EpisodeSource, Interactive
 from lit_rl.models.forward import TokenScores, score
 from lit_rl.models.model_costs import Span
 from lit_rl.models.shared_prefix import worth_sharing
+from lit_rl.models.vision_parts import with_image_gradients
 from lit_rl.ops.kl import k3
 from lit_rl.ops.reductions import Metrics, StepTokens, StepTotals
 from lit_rl.rewards.judges import RewardJudge
@@ -195,7 +197,8 @@ class OnPolicyModule(GeneratingModule, ABC):
         self.after_micro_batch(micro, scores, self._step_tokens)
         self.seen = SeenRows.of(self.dealt_out(batch)[1][batch.slot], scores)
         # Lightning divides by the accumulated batches and averages over ranks; the loss already has its denominator.
-        return self.with_image_gradients(loss * shares)
+        share = loss * shares
+        return with_image_gradients(share, self.trained_modules.values()) if self.model.sees else share
 
     # ------------------------------------------------------------------ parts of a rollout
 
@@ -305,7 +308,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         if stage == "fit":
             check_weight_copies(self.generator, self.trainer)
             self._plan_batches(data)
-            self.check_length(data)
+            data_and_trainer.check_length(self.trainer, data, self.schedules())
         elif self.micro_batches.asks_plan:
             self.micro_batches.fit_decoding(self.memory())
 
@@ -391,7 +394,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             minibatches=self.minibatches,
             iterations=self.iterations,
             accumulate=self.micro_batches.accumulation(self.trainer),
-            world_size=self.data_world_size,
+            world_size=self.ranks.world_size,
             split_groups=self.micro_batches.slices,
             max_new_tokens=self.longest_response(self.sampling),
         )
@@ -557,7 +560,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             Gradients become None and not 0, so that the optimizer skips moments and weight decay too.
             """
             result = optimizer_closure() if optimizer_closure else None
-            self.drop_gradients(optimizer)
+            drop_gradients(optimizer, self.trainer.strategy)
             return result
 
         closure = backward_and_drop_gradient if self._nothing_rewarded else optimizer_closure
@@ -570,7 +573,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         step, every = self.global_step + 1, self.trainer.log_every_n_steps  # pyright: ignore
         self._unlogged = metrics = self._metrics_of_rollout(kept=False)
         if every and step // every > (step - self.steps_per_rollout) // every:
-            self.log_to_loggers(metrics, step)
+            log_to_loggers(self.trainer, metrics, step)
             self._unlogged = {}
         self.publish_metrics(metrics, step)
 
@@ -581,7 +584,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             metrics = self._metrics_of_rollout(kept=True)
             self.publish_metrics(metrics, self.global_step)
         if metrics and self.trainer.log_every_n_steps:  # pyright: ignore
-            self.log_to_loggers(metrics, self.global_step)
+            log_to_loggers(self.trainer, metrics, self.global_step)
             self._unlogged = {}
 
     def _metrics_of_rollout(self, *, kept: bool) -> dict[str, float]:
