@@ -30,7 +30,7 @@ from lit_rl.algorithms.loop.offline import OfflineModule
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.core.chat_template import marks_start
 from lit_rl.core.examples import PairBatch, StepwiseBatch, TokenBatch, Totals
-from lit_rl.models.hf_export import ScoringExport
+from lit_rl.models.hf_export import ExportForm
 from lit_rl.models.scoring import SEQUENCES, TOKENS, Scoring, check_scoring, load_scoring, scoring_logits
 from lit_rl.ops.preference_losses import bradley_terry, step_label_loss
 from lit_rl.ops.reductions import Highest, Lowest, Metrics, mean_of
@@ -48,12 +48,6 @@ class ScalarModule(OfflineModule, ABC):
 
     @takes(ScalarConfig)
     def __init__(self, settings: ScalarConfig) -> None:
-        shared: dict[str, Any] = {
-            "optimizer": settings.optimizer,
-            "scheduler": settings.scheduler,
-            "seed": settings.seed,
-        }
-        shared |= {"tokenizer": settings.tokenizer, "micro_batch_size": settings.micro_batch_size}
         super().__init__(config=settings)
 
     def load_policy(self) -> nn.Module:
@@ -92,8 +86,8 @@ class ScalarModule(OfflineModule, ABC):
         return {}
 
     @property
-    def export_form(self) -> ScoringExport:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return ScoringExport(self.scoring, self.reads())
+    def export_form(self) -> ExportForm:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return ExportForm(scoring=self.scoring, reads=self.reads())
 
 
 class RewardModeling(ScalarModule):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -280,17 +280,23 @@ score([asked], [[{"role": "assistant", "content": "a reply"}]], images=[[photo]]
 
 
 @dataclass(frozen=True)
-class PolicyExport:
-    """The export of a policy, with a card for the hub.
+class ExportForm:
+    """The form of a trained model's export: what kind of model the folder holds, and its card for the hub.
 
     Args:
-        tags: The hub's tags for the way of training.
+        tags: The hub's tags for the way of training a policy.
+        scoring: Kind of a model that scores; None for a policy.
+        reads: How it must prepare a text to read it as in training; these go into config.json.
     """
 
     tags: tuple[str, ...] = ()
+    scoring: Scoring | None = None
+    reads: Mapping[str, Any] = field(default_factory=dict)
 
     def loaded_by(self, model: LanguageModel) -> str:
         """Return the class of transformers that loads the folder."""
+        if self.scoring is not None:
+            return self.scoring.auto
         return "AutoModelForImageTextToText" if model.sees else "AutoModelForCausalLM"
 
     def write(
@@ -301,41 +307,15 @@ class PolicyExport:
         folder: str | Path,
         facts: Mapping[str, Any],
     ) -> ExportReport:
-        """Write and verify the folder, with a card of these facts: see `export_policy` and `model_card`."""
+        """Write and verify the folder, with a card of these facts: see `export_policy` and `export_scoring`."""
         from peft import PeftModel
 
+        auto, scoring = self.loaded_by(model), self.scoring
+        if scoring is not None:
+            how = _VISION_USAGE if model.sees else None
+            card = model_card(facts, loaded_by=auto, pipeline=scoring.pipeline, how_to_load=how)
+            return export_scoring(model, scoring, weights, policy, folder, card=card, reads=self.reads)
         pipeline = "image-text-to-text" if model.sees else "text-generation"
         adapter = isinstance(policy, PeftModel) and not model.sees
-        auto = self.loaded_by(model)
         card = model_card(facts, loaded_by=auto, pipeline=pipeline, adapter=adapter, tags=self.tags)
         return export_policy(model, weights, policy, folder, card=card, prompts=facts.get("prompts"))
-
-
-@dataclass(frozen=True)
-class ScoringExport:
-    """The export of a model that scores, with a card for the hub.
-
-    Args:
-        scoring: Kind of the scoring model.
-        reads: How a text must be prepared to be read as in training; these go into config.json.
-    """
-
-    scoring: Scoring
-    reads: Mapping[str, Any]
-
-    def loaded_by(self, model: LanguageModel) -> str:
-        """Return the class of transformers that loads the folder."""
-        return self.scoring.auto
-
-    def write(
-        self,
-        model: LanguageModel,
-        policy: nn.Module,
-        weights: Mapping[str, Tensor],
-        folder: str | Path,
-        facts: Mapping[str, Any],
-    ) -> ExportReport:
-        """Write and verify the folder, with a card of these facts: see `export_scoring` and `model_card`."""
-        how, scoring = _VISION_USAGE if model.sees else None, self.scoring
-        card = model_card(facts, loaded_by=self.loaded_by(model), pipeline=scoring.pipeline, how_to_load=how)
-        return export_scoring(model, scoring, weights, policy, folder, card=card, reads=self.reads)

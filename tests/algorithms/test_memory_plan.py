@@ -426,12 +426,12 @@ def test_a_validation_alone_is_bounded_by_memory_too():
 def test_free_memory_is_measured_once_and_counts_what_is_loaded(monkeypatch):
     monkeypatch.setattr(micro_batching, "available_memory", lambda: 1000)
     micro_batches, trainer = MicroBatches(None), a_trainer()
-    assert micro_batches.budget(trainer) == 500 and micro_batches.host_budget(trainer) is None
+    assert micro_batches.budgets(trainer) == (500, None)
     monkeypatch.setattr(micro_batching, "available_memory", lambda: 10)
-    assert micro_batches.budget(trainer) == 500  # the policy is loaded by now
+    assert micro_batches.budgets(trainer) == (500, None)  # the policy is loaded by now
     micro_batches = MicroBatches(None)
     micro_batches.memory_gb = 1.0
-    assert micro_batches.budget(trainer) == int(2**30 * (1 - KEPT_FREE))
+    assert micro_batches.budgets(trainer) == (int(2**30 * (1 - KEPT_FREE)), None)
 
 
 def test_the_memory_of_a_step_is_made_of_its_facts():

@@ -27,7 +27,7 @@ from lit_rl.core import durable_files
 from lit_rl.core.errors import ConfigError, StorageError
 from lit_rl.core.model_paths import TINY
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.hf_export import PolicyExport, ScoringExport, export_policy
+from lit_rl.models.hf_export import ExportForm, export_policy
 from lit_rl.models.loaded_model import LoadedModel
 from lit_rl.models.model_card import model_card as make_card
 from lit_rl.models.scoring import SEQUENCES, load_scoring
@@ -207,13 +207,13 @@ def exported(make_model, tmp_path) -> tuple[LanguageModel, dict[str, torch.Tenso
 
 
 def test_a_form_of_export_writes_the_folder_with_a_card_of_its_kind(make_model, tmp_path):
-    model, form = LanguageModel(str(make_model())), PolicyExport(("one-way",))
+    model, form = LanguageModel(str(make_model())), ExportForm(("one-way",))
     facts = {"base_model": "x", "algorithm": "y"}
     policy = model.load()
     report = form.write(model, policy, full_state_dict(policy), tmp_path / "hf", facts)
     card = (report.folder / "README.md").read_text()
     assert "one-way" in card and form.loaded_by(model) == "AutoModelForCausalLM" in card
-    scores = ScoringExport(SEQUENCES, {"ends_with_eos": True})
+    scores = ExportForm(scoring=SEQUENCES, reads={"ends_with_eos": True})
     scorer = load_scoring(model, SEQUENCES)
     report = scores.write(model, scorer, full_state_dict(scorer), tmp_path / "scores", facts)
     assert scores.loaded_by(model) in (report.folder / "README.md").read_text()

@@ -73,11 +73,6 @@ def device_memory(device: torch.device, *, gigabytes: float | None = None) -> in
     return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
 
 
-def host_memory_budget(processes: int = 1) -> int | None:
-    """Return the bytes of main memory for offloading by each process of a machine; None where not known."""
-    return memory_budget(torch.device("cpu"), processes=processes)
-
-
 def available_memory(root: Path = Path("/")) -> int | None:
     """Return the available bytes of main memory, within the container's limit; None where unknown."""
     found = []
@@ -398,8 +393,7 @@ class MicroBatches:
         self.generator: InProcessGenerator | None = None
         """The generator whose decode batches the plan bounds; None if the policy is decoded elsewhere."""
         self._rows_scored: int | None = None
-        self._budget: int | None = None
-        self._host: int | None = None
+        self._budgets: tuple[int | None, int | None] | None = None
 
     # ------------------------------------------------------------------ the user's settings
 
@@ -427,29 +421,24 @@ class MicroBatches:
 
     # ------------------------------------------------------------------ memory
 
-    def budget(self, trainer: Any, loaded: Iterable[Tensor] = ()) -> int | None:
-        """Return the bytes that a plan may use on every rank, as before the policy was loaded; None if unknown.
+    def budgets(self, trainer: Any, loaded: Iterable[Tensor] = ()) -> tuple[int | None, int | None]:
+        """Return the bytes that a plan may use on every rank, and those of host memory to which a GPU may offload.
 
-        For this process alone if no other was started (`lit-rl plan`).
+        Measured once, before the policy is loaded; None if unknown. For this process alone if no other was started.
 
         Args:
             trainer: The Trainer.
-            loaded: Tensors that are part of the plan. Those on the device already do not count as used.
+            loaded: Tensors that are part of the plan: those on the device already do not count as used.
         """
-        if self._budget is None:
-            device = trainer.strategy.root_device
+        if self._budgets is None:
+            device, processes = trainer.strategy.root_device, trainer.num_devices
             planned = sum(tensor.nbytes for tensor in loaded if tensor.device == device)
-            mine = memory_budget(device, gigabytes=self.memory_gb, processes=trainer.num_devices, planned=planned)
-            self._budget = min(gather_objects(mine or 0))
-        return self._budget or None
-
-    def host_budget(self, trainer: Any) -> int | None:
-        """Return the bytes of host memory that every rank may offload to; None without a GPU, or if unknown."""
-        if trainer.strategy.root_device.type != "cuda" or self.memory_gb is not None:
-            return None
-        if self._host is None:
-            self._host = min(gather_objects(host_memory_budget(trainer.num_devices) or 0))
-        return self._host or None
+            mine = memory_budget(device, gigabytes=self.memory_gb, processes=processes, planned=planned)
+            offloads = device.type == "cuda" and self.memory_gb is None
+            host = memory_budget(torch.device("cpu"), processes=processes) if offloads else None
+            on_device, on_host = zip(*gather_objects((mine or 0, host or 0)))
+            self._budgets = min(on_device) or None, min(on_host) or None
+        return self._budgets
 
     def as_planned(self, memory: Memory) -> Memory:
         """Return the same needs under the gradient checkpointing that the plan chose."""

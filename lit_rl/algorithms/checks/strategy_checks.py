@@ -80,19 +80,15 @@ def check_before_loading(
         if stage == "fit" and trainer.num_nodes > 1:
             check_checkpoints_are_shared(trainer)
     if isinstance(strategy, FSDPTPStrategy):
-        path = getattr(optimizer, "path", None)
-        sizes: Any = {"stage": stage, "tp_size": strategy.tp_size, "precision": precision}
-        check_tensor_parallel(**sizes, model=model, clipping=clipping, optimizer=path)
+        path, size = getattr(optimizer, "path", None), strategy.tp_size
+        values: Any = {"precision": precision, "model": model, "clipping": clipping, "optimizer": path}
+        check_tensor_parallel(stage=stage, tp_size=size, **values)
     if model.use_liger_kernel:
         check_liger_device(strategy.root_device)
 
 
 def check_loaded_policy(policy: nn.Module, strategy: Strategy | None, *, trains: bool) -> None:
-    """Refuse a loaded policy of which nothing is trained, and one that the strategy cannot shard.
-
-    Raises:
-        ConfigError: names what to pass, or the strategy to take.
-    """
+    """Refuse a loaded policy of which nothing is trained, or that the strategy cannot shard, by a ConfigError."""
     if trains:
         check_something_is_trained(policy)
     if isinstance(strategy, ZeROStrategy):

@@ -20,38 +20,16 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lit_rl.algorithms.checks import argument_checks
-from lit_rl.algorithms.checks.data_and_trainer import (
-    check_monitors,
-    check_trainer_settings,
-    epoch_batches,
-    total_steps,
-)
+from lit_rl.algorithms.checks import argument_checks, data_and_trainer, strategy_checks
 from lit_rl.algorithms.checks.memory import Memory
 from lit_rl.algorithms.checks.micro_batching import MicroBatches, MicroBatchPlan, StepRows
 from lit_rl.algorithms.checks.model_sizes import StepFacts, memory_of_step
-from lit_rl.algorithms.checks.strategy_checks import (
-    Feature,
-    check_before_loading,
-    check_images,
-    check_loaded_policy,
-    check_optimizer,
-    check_optimizer_shards,
-    check_trainable_weights,
-)
+from lit_rl.algorithms.checks.strategy_checks import Feature
 from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.loop.run_identity import CONFIG_GROUPS, RunIdentity, run_settings
 from lit_rl.algorithms.loop.save_on_error import SaveOnError
+from lit_rl.algorithms.optim import master_weights
 from lit_rl.algorithms.optim.broken_steps import BrokenSteps, save_bad_batch
-from lit_rl.algorithms.optim.master_weights import (
-    average_over_ranks,
-    averages_gradients,
-    check_masters,
-    checkpoint_precision,
-    replace_half_precision,
-    shard_precision,
-    with_masters,
-)
 from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
 from lit_rl.algorithms.optim.schedules import (
     FromTorch,
@@ -75,7 +53,7 @@ from lit_rl.algorithms.rollouts.phase_costs import RunCosts
 from lit_rl.core import upstream
 from lit_rl.core.errors import ConfigError, check_instance, seed_in_range
 from lit_rl.core.process_state import preserve_generators
-from lit_rl.models.hf_export import PolicyExport, ScoringExport
+from lit_rl.models.hf_export import ExportForm
 from lit_rl.models.kernels import fixed_order
 from lit_rl.models.language_model import ForwardOptions
 from lit_rl.models.loaded_model import LoadedModel, as_language_model
@@ -139,7 +117,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     needs_reference = False
     """True if a term of the objective reads the reference; otherwise no reference is loaded."""
 
-    export_form: PolicyExport | ScoringExport = PolicyExport(tags=("reinforcement-learning",))
+    export_form = ExportForm(tags=("reinforcement-learning",))
     """The form of the trained model's export."""
 
     trained_beside: tuple[str, ...] = ()
@@ -205,9 +183,9 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     def setup(self, stage: str) -> None:
         """Check the strategy and the precision. `trainer.precision=bf16-true` sets the dtype of the weights only."""
         strategy = self.trainer.strategy
-        check_trainer_settings(self.trainer)
+        data_and_trainer.check_trainer_settings(self.trainer)
         argument_checks.refuse_damaged_checkpoints(strategy)
-        check_before_loading(
+        strategy_checks.check_before_loading(
             type(self),
             self.features(),
             self.model,
@@ -216,7 +194,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             trainer=self.trainer,
             stage=stage,
         )
-        if replace_half_precision(strategy) and not isinstance(strategy, ModelParallelStrategy):
+        if master_weights.replace_half_precision(strategy) and not isinstance(strategy, ModelParallelStrategy):
             self.model = self.model.held_in("bfloat16")
 
     def configure_callbacks(self) -> list[L.Callback]:
@@ -242,7 +220,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     def memory(self) -> Memory | None:
         """Return the memory of a rank, as a function of the micro-batch; None if it is not known."""
         loaded = chain(self.parameters(), self.buffers())
-        budget, host = self.micro_batches.budget(self.trainer, loaded), self.micro_batches.host_budget(self.trainer)
+        budget, host = self.micro_batches.budgets(self.trainer, loaded)
         facts = self.step_facts()
         sizes = memory_of_step(facts, self.model, self.optimizer, self.trainer, budget=budget, host=host)
         return None if sizes is None else self.micro_batches.as_planned(sizes)
@@ -282,17 +260,20 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             return
         strategy = self.trainer_or_none.strategy if self.trainer_or_none else None
         if self.model.sees:
-            check_images(self.model, type(self).__name__, strategy, taken=self.takes_images)
+            strategy_checks.check_images(self.model, type(self).__name__, strategy, taken=self.takes_images)
         with preserve_generators():
             torch.manual_seed(self.seed)  # fresh adapters are random: equal on every rank and in every run
             policy = self.load_policy()
-            check_loaded_policy(policy, strategy, trains=self._fitting)
+            strategy_checks.check_loaded_policy(policy, strategy, trains=self._fitting)
             reference = self.reference.module(policy) if self.needs_reference else None
             others = self.companions(policy)
         stays = reference if self.needs_reference and not self.reference.moves else None
         self.identity.model = model_record(self.model, policy, stays)
         if isinstance(strategy, ModelParallelStrategy):
-            mesh, how = strategy.device_mesh["data_parallel"], (shard_precision(strategy), offload_policy(strategy))
+            mesh, how = (
+                strategy.device_mesh["data_parallel"],
+                (master_weights.shard_precision(strategy), offload_policy(strategy)),
+            )
             for module in (policy, reference, *others.values()):
                 if isinstance(module, nn.Module):
                     if isinstance(strategy, FSDPTPStrategy):
@@ -364,18 +345,20 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     def configure_optimizers(self) -> Any:
         strategy, groups = self.trainer.strategy, self.parameter_groups()
         trained = checkpoints.trained_tensors(self.trained_modules)
-        check_trainable_weights({name: each for name, each in trained.items() if each.requires_grad}, strategy)
-        check_optimizer_shards(self.optimizer, strategy)
+        strategy_checks.check_trainable_weights(
+            {name: each for name, each in trained.items() if each.requires_grad}, strategy
+        )
+        strategy_checks.check_optimizer_shards(self.optimizer, strategy)
         keeps_its_own = isinstance(strategy, DeepSpeedStrategy)
-        optimizer = self.optimizer(groups) if keeps_its_own else with_masters(self.optimizer, groups)
+        optimizer = self.optimizer(groups) if keeps_its_own else master_weights.with_masters(self.optimizer, groups)
         argument_checks.check_made_optimizer(optimizer)
-        check_optimizer(optimizer, strategy)
-        if averages_gradients(optimizer, strategy):
+        strategy_checks.check_optimizer(optimizer, strategy)
+        if master_weights.averages_gradients(optimizer, strategy):
             strategy.model.require_backward_grad_sync = False  # pyright: ignore
         if isinstance(strategy, FSDPTPStrategy):
             step_one_by_one(optimizer)
         upstream.keep_gradients_scaled(optimizer)
-        schedule = scheduler_by_group(optimizer, total_steps(self.trainer), self.schedules())
+        schedule = scheduler_by_group(optimizer, data_and_trainer.total_steps(self.trainer), self.schedules())
         self.identity.note_optimizer(optimizer, schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -394,8 +377,8 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         if isinstance(strategy, DeepSpeedStrategy):
             return  # the engine clips in its step, with the Trainer's setting: see `optimizer_step`
         trained = [p for group in optimizer.param_groups for p in group["params"]]
-        if averages_gradients(optimizer, strategy):
-            average_over_ranks(trained, self.ranks.world_size)
+        if master_weights.averages_gradients(optimizer, strategy):
+            master_weights.average_over_ranks(trained, self.ranks.world_size)
         by_value = gradient_clip_algorithm == "value"
         limit = math.inf if by_value or not gradient_clip_val else gradient_clip_val
         if isinstance(strategy, FSDPStrategy):
@@ -458,7 +441,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     def on_validation_epoch_end(self) -> None:
         logged = self.log_evaluation("val")
         if self._fitting and not self.trainer.sanity_checking:
-            check_monitors(self.trainer, logged, may_come=self.may_log)
+            data_and_trainer.check_monitors(self.trainer, logged, may_come=self.may_log)
 
     def on_test_epoch_end(self) -> None:
         self.log_evaluation("test")
@@ -486,7 +469,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in told.items()})
         self.trainer.progress_bar_metrics.update(in_bar)
         if self.metrics_step is None:
-            check_monitors(self.trainer, metrics, "train/", self.may_log)
+            data_and_trainer.check_monitors(self.trainer, metrics, "train/", self.may_log)
         self.metrics_step = step
 
     def on_train_epoch_end(self) -> None:
@@ -610,17 +593,23 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             checkpoints.check_trained_tensors(weights, checkpoints.trained_tensors(self.trained_modules))
         if self._fitting:
             if self.precision_by_device:
-                checkpoints.check_precision(checkpoint_precision(checkpoint), str(self.trainer.precision))
+                checkpoints.check_precision(
+                    master_weights.checkpoint_precision(checkpoint), str(self.trainer.precision)
+                )
             tensors = checkpoints.trained_tensors(self.trained_modules).values()
             trained = [tensor for tensor in tensors if tensor.requires_grad]
-            check_masters(checkpoint.get("optimizer_states", ()), trained, self.optimizer)
+            master_weights.check_masters(checkpoint.get("optimizer_states", ()), trained, self.optimizer)
         if self.needs_reference and self.reference.moves:
             checkpoints.load_reference(self.reference, self.reference_policy, checkpoint, required=self._fitting)
         ranks = checkpoint.get("lit_rl", ()) if self.trainer_or_none is not None else ()
         name, world_size = type(self).__name__, self.ranks.world_size
         if ranks and len(ranks) != world_size:
             if self._fitting:  # at the next rollout or step, whose micro-batches are planned anew
-                sizes = {"world_size": world_size, "slots": self.slots, "epoch": epoch_batches(self.trainer)}
+                sizes = {
+                    "world_size": world_size,
+                    "slots": self.slots,
+                    "epoch": data_and_trainer.epoch_batches(self.trainer),
+                }
                 saved, before = checkpoints.of_other_ranks(checkpoint, name, **sizes)
                 self.load_rank_state(checkpoints.saved_by_algorithm(self.merge_rank_states(saved), name))
                 self.broken_steps.in_a_row = ranks[0]["broken_steps"]
@@ -651,7 +640,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
 
     def on_train_start(self) -> None:
         if self.identity.is_resumed:
-            config, steps = self.trainer.lr_scheduler_configs[0], total_steps(self.trainer)
+            config, steps = self.trainer.lr_scheduler_configs[0], data_and_trainer.total_steps(self.trainer)
             schedules = self.schedules()
             config.scheduler = self.identity.apply_settings(
                 self.trainer.optimizers[0],

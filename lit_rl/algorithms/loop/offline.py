@@ -53,7 +53,7 @@ from lit_rl.core.rollout import PromptBatch
 from lit_rl.data.example_set import ExampleSet
 from lit_rl.data.kinds import Kind
 from lit_rl.models.forward import TextScores, refuse_leaks, score_texts
-from lit_rl.models.hf_export import PolicyExport
+from lit_rl.models.hf_export import ExportForm
 from lit_rl.models.model_costs import Span
 from lit_rl.models.vision_parts import with_image_gradients
 from lit_rl.ops.reductions import Metrics
@@ -67,7 +67,7 @@ class OfflineModule(PolicyModule, ABC):
     learns_from: ClassVar[Kind]
     """The kind of examples that the data module must provide."""
 
-    export_form = PolicyExport()
+    export_form = ExportForm()
 
     headline: ClassVar[tuple[str, ...]] = ("loss",)
     """Validation metrics that a run shows before and after training."""

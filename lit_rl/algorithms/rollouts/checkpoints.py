@@ -425,7 +425,9 @@ def count_processes(count: int) -> str:
 def of_other_ranks(
     checkpoint: Mapping[str, Any], algorithm: str, *, world_size: int, slots: int, epoch: int
 ) -> tuple[list[SavedState], int]:
-    """Advance a checkpoint of another number of ranks to the next rollout or step, and return what its ranks saved.
+    """Advance Lightning's loops of a checkpoint of other ranks to the end of the rollout or step that was begun last.
+
+    The loader does so itself.
 
     Args:
         checkpoint: The checkpoint, whose loops are changed in place.
@@ -442,7 +444,14 @@ def of_other_ranks(
     """
     loops, ranks = checkpoint["loops"], checkpoint["lit_rl"]
     before = slots_when_written(loops, len(ranks), world_size)
-    advance_loops(loops, before, slots, epoch)
+    progress = loops["fit_loop"][_PROGRESS]
+    total, current = progress["total"], progress["current"]
+    ready = whole_steps(current["ready"], before) * slots
+    earlier_epochs = (total["ready"] - current["ready"]) // before * slots
+    # Lightning infers from their differences in which hook a checkpoint was written.
+    progress["current"] = _shifted(current, ready)
+    progress["total"] = _shifted(total, earlier_epochs + ready)
+    progress["is_last_batch"] = ready >= epoch
     return [saved_by_algorithm(each["module"], algorithm) for each in ranks], before
 
 
@@ -480,25 +489,6 @@ def slots_when_written(loops: Mapping[str, Any], wrote: int, world_size: int) ->
             "exported model: model.name=<run_dir>/hf."
         )
     return loaders[0]["slots"]
-
-
-def advance_loops(loops: Mapping[str, Any], before: int, now: int, epoch: int) -> None:
-    """Advance Lightning's loops to the end of the rollout or step that was begun last. The loader does so itself.
-
-    Args:
-        loops: Lightning's loops in the checkpoint, changed in place.
-        before: Batches of a rollout or step in the run that wrote it.
-        now: Batches of a rollout or step in this run.
-        epoch: Batches of an epoch of this run.
-    """
-    progress = loops["fit_loop"][_PROGRESS]
-    total, current = progress["total"], progress["current"]
-    ready = whole_steps(current["ready"], before) * now
-    earlier_epochs = (total["ready"] - current["ready"]) // before * now
-    # Lightning infers from their differences in which hook a checkpoint was written.
-    progress["current"] = _shifted(current, ready)
-    progress["total"] = _shifted(total, earlier_epochs + ready)
-    progress["is_last_batch"] = ready >= epoch
 
 
 def _shifted(counts: Mapping[str, int], ready: int) -> dict[str, int]:
