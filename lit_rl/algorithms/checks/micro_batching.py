@@ -55,14 +55,6 @@ def memory_budget(
     return None if available is None else int(available * (1 - KEPT_FREE_ON_A_CPU) / processes)
 
 
-def hard_memory_limit(budget: int, device: torch.device, *, gigabytes: float | None = None) -> int:
-    """Return the hard memory limit for a budget that `memory_budget` returned with the same arguments.
-
-    On a CPU it is all free memory: the C library rarely holds as much again as planned. On a GPU it is the budget.
-    """
-    return int(budget / (1 - KEPT_FREE_ON_A_CPU)) if device.type == "cpu" and gigabytes is None else budget
-
-
 def device_memory(device: torch.device, *, gigabytes: float | None = None) -> int | None:
     """Return the total bytes of a GPU, the basis of an engine's share; None without one.
 
@@ -478,8 +470,10 @@ class MicroBatches:
         """
         assert self.step is not None, "begin comes first"
         if self.plan is None or self.plan.micro_batches != trainer.accumulate_grad_batches:
-            budget, device = None if memory is None else memory.budget, trainer.strategy.root_device
-            limit = None if budget is None else hard_memory_limit(budget, device, gigabytes=self.memory_gb)
+            budget = limit = None if memory is None else memory.budget
+            if budget is not None and self.memory_gb is None and trainer.strategy.root_device.type == "cpu":
+                # Warn of more than all free memory only: the C library rarely holds twice what is planned.
+                limit = int(budget / (1 - KEPT_FREE_ON_A_CPU))
             settings = self.size, self.accumulation(trainer)
             self.plan, warning = plan_micro_batches(*settings, self.step, memory, budget, limit)
             if warning:

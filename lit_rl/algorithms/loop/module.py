@@ -31,13 +31,7 @@ from lit_rl.algorithms.loop.save_on_error import SaveOnError
 from lit_rl.algorithms.optim import master_weights
 from lit_rl.algorithms.optim.broken_steps import BrokenSteps, save_bad_batch
 from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
-from lit_rl.algorithms.optim.schedules import (
-    FromTorch,
-    Linear,
-    Schedule,
-    as_schedule,
-    scheduler_by_group,
-)
+from lit_rl.algorithms.optim.schedules import FromTorch, Linear, Schedule, as_schedule, scheduler_by_group
 from lit_rl.algorithms.optim.strategies import (
     FSDPTPStrategy,
     ZeROStrategy,
@@ -270,10 +264,8 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         stays = reference if self.needs_reference and not self.reference.moves else None
         self.identity.model = model_record(self.model, policy, stays)
         if isinstance(strategy, ModelParallelStrategy):
-            mesh, how = (
-                strategy.device_mesh["data_parallel"],
-                (master_weights.shard_precision(strategy), offload_policy(strategy)),
-            )
+            mesh = strategy.device_mesh["data_parallel"]
+            how = master_weights.shard_precision(strategy), offload_policy(strategy)
             for module in (policy, reference, *others.values()):
                 if isinstance(module, nn.Module):
                     if isinstance(strategy, FSDPTPStrategy):
@@ -345,9 +337,8 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     def configure_optimizers(self) -> Any:
         strategy, groups = self.trainer.strategy, self.parameter_groups()
         trained = checkpoints.trained_tensors(self.trained_modules)
-        strategy_checks.check_trainable_weights(
-            {name: each for name, each in trained.items() if each.requires_grad}, strategy
-        )
+        trained = {name: tensor for name, tensor in trained.items() if tensor.requires_grad}
+        strategy_checks.check_trainable_weights(trained, strategy)
         strategy_checks.check_optimizer_shards(self.optimizer, strategy)
         keeps_its_own = isinstance(strategy, DeepSpeedStrategy)
         optimizer = self.optimizer(groups) if keeps_its_own else master_weights.with_masters(self.optimizer, groups)
@@ -593,9 +584,8 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             checkpoints.check_trained_tensors(weights, checkpoints.trained_tensors(self.trained_modules))
         if self._fitting:
             if self.precision_by_device:
-                checkpoints.check_precision(
-                    master_weights.checkpoint_precision(checkpoint), str(self.trainer.precision)
-                )
+                before = master_weights.checkpoint_precision(checkpoint)
+                checkpoints.check_precision(before, str(self.trainer.precision))
             tensors = checkpoints.trained_tensors(self.trained_modules).values()
             trained = [tensor for tensor in tensors if tensor.requires_grad]
             master_weights.check_masters(checkpoint.get("optimizer_states", ()), trained, self.optimizer)
@@ -605,16 +595,12 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         name, world_size = type(self).__name__, self.ranks.world_size
         if ranks and len(ranks) != world_size:
             if self._fitting:  # at the next rollout or step, whose micro-batches are planned anew
-                sizes = {
-                    "world_size": world_size,
-                    "slots": self.slots,
-                    "epoch": data_and_trainer.epoch_batches(self.trainer),
-                }
-                saved, before = checkpoints.of_other_ranks(checkpoint, name, **sizes)
+                sizes = {"slots": self.slots, "epoch": data_and_trainer.epoch_batches(self.trainer)}
+                saved, slots = checkpoints.of_other_ranks(checkpoint, name, world_size=world_size, **sizes)
                 self.load_rank_state(checkpoints.saved_by_algorithm(self.merge_rank_states(saved), name))
                 self.broken_steps.in_a_row = ranks[0]["broken_steps"]
                 self._generators.seed_by_step = True
-                dropped = self.describe_dropped_state(saved, before)
+                dropped = self.describe_dropped_state(saved, slots)
                 rank_zero_info(checkpoints.describe_other_ranks(len(ranks), world_size, dropped))
             return
         if "micro_batch_plan" in checkpoint and self.micro_batches.size == "auto" and self._fitting:
