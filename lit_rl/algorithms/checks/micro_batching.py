@@ -384,7 +384,9 @@ class MicroBatches:
         """The step of a rank, once it is split."""
         self.generator: InProcessGenerator | None = None
         """The generator whose decode batches the plan bounds; None if the policy is decoded elsewhere."""
-        self._rows_scored: int | None = None
+        self.most_texts: int | None = None
+        """The most texts in a forward pass without gradient: in validation or of a reference a batch is as large as
+        the data module makes it. None: all."""
         self._budgets: tuple[int | None, int | None] | None = None
 
     # ------------------------------------------------------------------ the user's settings
@@ -493,6 +495,7 @@ class MicroBatches:
         if self.plan is not None:
             trainer.accumulate_grad_batches = self.plan.micro_batches
             self._bound_decoding(self.plan.decoded)
+            self._bound_scoring(self.plan.scored)
 
     def set_checkpointing(self, setting: bool | str, modules: Iterable[nn.Module]) -> None:
         """Turn gradient checkpointing on in the trained modules if the plan chose it; else off.
@@ -519,13 +522,6 @@ class MicroBatches:
         at_once = None if self.generator is None else self.generator.rows_a_batch
         return sequences if at_once is None else min(at_once, sequences)
 
-    @property
-    def most_texts(self) -> int | None:
-        """The most texts in a forward pass without gradient: in validation or of a reference a batch is as large as
-        the data module makes it. None: all."""
-        rows = self._rows_scored if self.plan is None else self.plan.scored
-        return rows * self.texts if rows is not None and self.texts else None
-
     def fit_decoding(self, memory: Memory | None) -> None:
         """Bound the sequences decoded at once in a validation without training."""
         if memory is not None and memory.budget is not None:
@@ -535,7 +531,10 @@ class MicroBatches:
         """Bound the rows scored at once in a validation without training."""
         if memory is not None and memory.budget is not None:
             unlearned = replace(memory.numbers, gradient=0, moments=0, remainder=0)
-            self._rows_scored = rows_scored_at_once(replace(memory, numbers=unlearned, masters=0), memory.budget)
+            self._bound_scoring(rows_scored_at_once(replace(memory, numbers=unlearned, masters=0), memory.budget))
+
+    def _bound_scoring(self, rows: int | None) -> None:
+        self.most_texts = rows * self.texts if rows is not None and self.texts else None
 
     def _bound_decoding(self, sequences: int | None) -> None:
         if self.generator is not None:
