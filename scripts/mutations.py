@@ -193,7 +193,7 @@ MUTATIONS = [
         "kept-cut",
         "a resumed run is cut by the memory of the day",
         "lit_rl/algorithms/loop/module.py",
-        'checkpoint["micro_batch_plan"] = asdict(self.micro_batch_plan)',
+        'checkpoint["micro_batch_plan"] = asdict(self.micro_batches.plan)',
         "pass",
         "tests/runs/test_memory_cut.py::test_a_resumed_run_keeps_its_cut_whatever_memory_is_free",
     ),

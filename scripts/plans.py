@@ -325,11 +325,11 @@ def _fit(case: Case, folder: Path, *callbacks: L.Callback, steps: int = 2) -> in
         callbacks=[_FromTheFirstStep(), *callbacks],
         **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     )
-    module.memory_gb = 1000.0
+    module.micro_batches.memory_gb = 1000.0
     trainer.fit(module, datamodule=data)
-    memory, step = module.memory(), module.step_rows
+    memory, step = module.memory(), module.micro_batches.step
     rows = step.units * step.rows // case.accumulate
-    return memory.plan(rows, module.decoded_at_once(step), steps_in_parts=case.accumulate > 1).total
+    return memory.plan(rows, module.micro_batches.decoded_at_once, steps_in_parts=case.accumulate > 1).total
 
 
 def _built(case: Case, folder: Path) -> tuple[Any, Any]:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_rl.algorithms.checks.data_and_trainer import NeedsAllRows, check_context_length, longest_rewritten_prompt
-from lit_rl.algorithms.checks.model_sizes import frozen_bytes
+from lit_rl.algorithms.checks.model_sizes import StepFacts, frozen_bytes
 from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.loop.offline import OfflinePolicyModule
 from lit_rl.algorithms.rollouts.rollout_plan import mix
@@ -52,7 +52,6 @@ class GKD(OfflinePolicyModule):
 
     learns_from = "texts"
     takes_images = False
-    head = "compared"
 
     @takes(GKDConfig)
     def __init__(self, settings: GKDConfig) -> None:
@@ -74,8 +73,9 @@ class GKD(OfflinePolicyModule):
         """Return the teacher, which no checkpoint contains, like a reference."""
         return super().companions(policy) | {"teacher_policy": self.teacher.module()}
 
-    def frozen_model_bytes(self) -> dict[str, int]:
-        return {} if self.teacher.device == "cpu" else {"teacher": frozen_bytes(self.teacher.model)}
+    def step_facts(self) -> StepFacts:
+        frozen = {} if self.teacher.device == "cpu" else {"teacher": frozen_bytes(self.teacher.model)}
+        return replace(super().step_facts(), head="compared", frozen=frozen)
 
     def setup(self, stage: str) -> None:
         super().setup(stage)

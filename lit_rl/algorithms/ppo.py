@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lit_rl.algorithms.checks import model_sizes, policy_gradient_checks
-from lit_rl.algorithms.checks.memory import AuxiliaryTexts, Network, NumberSizes
+from lit_rl.algorithms.checks import policy_gradient_checks
+from lit_rl.algorithms.checks.memory import AuxiliaryTexts
+from lit_rl.algorithms.checks.model_sizes import StepFacts
 from lit_rl.algorithms.checks.strategy_checks import Feature
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
 from lit_rl.algorithms.optim.schedules import After, FromTorch, Schedule, as_schedule
@@ -111,7 +112,7 @@ class PPO(PolicyGradient):
         )
         self.kl.update(old, ref, sampled, self.ranks)
         rollout, weighing = self.engine_correction.at_rollout(rollout, self.global_step)
-        return rollout, distances | weighing | _rollout_metrics(scored, credit, old, ref, self.data_world_size)
+        return rollout, distances | weighing | _rollout_metrics(scored, credit, old, ref, self.ranks.world_size)
 
     @torch.no_grad()
     def values(self, completions: Completions) -> Tensor:
@@ -178,7 +179,7 @@ class PPO(PolicyGradient):
         """
         assert self.ptx is not None and self.plan is not None
         shares = self.plan.accumulate * self.plan.world_size
-        part = slot % self.plan.accumulate * self.plan.world_size + self.data_rank
+        part = slot % self.plan.accumulate * self.plan.world_size + self.ranks.rank
         texts = self.ptx.batch(self._encoder, self.global_step, self.seed)
         total = texts.learned.sum().clamp(min=1)
         own_texts = texts.take(slice(part, None, shares)).to(self.device)
@@ -209,14 +210,12 @@ class PPO(PolicyGradient):
         """True if prompts may be shared: not with a head on the policy's trunk, which reads whole rows."""
         return super().shares_prompts and not isinstance(self.value_function, SharedTrunk)
 
-    def auxiliary_texts(self) -> AuxiliaryTexts | None:
-        if self.ptx is None or self.step_rows is None:
-            return None
-        of_all_ranks = self.step_rows.units * self.step_rows.rows * self.data_world_size
-        return AuxiliaryTexts(self.ptx.batch_size, of_all_ranks, self.ptx.max_tokens)
-
-    def critic_network(self, policy: Network, numbers: NumberSizes) -> Network | None:
-        return model_sizes.critic_network(self.value_function, policy, numbers, self.model)
+    def step_facts(self) -> StepFacts:
+        step, auxiliary = self.micro_batches.step, None
+        if self.ptx is not None and step is not None:
+            of_all_ranks = step.units * step.rows * self.ranks.world_size
+            auxiliary = AuxiliaryTexts(self.ptx.batch_size, of_all_ranks, self.ptx.max_tokens)
+        return replace(super().step_facts(), critic=self.value_function, auxiliary=auxiliary)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         critic: dict[str, Any] = {"params": self.value_function.parameters(self.policy, self.critic), "name": "critic"}

@@ -269,3 +269,9 @@ def _advantage_of_rows(rollout: Rollout) -> Tensor | None:
     if advantages is None or advantages.ndim == 1:
         return advantages
     return (advantages * rollout.loss_mask).sum(1) / rollout.loss_mask.sum(1).clamp(min=1)
+
+
+def log_to_loggers(trainer: Any, metrics: Mapping[str, float], step: int) -> None:
+    """Write metrics, already reduced over ranks, to the Trainer's loggers as those of an optimizer step."""
+    for logger in trainer.loggers:
+        logger.log_metrics(metrics, step=step)

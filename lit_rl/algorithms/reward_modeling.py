@@ -19,36 +19,23 @@ head, the scores of `predict`, and the export.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from lit_rl.algorithms.checks.model_sizes import StepFacts
 from lit_rl.algorithms.loop.offline import OfflineModule
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.core.chat_template import marks_start
 from lit_rl.core.examples import PairBatch, StepwiseBatch, TokenBatch, Totals
-from lit_rl.models.hf_export import export_scoring
-from lit_rl.models.model_card import model_card
+from lit_rl.models.hf_export import ExportForm
 from lit_rl.models.scoring import SEQUENCES, TOKENS, Scoring, check_scoring, load_scoring, scoring_logits
-from lit_rl.models.verified_folder import ExportReport
 from lit_rl.ops.preference_losses import bradley_terry, step_label_loss
 from lit_rl.ops.reductions import Highest, Lowest, Metrics, mean_of
 from lit_rl.settings.algorithms import ProcessRewardModelingConfig, RewardModelingConfig, ScalarConfig
 from lit_rl.settings.base import takes
-
-# transformers has no classifiers over images for most model families, so the card shows how lit_rl calls the model.
-_VISION_USAGE = """from pathlib import Path
-
-from lit_rl.data.row_visuals import image_of
-from lit_rl.rewards import RewardModel
-
-score = RewardModel("path/to/this/folder")
-photo = image_of(Path("photo.png").resolve(), "photo")
-asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is shown?"}]}]
-score([asked], [[{"role": "assistant", "content": "a reply"}]], images=[[photo]])"""
 
 
 class ScalarModule(OfflineModule, ABC):
@@ -58,24 +45,16 @@ class ScalarModule(OfflineModule, ABC):
     """
 
     scoring: ClassVar[Scoring]
-    head = "none"
 
     @takes(ScalarConfig)
     def __init__(self, settings: ScalarConfig) -> None:
-        shared: dict[str, Any] = {
-            "optimizer": settings.optimizer,
-            "scheduler": settings.scheduler,
-            "seed": settings.seed,
-        }
-        shared |= {"tokenizer": settings.tokenizer, "micro_batch_size": settings.micro_batch_size}
         super().__init__(config=settings)
-
-    @property
-    def loaded_by(self) -> str:
-        return self.scoring.auto
 
     def load_policy(self) -> nn.Module:
         return load_scoring(self.model, self.scoring)
+
+    def step_facts(self) -> StepFacts:
+        return replace(super().step_facts(), head="none")
 
     def setup(self, stage: str) -> None:
         check_scoring(self.model, self.scoring)
@@ -106,10 +85,9 @@ class ScalarModule(OfflineModule, ABC):
         """Return settings of the exported config that make texts be read as in training."""
         return {}
 
-    def export(self, weights: Mapping[str, Tensor], folder: str | Path, facts: Mapping[str, Any]) -> ExportReport:
-        how = _VISION_USAGE if self.model.sees else None
-        card = model_card(facts, loaded_by=self.scoring.auto, pipeline=self.scoring.pipeline, how_to_load=how)
-        return export_scoring(self.model, self.scoring, weights, self.policy, folder, card=card, reads=self.reads())
+    @property
+    def export_form(self) -> ExportForm:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return ExportForm(scoring=self.scoring, reads=self.reads())
 
 
 class RewardModeling(ScalarModule):

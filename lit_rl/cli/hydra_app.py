@@ -305,7 +305,7 @@ def assemble(config: DictConfig, run_dir: RunDir, start: StartKind, lock: RunLoc
     check_judged(module, tree)
     check_answered(module, tree)
     key_checks.warn_unread(config)
-    module.memory_gb = tree["plan"]["memory_gb"]
+    module.micro_batches.memory_gb = tree["plan"]["memory_gb"]
     if tree["task"] == "fit" and config.ckpt_path is not None:
         check_algorithm_kind(
             read_lazily(Path(config.ckpt_path)), type(module)

@@ -143,8 +143,8 @@ def cut_by(module: PolicyModule, accumulate: Any) -> int:
     check_accumulation(accumulate)
     if accumulate != "auto":
         return accumulate
-    if module.micro_batch_size is None:
-        module.micro_batch_size = "auto"
+    if module.micro_batches.size is None:
+        module.micro_batches.size = "auto"
     return 1
 
 

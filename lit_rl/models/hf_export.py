@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from lit_rl.core.rollout import PromptForm
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.loaded_model import LoadedModel
 from lit_rl.models.loading import auto_class
+from lit_rl.models.model_card import model_card
 from lit_rl.models.scoring import Scoring, load_scoring_base
 from lit_rl.models.trunk import base_of
 from lit_rl.models.verified_folder import (
@@ -260,3 +262,60 @@ def _rebuild_scorer(
             plain = made_by(getattr(transformers, scoring.auto), copy.deepcopy(base_of(scorer).config), description)
     plain.config.update(dict(reads))
     return refilled(plain, scorer, state, description)
+
+
+# ---------------------------------------------------------------------- folder and card, by kind of model
+
+
+# transformers has no classifiers over images for most model families, so the card shows how lit_rl calls the model.
+_VISION_USAGE = """from pathlib import Path
+
+from lit_rl.data.row_visuals import image_of
+from lit_rl.rewards import RewardModel
+
+score = RewardModel("path/to/this/folder")
+photo = image_of(Path("photo.png").resolve(), "photo")
+asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is shown?"}]}]
+score([asked], [[{"role": "assistant", "content": "a reply"}]], images=[[photo]])"""
+
+
+@dataclass(frozen=True)
+class ExportForm:
+    """The form of a trained model's export: what kind of model the folder holds, and its card for the hub.
+
+    Args:
+        tags: The hub's tags for the way of training a policy.
+        scoring: Kind of a model that scores; None for a policy.
+        reads: How it must prepare a text to read it as in training; these go into config.json.
+    """
+
+    tags: tuple[str, ...] = ()
+    scoring: Scoring | None = None
+    reads: Mapping[str, Any] = field(default_factory=dict)
+
+    def loaded_by(self, model: LanguageModel) -> str:
+        """Return the class of transformers that loads the folder."""
+        if self.scoring is not None:
+            return self.scoring.auto
+        return "AutoModelForImageTextToText" if model.sees else "AutoModelForCausalLM"
+
+    def write(
+        self,
+        model: LanguageModel,
+        policy: nn.Module,
+        weights: Mapping[str, Tensor],
+        folder: str | Path,
+        facts: Mapping[str, Any],
+    ) -> ExportReport:
+        """Write and verify the folder, with a card of these facts: see `export_policy` and `export_scoring`."""
+        from peft import PeftModel
+
+        auto, scoring = self.loaded_by(model), self.scoring
+        if scoring is not None:
+            how = _VISION_USAGE if model.sees else None
+            card = model_card(facts, loaded_by=auto, pipeline=scoring.pipeline, how_to_load=how)
+            return export_scoring(model, scoring, weights, policy, folder, card=card, reads=self.reads)
+        pipeline = "image-text-to-text" if model.sees else "text-generation"
+        adapter = isinstance(policy, PeftModel) and not model.sees
+        card = model_card(facts, loaded_by=auto, pipeline=pipeline, adapter=adapter, tags=self.tags)
+        return export_policy(model, weights, policy, folder, card=card, prompts=facts.get("prompts"))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lit_rl.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from transformers import PreTrainedConfig
 
 
@@ -83,6 +83,15 @@ def trained_by_images(module: nn.Module) -> list[nn.Parameter]:
         return []
     part = part_of(model)
     return [each for name, each in model.named_parameters() if each.requires_grad and part(name) != "text"]
+
+
+def with_image_gradients(loss: Tensor, modules: Iterable[nn.Module]) -> Tensor:
+    """Add a gradient of 0 for weights that only rows with images train.
+
+    If the rows of one rank have no images, the others would wait for its gradient; and without a gradient an
+    optimizer would skip these weights in a step without images, on one rank and not on several.
+    """
+    return loss + sum(0 * parameter.sum() for module in modules for parameter in trained_by_images(module))
 
 
 def excluded_layers(model: Any, targets: str | Sequence[str], frozen: Sequence[str] = ("vision",)) -> list[str]:

@@ -41,7 +41,7 @@ def plan(run: Run, *, memory_gb: float | None, probe: bool) -> int:
         memory = run.module.memory()
         over = 1 if memory is None else memory.spread_over
         spread = f" Weights, gradients and optimizer state are divided over {over} ranks." if over > 1 else ""
-        free = " Free memory is this machine's." if run.module.memory_gb is None else ""
+        free = " Free memory is this machine's." if run.module.micro_batches.memory_gb is None else ""
         _print_line(f"Per rank, {ranks} ranks; no process was started for them.{spread}{free}")
     if probe and memory_gb is None:
         _print_line(
@@ -62,7 +62,8 @@ def prepare_plan(run: Run) -> tuple[Any, MemoryPlan | None, int | None]:
     trainer.strategy.connect(module)
     data.setup("fit")
     module.setup("fit")
-    sizes, room = planned_memory(module), module.device_budget()
+    memory, sizes = module.memory(), planned_memory(module)
+    room = None if memory is None else memory.budget
     return (module.plan, None, None) if sizes is None or room is None else (module.plan, sizes, room)
 
 

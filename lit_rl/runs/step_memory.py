@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from lit_rl.algorithms.checks.memory import MemoryPlan
+from lit_rl.algorithms.checks.memory import Memory, MemoryPlan
 from lit_rl.algorithms.checks.micro_batching import remedies
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.rollouts.phase_costs import on_gpu, process_peak
@@ -20,11 +20,11 @@ _LEARNING_PARTS = ("gradients", "buckets", "optimizer")
 
 def planned_memory(module: PolicyModule) -> MemoryPlan | None:
     """Return bytes by part; None where model or rows are not known. Called once the module is set up."""
-    memory, step = module.memory(), module.step_rows
+    memory, step = module.memory(), module.micro_batches.step
     if memory is None or step is None:
         return None
-    count = module.trainer.accumulate_grad_batches
-    return memory.plan(step.units * step.rows // count, module.decoded_at_once(step), steps_in_parts=count > 1)
+    count, decoded = module.trainer.accumulate_grad_batches, module.micro_batches.decoded_at_once
+    return memory.plan(step.units * step.rows // count, decoded, steps_in_parts=count > 1)
 
 
 def peak_memory() -> dict[str, int]:
@@ -73,7 +73,7 @@ def _decoding_error(error: DecodingMemoryError, module: PolicyModule, fits: bool
     fewer = f"generator.batch_size={at_once // 2} (it was {at_once}; samples do not depend on it); " * (at_once > 1)
     return BackendError(
         f"Memory ran out while completions were decoded, {at_once} at once: {_first_words(error)}. Planned were "
-        f"{_list_parts(parts, module)}; other processes may have taken the rest. Set one of: {fewer}"
+        f"{_list_parts(parts, memory)}; other processes may have taken the rest. Set one of: {fewer}"
         "shorter texts (sampling.max_new_tokens, data.max_prompt_tokens); a smaller model."
     )
 
@@ -87,15 +87,14 @@ def _scoring_error(error: Exception, module: PolicyModule) -> BackendError | Non
     fewer = f"data.val_batch_size={rows // 2} (it was {rows}); " * (rows > 1)
     return BackendError(
         f"Memory ran out while rows were scored, {rows} a batch: {_first_words(error)}. Models take "
-        f"{_list_parts(parts, module)}; the rows, or other processes, have taken the rest. Set one of: {fewer}"
+        f"{_list_parts(parts, memory)}; the rows, or other processes, have taken the rest. Set one of: {fewer}"
         "shorter texts (sampling.max_new_tokens, data.max_prompt_tokens, data.max_length); a smaller model."
     )
 
 
-def _list_parts(parts: Mapping[str, int], module: PolicyModule) -> str:
+def _list_parts(parts: Mapping[str, int], memory: Memory) -> str:
     """Return the sum of the parts, the memory there was, and each part."""
-    room = module.device_budget()
-    had = "" if room is None else f" of {format_bytes(room)}"
+    had = "" if memory.budget is None else f" of {format_bytes(memory.budget)}"
     listed = ", ".join(f"{n} {format_bytes(size)}" for n, size in parts.items())
     return f"{format_bytes(sum(parts.values()))}{had} ({listed})"
 
@@ -112,7 +111,7 @@ def _learning_error(error: BaseException, module: PolicyModule) -> BackendError:
         module: That was trained.
     """
     first = _first_words(error)
-    sizes, memory, step = planned_memory(module), module.memory(), module.step_rows
+    sizes, memory, step = planned_memory(module), module.memory(), module.micro_batches.step
     if sizes is None or memory is None or step is None:
         return BackendError(
             f"Memory ran out: {first}. Set algo.micro_batch_size lower, shorten the texts "
@@ -123,12 +122,12 @@ def _learning_error(error: BaseException, module: PolicyModule) -> BackendError:
     rows = step.units * step.rows // micro_batches
     smaller = [below for below in sorted(step.cuts().values(), reverse=True) if below < rows]
     ways = [f"algo.micro_batch_size={smaller[0]} (it was {rows})"] if smaller else []
-    if smaller and module.user_accumulation > 1:
+    if smaller and module.micro_batches.accumulation(module.trainer) > 1:
         count = step.units * step.rows // smaller[0]
         ways = [f"trainer.accumulate_grad_batches={count} (it was {micro_batches})"]
     worst = {name: size for name, size in worst.items() if size}
     return BackendError(
-        f"Memory ran out: {first}. Planned were {_list_parts(worst, module)}; other processes may have taken the "
+        f"Memory ran out: {first}. Planned were {_list_parts(worst, memory)}; other processes may have taken the "
         "rest. Set "
         f"one of: {'; '.join([*ways, *remedies(worst, memory, step)])}; or plan for less with plan.memory_gb."
     )

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 
-from lit_rl.algorithms.checks.data_and_trainer import check_monitors
+from lit_rl.algorithms.checks.data_and_trainer import check_monitors, total_steps
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.loop.save_on_error import save_without_user_callbacks
@@ -293,14 +293,14 @@ def _save_last_step(run: Run) -> Path:
 def _save(run: Run, summary: dict[str, Any]) -> None:
     if run.trainer.is_global_zero:
         missing = [str(each) for each in not_written(run.trainer)]
-        summary = summary | {"peak_memory": peak_memory(), "phase_memory": run.module.phase_memory.held}
+        summary = summary | {"peak_memory": peak_memory(), "phase_memory": run.module.costs.memory.held}
         if steps := getattr(getattr(run.module, "generator", None), "steps", None):
             summary["decode_steps"] = steps
         run.run_dir.write_summary(summary | ({"not_written": missing} if missing else {}))
 
 
 def _print_closing_lines(run: Run, summary: dict[str, Any]) -> None:
-    folder, loaded_by = run.run_dir.path, run.module.loaded_by
+    folder, loaded_by = run.run_dir.path, run.module.export_form.loaded_by(run.module.model)
     model = None if summary["export"] is None else run.run_dir.hf
     logged = any(isinstance(logger, TensorBoardLogger) for logger in run.trainer.loggers)
     scores = isinstance(run.module, GeneratingModule) and run.module.reward_functions.names
@@ -351,7 +351,7 @@ def save_after_error(run: Run, summary: dict[str, Any], error: Exception) -> Non
     spoiled = isinstance(error, NumericError) or run.module.optimizer_is_stepping
     if run.dry or trainer.world_size > 1 or not run.began or not step or spoiled:
         return
-    ended = trainer.should_stop or step >= run.module.total_steps
+    ended = trainer.should_stop or step >= total_steps(trainer)
     target = run.run_dir.checkpoints / f"step_{step:08d}.ckpt"
     if ended:
         with contextlib.suppress(Exception, SystemExit):  # of a callback that fails to save, which may have ended it

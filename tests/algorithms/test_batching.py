@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from small_rollouts import trainer
 
 from lit_rl.algorithms import GRPO, SFT
-from lit_rl.algorithms.checks.micro_batching import StepRows, micro_batches_of_size
+from lit_rl.algorithms.checks.micro_batching import MicroBatches, StepRows, micro_batches_of_size
 from lit_rl.algorithms.loop import on_policy
-from lit_rl.algorithms.loop.on_policy import OnPolicyModule
 from lit_rl.algorithms.rollouts.rollout_plan import BatchPlan, RowCounts, deal_rows, micro_rows, minibatch_rows
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import Sampling
@@ -233,28 +232,21 @@ def test_how_a_rollout_is_dealt_out_is_worked_out_once(tmp_path, monkeypatch):
 def test_a_rollout_that_nobody_sized_divides_into_what_the_user_cut_it_into(group_size, split, minibatches, cut, ranks):
     by_number = isinstance(cut, int)
     slices = 1 if split == "auto" else split
-    settings = SimpleNamespace(
-        _user_slices=slices,
-        group_size=group_size,
-        minibatches=minibatches,
-        user_accumulation=cut if by_number else 1,
-        micro_batch_size=None if by_number else cut[0] * group_size,
-    )
-    prompts = fit_step_rows(10_000, 32, OnPolicyModule.parts_of_step.fget(settings) * ranks) or 32  # pyright: ignore
+    trainer = SimpleNamespace(accumulate_grad_batches=cut if by_number else 1)
+    micro_batches = MicroBatches(None if by_number else cut[0] * group_size, split)
+    parts = minibatches * micro_batches.parts_of_groups(trainer, group_size)
+    prompts = fit_step_rows(10_000, 32, parts * ranks) or 32
     whole = plan(
         prompts_per_rollout=prompts,
         group_size=group_size,
         minibatches=minibatches,
-        accumulate=settings.user_accumulation,
+        accumulate=trainer.accumulate_grad_batches,
         world_size=ranks,
         split_groups=slices,
     )
     if not by_number:
         step = StepRows(whole.units, group_size // slices)
-        assert (
-            micro_batches_of_size(step, settings.micro_batch_size) * settings.micro_batch_size
-            == whole.units * step.rows
-        )
+        assert micro_batches_of_size(step, micro_batches.size) * micro_batches.size == whole.units * step.rows
 
 
 @pytest.mark.parametrize(

@@ -18,22 +18,28 @@ from transformers import AutoModelForCausalLM, GPT2Config, MambaConfig, Qwen2Con
 
 from lit_rl.algorithms import DPO, GKD, GRPO, ORPO, PPO, SFT
 from lit_rl.algorithms.checks import memory as memory_module
+from lit_rl.algorithms.checks import micro_batching
 from lit_rl.algorithms.checks.memory import AuxiliaryTexts, GatheredWeights, Memory, Network, NumberSizes, RowLengths
 from lit_rl.algorithms.checks.micro_batching import (
     KEPT_FREE,
-    MicroBatchRequest,
+    MicroBatches,
+    MicroBatchPlan,
     StepRows,
     available_memory,
+    check_micro_batch_size,
     device_memory,
     fewest_micro_batches,
     largest_decode_batch,
     memory_budget,
     plan_micro_batches,
+    rows_scored_at_once,
 )
 from lit_rl.algorithms.checks.model_sizes import (
+    StepFacts,
     ddp_buckets,
     gathered_weights,
     masters_at_once,
+    memory_of_step,
     number_sizes,
     policy_network,
     reference_bytes,
@@ -44,8 +50,9 @@ from lit_rl.core.errors import ConfigError
 from lit_rl.core.examples import TokenBatch
 from lit_rl.core.rollout import Completions, Sampling
 from lit_rl.data.example_module import PreferenceDataModule, SupervisedDataModule
+from lit_rl.generation.native import NativeGenerator
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.critics import SharedTrunk
+from lit_rl.models.critics import SeparateCritic, SharedTrunk
 from lit_rl.models.forward import score, score_texts
 from lit_rl.models.language_model import ForwardOptions
 from lit_rl.models.model_costs import ModelShape, _counted
@@ -201,8 +208,9 @@ def test_a_plan_has_the_tokens_that_a_step_scores(monkeypatch, algorithm, planne
     kind = PreferenceDataModule if planned.texts == 2 else SupervisedDataModule
     data = kind(rows=PAIRS if planned.texts == 2 else TEXTS, batch_size=2, val_fraction=0.0)
     data.prepare(module.tokenizer)
-    monkeypatch.setattr(type(module), "trainer", SimpleNamespace(datamodule=data))
-    assert module.lengths() == planned
+    on_a_cpu = SimpleNamespace(root_device=torch.device("cpu"))
+    monkeypatch.setattr(type(module), "trainer", SimpleNamespace(datamodule=data, strategy=on_a_cpu))
+    assert module.step_facts().lengths == planned
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -284,7 +292,7 @@ def test_where_a_group_is_too_large_it_is_cut_and_then_activations_are_computed_
     by_hand = StepRows(units=3, rows=4, sequences=12, sliced_by_hand=True)
     with pytest.raises(ConfigError, match=r"algo.split_groups=2 or more"):
         fewest_micro_batches(by_hand, memory(), least(1) - 1)
-    assert plan_micro_batches(MicroBatchRequest(2, 1), step, plan_of, 2**30)[0].micro_batches == 6
+    assert plan_micro_batches(2, 1, step, plan_of, 2**30)[0].micro_batches == 6
 
 
 def test_what_is_offloaded_has_to_fit_on_the_host():
@@ -299,10 +307,7 @@ def test_what_is_offloaded_has_to_fit_on_the_host():
     for sizes in (by_hand, by_itself):
         with pytest.raises(ConfigError, match=r"Offloading keeps .* in main memory, which can give"):
             fewest_micro_batches(step, replace(sizes, host=of_row - 1), room)
-    assert (
-        "in main memory"
-        in plan_micro_batches(MicroBatchRequest(None, 1), step, replace(by_hand, host=of_row - 1), 2**30)[1]
-    )
+    assert "in main memory" in plan_micro_batches(None, 1, step, replace(by_hand, host=of_row - 1), 2**30)[1]
 
 
 def test_memory_grows_with_the_micro_batch_and_not_with_the_step():
@@ -326,32 +331,126 @@ def test_checkpointing_adapters_and_narrow_numbers_need_less():
 
 def test_by_hand_is_taken_or_refused_with_the_nearest():
     step = StepRows(units=6, rows=4)
-    found, warning = plan_micro_batches(MicroBatchRequest(8, 1), step, memory(), 2**30)
+    found, warning = plan_micro_batches(8, 1, step, memory(), 2**30)
     assert found is not None and found.micro_batches == 3 and not warning
     with pytest.raises(ConfigError, match="micro_batch_size=10.*8, 12, 4"):
-        plan_micro_batches(MicroBatchRequest(10, 1), step, memory(), 2**30)
+        plan_micro_batches(10, 1, step, memory(), 2**30)
     for size in (8, "auto"):
         with pytest.raises(ConfigError, match="both set"):
-            MicroBatchRequest(size, 2).check()
+            check_micro_batch_size(size, 2)
     with pytest.raises(ConfigError, match="auto, or null"):
-        MicroBatchRequest("automatic", 1).check()  # pyright: ignore
+        check_micro_batch_size("automatic", 1)  # pyright: ignore
     with pytest.raises(ConfigError, match="micro_batch_size=0"):
-        MicroBatchRequest(0, 1).check()
+        check_micro_batch_size(0, 1)
 
 
 def test_what_the_user_says_is_warned_about_with_the_setting_that_fits():
     step, plan_of = StepRows(units=12, rows=4, sequences=48), memory()
     room = plan_of.plan(12, 1, steps_in_parts=True).total
-    found, warning = plan_micro_batches(MicroBatchRequest(None, 2), step, plan_of, room)
+    found, warning = plan_micro_batches(None, 2, step, plan_of, room)
     assert found is None and "trainer.accumulate_grad_batches=4" in warning and "activations" in warning
-    assert not plan_micro_batches(MicroBatchRequest(None, 12), step, plan_of, room)[1].count(
-        "accumulate_grad_batches=4"
-    )
+    assert not plan_micro_batches(None, 12, step, plan_of, room)[1].count("accumulate_grad_batches=4")
     needed = plan_of.plan(24, 48, steps_in_parts=True).total
     assert (
-        plan_micro_batches(MicroBatchRequest(None, 2), step, plan_of, room, needed - 1)[1]
-        and not plan_micro_batches(MicroBatchRequest(None, 2), step, plan_of, room, needed)[1]
+        plan_micro_batches(None, 2, step, plan_of, room, needed - 1)[1]
+        and not plan_micro_batches(None, 2, step, plan_of, room, needed)[1]
     )
+
+
+# ---------------------------------------------------------------------- the micro-batches of a run, without a Trainer
+
+
+def a_trainer(accumulate: int = 1) -> SimpleNamespace:
+    """What micro-batches need of a Trainer."""
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    return SimpleNamespace(accumulate_grad_batches=accumulate, strategy=strategy, num_devices=1)
+
+
+def split(micro_batches: MicroBatches, trainer: SimpleNamespace, memory_of_step: Memory | None = None) -> None:
+    micro_batches.begin(StepRows(units=8, rows=1, sequences=8), trainer, checkpointing=False)
+    micro_batches.split(trainer, memory_of_step)
+
+
+@pytest.mark.parametrize("size", [2, "auto"])
+def test_a_plan_is_applied_to_the_trainer_and_taken_back(size):
+    room = sum(memory().plan(2, 1, steps_in_parts=True).learning.values())
+    micro_batches, trainer = MicroBatches(size), a_trainer()
+    for _ in range(2):  # a second fit of the same module
+        split(micro_batches, trainer, replace(memory(), budget=room))
+        assert trainer.accumulate_grad_batches == 4 and micro_batches.accumulation(trainer) == 1
+        assert micro_batches.parts_of_rows(trainer) == (2 if size == 2 else 1)
+        micro_batches.restore(trainer)
+        assert trainer.accumulate_grad_batches == 1
+    with pytest.raises(ConfigError, match="both set"):
+        split(micro_batches, a_trainer(accumulate=2))
+
+
+def test_what_the_user_set_on_the_trainer_is_kept():
+    micro_batches, trainer = MicroBatches(None), a_trainer(accumulate=4)
+    for _ in range(2):
+        split(micro_batches, trainer)
+        assert micro_batches.plan is None and micro_batches.accumulation(trainer) == 4
+        micro_batches.restore(trainer)
+    assert trainer.accumulate_grad_batches == 4
+
+
+def test_a_resumed_plan_is_applied_whatever_memory_is_free():
+    generator, trainer = NativeGenerator(), a_trainer()
+    micro_batches = MicroBatches("auto", texts=2)
+    micro_batches.generator = generator
+    split(micro_batches, trainer, replace(memory(), budget=2**40))
+    assert trainer.accumulate_grad_batches == 1
+    micro_batches.resume(MicroBatchPlan(4, 2, "4", scored=3), trainer)
+    assert trainer.accumulate_grad_batches == 4 and micro_batches.accumulation(trainer) == 1
+    assert generator.bound == micro_batches.decoded_at_once == 2 and micro_batches.most_texts == 6
+    split(micro_batches, trainer, replace(memory(), budget=2**40))
+    assert trainer.accumulate_grad_batches == 4 and not micro_batches.asks_plan
+
+
+def test_a_validation_alone_is_bounded_by_memory_too():
+    micro_batches = MicroBatches("auto", texts=1)
+    micro_batches.generator = NativeGenerator()
+    assert micro_batches.asks_plan and micro_batches.most_texts is None
+    micro_batches.fit_decoding(
+        replace(memory(), budget=sum(memory().plan(1, 4, steps_in_parts=False).generating.values()))
+    )
+    assert micro_batches.generator.bound == 4
+    sizes = replace(memory(), budget=sum(memory().plan(2, 1, steps_in_parts=False).learning.values()))
+    micro_batches.fit_scoring(sizes)
+    most = micro_batches.most_texts
+    assert most is not None and most > rows_scored_at_once(sizes, sizes.budget or 0)  # nothing is learned
+    micro_batches.fit_scoring(None)
+    assert micro_batches.most_texts == most
+
+
+def test_free_memory_is_measured_once_and_counts_what_is_loaded(monkeypatch):
+    monkeypatch.setattr(micro_batching, "available_memory", lambda: 1000)
+    micro_batches, trainer = MicroBatches(None), a_trainer()
+    assert micro_batches.budgets(trainer) == (500, None)
+    monkeypatch.setattr(micro_batching, "available_memory", lambda: 10)
+    assert micro_batches.budgets(trainer) == (500, None)  # the policy is loaded by now
+    micro_batches = MicroBatches(None)
+    micro_batches.memory_gb = 1.0
+    assert micro_batches.budgets(trainer) == (int(2**30 * (1 - KEPT_FREE)), None)
+
+
+def test_the_memory_of_a_step_is_made_of_its_facts():
+    trainer, model = a_trainer(), LanguageModel("tiny")
+    trainer.precision, trainer.world_size = "32-true", 1
+    facts = StepFacts(lengths=RowLengths(8, 8), decoding=RowLengths(8, 9), engine=3, frozen={"teacher": 5})
+    found = memory_of_step(facts, model, AdamW(), trainer, budget=7)
+    assert found is not None and found.critic is None and found.policy.head == "fused"
+    assert (found.lengths, found.decoding) == (facts.lengths, facts.decoding)
+    assert (found.engine, found.budget, found.host) == (3, 7, None)
+    assert found.others == {"reference": 0, "teacher": 5}
+    facts = replace(facts, reference=FrozenCopy(), copies_ahead=2, critic=SeparateCritic(), head="compared")
+    found = memory_of_step(facts, model, AdamW(), trainer)
+    assert found is not None and found.critic is not None and found.policy.head == "compared"
+    weights = found.policy.weight_bytes
+    assert found.others == {"reference": weights, "teacher": 5, "copies for rollouts ahead": 2 * weights}
+    plain = memory_of_step(facts, LanguageModel("tiny", speedups={"fused_head": False}), AdamW(), trainer)
+    assert plain is not None and plain.policy.head == "logits"
+    assert memory_of_step(replace(facts, lengths=None), model, AdamW(), trainer) is None
 
 
 def test_the_room_is_bounded_by_the_container(tmp_path):
@@ -489,9 +588,9 @@ def test_fsdp2_spreads_float32_shards_and_holds_whole_what_computes(precision, g
 def test_prompts_are_planned_once_only_where_they_run_once(monkeypatch, algorithm, shares):
     module = algorithm()
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
-    data = SimpleNamespace(longest_prompt=9)
+    data = SimpleNamespace(longest_prompt=9, longest_val_prompt=0)
     monkeypatch.setattr(type(module), "trainer", SimpleNamespace(datamodule=data, strategy=strategy))
-    assert module.lengths().shares == shares
+    assert module.step_facts().lengths.shares == shares
 
 
 @pytest.mark.parametrize(
@@ -651,7 +750,7 @@ def test_a_gpu_gives_out_what_no_tensor_is_in_and_what_the_plan_counts(monkeypat
 @pytest.mark.parametrize("algorithm", [GRPO, DPO])
 def test_every_family_takes_the_key(algorithm):
     extra = {"reward": len} if algorithm is GRPO else {}
-    assert algorithm("tiny", micro_batch_size=4, **extra).micro_batch_size == 4
+    assert algorithm("tiny", micro_batch_size=4, **extra).micro_batches.size == 4
 
 
 def test_float32_adapters_read_wide_numbers_beside_narrow_weights_only():

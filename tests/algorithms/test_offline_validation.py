@@ -83,7 +83,7 @@ def test_no_more_rows_are_measured_at_once_than_fit(method: type, settings: dict
     def measured(gigabytes: float) -> dict[str, float]:
         few = {"evaluation": Evaluation(limit=1)} if method in WRITE else {}
         module = method("tiny", micro_batch_size="auto", **METHODS[method], **few, **settings)
-        module.memory_gb = gigabytes
+        module.micro_batches.memory_gb = gigabytes
         module.configure_model()
         seen.clear()
         module.policy.get_input_embeddings().register_forward_hook(lambda _, args, out: seen.append(len(args[0])))

@@ -154,7 +154,7 @@ def test_ranks_agree_before_they_gather_the_opponents_weights(monkeypatch: pytes
         raise InterruptedError
 
     module = module_of()
-    monkeypatch.setattr(XPO, "data_world_size", 2)
+    monkeypatch.setattr(XPO, "ranks", Ranks(world_size=2))
     monkeypatch.setattr(XPO, "trainer", SimpleNamespace(strategy=FSDP2Strategy()), raising=False)
     monkeypatch.setattr(XPO, "draw", lambda *asked, **more: completions(LENGTHS))
     monkeypatch.setattr(Ranks, "any", lambda ranks, flag: True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -14,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lit_rl.algorithms import DPO, GRPO
 from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.rollouts import phase_costs
-from lit_rl.algorithms.rollouts.phase_costs import CARDS, PHASES, SpeedMeter, UpdateWork, is_speed, peak_of
+from lit_rl.algorithms.rollouts.phase_costs import CARDS, PHASES, RunCosts, UpdateWork, is_speed, peak_of
 from lit_rl.core.rollout import Sampling
 from lit_rl.data.example_module import PreferenceDataModule
 from lit_rl.data.prompt_module import RolloutDataModule
@@ -60,14 +61,14 @@ class Counted(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._counting(pl_module, "training_step")
         self._counting(pl_module, "backward")
-        add = pl_module.speed.add
+        add = pl_module.costs.add
 
         def said(work: UpdateWork) -> None:
             if trainer.global_step > 0:
                 self.said, self.learned = self.said + work.flops, self.learned + int(work.learned)
             add(work)
 
-        pl_module.speed.add = said
+        pl_module.costs.add = said
 
     def _counting(self, module: Any, name: str) -> None:
         real = getattr(module, name)
@@ -91,7 +92,7 @@ def test_a_step_executes_what_it_says(tmp_path, monkeypatch, made, shares, lora)
     module, data = made(LanguageModel("tiny", attn_implementation="eager", speedups=speedups, lora=lora))
     counted = Counted()
     trainer(tmp_path, max_steps=2, callbacks=[counted]).fit(module, datamodule=data)
-    (flops,) = module._flops
+    (flops,) = module.costs.flops
     again = flops.scored.forward * counted.learned if made is grpo else 0
     assert 0 < counted.said == counted.executed - again
 
@@ -99,16 +100,19 @@ def test_a_step_executes_what_it_says(tmp_path, monkeypatch, made, shares, lora)
 CPU = torch.device("cpu")
 
 
-def line(speed_: SpeedMeter, **given: Any) -> dict[str, float]:
+def line(costs: RunCosts, *, devices: int = 1, **given: Any) -> dict[str, float]:
     """With what a line of one process on one device has."""
-    default = {"sampled": 0.0, "held": {}, "devices": 1, "peak": None, "seconds": {"generate": 1.0, "update": 2.0}}
-    return speed_.line(given.pop("ranks", Ranks()), **{**default, **given})
+    strategy = SimpleNamespace(root_device=CPU)
+    trainer = SimpleNamespace(world_size=devices, precision="32-true", strategy=strategy)
+    costs.memory.held = given.pop("held", {})
+    default = {"seconds": {"generate": 1.0, "update": 2.0}}
+    return costs.line(given.pop("ranks", Ranks()), trainer, "float32", **{**default, **given})
 
 
 def test_a_line_by_hand(monkeypatch):
     clock = iter([100.0, 110.0, 115.0])
     monkeypatch.setattr(phase_costs.time, "perf_counter", lambda: next(clock))
-    told = SpeedMeter()
+    told = RunCosts()
     told.begin()
     told.add(UpdateWork(3e12, 40))
     told.restart()  # a rollout that was given up
@@ -116,7 +120,8 @@ def test_a_line_by_hand(monkeypatch):
     told.add(UpdateWork(2e12, 10))
     seconds = {"generate": 4.0, "reward": 0.0, "score": 1.5, "update": 2.0}
     held = {"generate": 2**30, "update": 3 * 2**29}
-    assert line(told, seconds=seconds, sampled=60, held=held, devices=2, peak=8e12) == {
+    monkeypatch.setattr(phase_costs, "peak_of", lambda *_, **__: 8e12)
+    assert line(told, seconds=seconds, sampled=60, held=held, devices=2) == {
         "memory/generate": 1.0,
         "memory/update": 1.5,
         "tokens_per_second_per_device/generate": 60 / 4 / 2,
@@ -135,11 +140,22 @@ def test_work_is_summed_and_memory_is_the_most_of_any_rank():
             work, held = mine
             return [mine, (UpdateWork(2 * work.flops, 3 * work.learned), {**held, "update": 5 * held["update"]})]
 
-    told = SpeedMeter()
+    told = RunCosts()
     told.add(UpdateWork(1e12, 10))
     found = line(told, ranks=Two(), held={"generate": 2**30, "update": 2**30}, devices=2)
     assert (found["tflops_per_second"], found["tokens_per_second_per_device/update"]) == (3 / 2 / 2, 40 / 2 / 2)
     assert (found["memory/generate"], found["memory/update"]) == (1.0, 5.0)
+
+
+def test_the_work_of_an_update_is_of_the_policy_and_of_trunks_beside_it():
+    policy, spans = LanguageModel("tiny").load(), [Span(0, 6)]
+    alone, costs = RunCosts(), RunCosts()
+    of_policy = alone.flops_of_update([policy], spans, spans, 4)
+    beside = torch.nn.Module()
+    beside.trunk = policy
+    assert costs.flops_of_update([policy, beside], spans, spans, 4) == 2 * of_policy > 0
+    assert alone.flops_of_update([policy], spans, spans, 4, reads=1) > of_policy
+    assert RunCosts().flops_of_update([torch.nn.Linear(2, 2)], spans, spans, 4) == 0
 
 
 @pytest.mark.parametrize(
@@ -196,12 +212,13 @@ def test_the_report_knows_the_phases():
     assert metric_groups.PHASES == PHASES
 
 
-def test_speed_is_told_from_what_is_the_same_in_every_run():
-    told = SpeedMeter()
+def test_speed_is_told_from_what_is_the_same_in_every_run(monkeypatch):
+    monkeypatch.setattr(phase_costs, "peak_of", lambda *_, **__: 1e15)
+    told = RunCosts()
     told.begin()
     told.add(UpdateWork(1e12, 10))
     time.sleep(0.001)
-    found = line(told, held={"update": 2**30}, peak=1e15, sampled=5)
+    found = line(told, held={"update": 2**30}, sampled=5)
     assert len(found) == 6 and all(map(is_speed, found))
     assert all(map(is_speed, ["time/update", "tokens_per_second", "env/seconds_mean", "val/env/seconds_mean"]))
     assert not any(map(is_speed, ["train/reward", "train/num_tokens", "val/loss", "train/loss/update"]))

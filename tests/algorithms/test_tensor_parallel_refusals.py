@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -11,7 +13,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lit_rl.algorithms import DPO, GRPO, SFT, Reinforce
-from lit_rl.algorithms.checks.strategy_checks import check_tensor_parallel_optimizer
+from lit_rl.algorithms.checks.strategy_checks import Feature, check_before_loading, check_optimizer
 from lit_rl.algorithms.evaluation.validation import Evaluation
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.optim.optimizers import AdamW, ByPath
@@ -96,9 +98,41 @@ def test_a_prediction_is_refused() -> None:
 
 
 def test_an_optimizer_that_was_made_is_refused_where_it_looks_at_shapes() -> None:
-    check_tensor_parallel_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]))
+    weights, strategy = [torch.nn.Parameter(torch.ones(2, 2))], FSDPTPStrategy(tp_size=2)
+    check_optimizer(torch.optim.SGD(weights), strategy)
+    check_optimizer(torch.optim.Adafactor(weights), FSDP2Strategy())
     with pytest.raises(ConfigError, match="optimizer=.*Adafactor.*strategy=fsdp"):
-        check_tensor_parallel_optimizer(torch.optim.Adafactor([torch.nn.Parameter(torch.ones(2, 2))]))
+        check_optimizer(torch.optim.Adafactor(weights), strategy)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({}, None),
+        ({"method": Reinforce}, "algo=Reinforce"),
+        ({"features": [Feature("replay", "algo/replay", "Leave it out")]}, "algo/replay"),
+        ({"model": LanguageModel("tiny", dtype="bfloat16")}, "model.dtype"),
+        ({"optimizer": ByPath("torch.optim.Adafactor", lr=1e-3)}, "optimizer="),
+        ({"stage": "predict"}, "lit-rl predict"),
+        ({"precision": "bf16-mixed"}, "trainer.precision"),
+        ({"clipping": "value"}, "gradient_clip_algorithm"),
+    ],
+)
+def test_what_a_strategy_takes_is_said_by_values_alone(changed: dict[str, Any], told: str | None) -> None:
+    given = {
+        "method": GRPO,
+        "features": (),
+        "model": LanguageModel("tiny"),
+        "optimizer": AdamW(),
+        "stage": "fit",
+    } | changed
+    precision, clipping = given.pop("precision", "32-true"), given.pop("clipping", None)
+    trainer = SimpleNamespace(
+        strategy=FSDPTPStrategy(tp_size=2), precision=precision, gradient_clip_algorithm=clipping, num_nodes=1
+    )
+    refused = nullcontext() if told is None else pytest.raises(ConfigError, match=told)
+    with refused:
+        check_before_loading(reference=None, trainer=trainer, **given)
 
 
 def test_a_plan_that_cuts_in_another_way_is_refused() -> None:

@@ -179,6 +179,8 @@ HELD_AS = {
     "advantage_clip": "advantage_clip.limit",
     "correction": "engine_correction.correction",
     "rejection": "engine_correction.rejection",
+    "micro_batch_size": "micro_batches.size",
+    "split_groups": "micro_batches.split_groups",
     "weight_norm": "engine_correction.normalisation",
     "selection": "selection.choose",
     "off_policy_threshold": "off_policy.threshold",

@@ -36,7 +36,9 @@ def test_a_card_says_how_good_it_is_and_what_to_cite() -> None:
 def test_the_header_is_what_the_hubs_client_reads(tmp_path: Path) -> None:
     path, both = tmp_path / "README.md", {"after": {"": SUMMARY["after"][""], "hard: 1": {"sampled at 1": NAN}}}
     path.write_text(
-        model_card(card_facts("me/base", "grpo", "ann/sums, data/mine.jsonl, bob/words", both), tags=GRPO.hub_tags)
+        model_card(
+            card_facts("me/base", "grpo", "ann/sums, data/mine.jsonl, bob/words", both), tags=GRPO.export_form.tags
+        )
     )
     told = metadata_load(path)
     assert told is not None and told["datasets"] == ["ann/sums", "bob/words"]
@@ -51,7 +53,7 @@ def test_the_header_is_what_the_hubs_client_reads(tmp_path: Path) -> None:
     (result,) = ModelCard.load(path).data.eval_results or ()
     assert result.dataset_type == result.dataset_name == "ann/sums"
 
-    path.write_text(model_card(card_facts("tiny", "sft", "addition", {}), tags=SFT.hub_tags))
+    path.write_text(model_card(card_facts("tiny", "sft", "addition", {}), tags=SFT.export_form.tags))
     told = metadata_load(path)
     assert told is not None and not told.keys() & {"base_model", "base_model_relation", "datasets", "model-index"}
     assert "reinforcement-learning" not in told["tags"]

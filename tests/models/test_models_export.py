@@ -27,9 +27,10 @@ from lit_rl.core import durable_files
 from lit_rl.core.errors import ConfigError, StorageError
 from lit_rl.core.model_paths import TINY
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.hf_export import export_policy
+from lit_rl.models.hf_export import ExportForm, export_policy
 from lit_rl.models.loaded_model import LoadedModel
 from lit_rl.models.model_card import model_card as make_card
+from lit_rl.models.scoring import SEQUENCES, load_scoring
 from lit_rl.models.sharding import full_state_dict
 from lit_rl.models.verified_folder import unpublished_folders, verify
 
@@ -203,6 +204,20 @@ def exported(make_model, tmp_path) -> tuple[LanguageModel, dict[str, torch.Tenso
     policy = model.load()
     export_policy(model, full_state_dict(policy), policy, tmp_path / "hf", card=CARD)
     return model, full_state_dict(policy), tmp_path / "hf"
+
+
+def test_a_form_of_export_writes_the_folder_with_a_card_of_its_kind(make_model, tmp_path):
+    model, form = LanguageModel(str(make_model())), ExportForm(("one-way",))
+    facts = {"base_model": "x", "algorithm": "y"}
+    policy = model.load()
+    report = form.write(model, policy, full_state_dict(policy), tmp_path / "hf", facts)
+    card = (report.folder / "README.md").read_text()
+    assert "one-way" in card and form.loaded_by(model) == "AutoModelForCausalLM" in card
+    scores = ExportForm(scoring=SEQUENCES, reads={"ends_with_eos": True})
+    scorer = load_scoring(model, SEQUENCES)
+    report = scores.write(model, scorer, full_state_dict(scorer), tmp_path / "scores", facts)
+    assert scores.loaded_by(model) in (report.folder / "README.md").read_text()
+    assert json.loads((report.folder / "config.json").read_text())["ends_with_eos"] is True
 
 
 @pytest.mark.parametrize("named", ["PreTrainedTokenizerFast", "Qwen2TokenizerFast"])
@@ -526,7 +541,7 @@ def test_the_card_is_valid_yaml_whatever_is_in_the_facts():
         "versions": {"torch": "2.13.0"},
         "dataset": "gsm8k",
     }
-    card = make_card(facts, tags=GRPO.hub_tags)
+    card = make_card(facts, tags=GRPO.export_form.tags)
     header = yaml.safe_load(card.split("---\n")[1])
     assert "base_model" not in header, "it is no owner/name"
     assert header["tags"] == ["lit_rl", "reinforcement-learning", 'gr"po: [x']

@@ -7,6 +7,7 @@ import math
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -329,13 +330,17 @@ def test_a_device_that_is_none(make):
 
 def test_a_reward_model_counts_in_a_plan_where_the_memory_is_said(make):
     folder = make()
+    data = SimpleNamespace(longest_prompt=4, longest_val_prompt=4)
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")), datamodule=data)
     module = GRPO("tiny", RewardModel(folder))
+    module.trainer = trainer
     module.reward_functions.load()
-    assert not module.frozen_model_bytes()  # what is free on this machine by now is without it
-    module.memory_gb = 1.0
+    assert not module.step_facts().frozen  # what is free on this machine by now is without it
+    module.micro_batches.memory_gb = 1.0
     weights = AutoModelForSequenceClassification.from_pretrained(folder).parameters()
-    assert module.frozen_model_bytes() == {"reward models": sum(4 * weight.numel() for weight in weights)}
+    assert module.step_facts().frozen == {"reward models": sum(4 * weight.numel() for weight in weights)}
     on_the_cpu = GRPO("tiny", RewardModel(folder, device="cpu"))
-    on_the_cpu.memory_gb = 1.0
+    on_the_cpu.trainer = trainer
+    on_the_cpu.micro_batches.memory_gb = 1.0
     on_the_cpu.reward_functions.load()
-    assert on_the_cpu.frozen_model_bytes() == {"reward models": 0}
+    assert on_the_cpu.step_facts().frozen == {"reward models": 0}

@@ -128,7 +128,7 @@ def test_two_answers_to_one_question_are_refused():
 
 def test_the_settings_of_a_warning_are_enough():
     module = made(micro_batch_size=4, generator=NativeGenerator(batch_size=2))
-    module.memory_gb = 0.0125
+    module.micro_batches.memory_gb = 0.0125
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*does not fit")
         short_trainer().fit(module, datamodule=prompts())
@@ -136,7 +136,7 @@ def test_the_settings_of_a_warning_are_enough():
 
 def test_plain_constructors_warn_once_and_go_on():
     module = made()
-    module.memory_gb = 0.016
+    module.micro_batches.memory_gb = 0.016
     data, trainer = prompts(), short_trainer()
     with pytest.warns(UserWarning, match=r"does not fit.*Set trainer.accumulate_grad_batches=\d") as seen:
         trainer.fit(module, datamodule=data)
@@ -158,5 +158,5 @@ def test_on_a_cpu_they_warn_of_what_is_more_than_all_that_is_free(monkeypatch, f
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         short_trainer().fit(module, datamodule=prompts())
-    assert module.device_budget() < needed
+    assert module.memory().budget < needed
     assert any("does not fit" in str(one.message) for one in seen) == warned

@@ -9,11 +9,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_rl.algorithms.evaluation.validation import Evaluation
+from lit_rl.algorithms.optim.schedules import FromTorch, Schedule, check_schedule
 from lit_rl.core.errors import ConfigError, DataError, did_you_mean, in_range
 from lit_rl.core.rollout import Sampling
 from lit_rl.core.visuals import IMAGE_COLUMNS as IMAGES
@@ -253,6 +256,38 @@ def check_process_count(devices: int, nodes: int) -> None:
             f"and trainer.num_nodes={nodes}. Set trainer.devices={per_node} trainer.num_nodes={nodes_started}, or "
             "start the command without torchrun: it then starts the processes of a node itself."
         )
+
+
+def epoch_batches(trainer: Any) -> int:
+    """Return the number of batches of an epoch in Lightning's loop, on this rank."""
+    batches, limit = len(trainer.datamodule.train_dataloader()), trainer.limit_train_batches
+    return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+
+
+def total_steps(trainer: Any) -> float:
+    """Return the optimizer steps of the whole run; infinite if nothing ends it.
+
+    `Trainer.estimated_stepping_batches` will not do: read before a checkpoint is restored, it makes Lightning set
+    up the training data at once, and the restored position of the loader is never used.
+    """
+    steps = math.inf if trainer.max_steps in (None, -1) else trainer.max_steps
+    if trainer.max_epochs in (None, -1):
+        return steps
+    return min(steps, math.ceil(epoch_batches(trainer) / trainer.accumulate_grad_batches) * trainer.max_epochs)
+
+
+def check_length(trainer: Any, data: Any, schedules: Iterable[Schedule | FromTorch]) -> None:
+    """Refuse settings that do not fit the length of the run, after batches are planned and before weights load.
+
+    Raises:
+        ConfigError: see `check_run_length` and `check_schedule`.
+    """
+    if isinstance(trainer.strategy, ModelParallelStrategy) and not torch.distributed.is_initialized():
+        return  # `lit-rl plan` stands in for processes without a rendezvous: their batches are not known yet
+    val_batches, steps = [len(loader) for loader in data.val_dataloader()], total_steps(trainer)
+    check_run_length(trainer, len(data.train_dataloader()), steps, val_batches)
+    for schedule in schedules:
+        check_schedule(schedule, steps)
 
 
 def check_run_length(trainer: Any, batches: int, steps: float, val_batches: Sequence[int]) -> None:

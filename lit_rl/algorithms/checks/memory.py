@@ -287,6 +287,7 @@ class Memory:
         may_recompute: Whether the plan may choose gradient checkpointing.
         may_offload: Whether it may also keep the inputs of layers on the host.
         host: Bytes of main memory for them; None where that is not known.
+        budget: Bytes of the device that a plan may use; None where that is not known.
     """
 
     policy: Network
@@ -309,6 +310,7 @@ class Memory:
     may_recompute: bool = False
     may_offload: bool = False
     host: int | None = None
+    budget: int | None = None
 
     def recomputing(self, offload: bool = False) -> Memory:
         """Return the same needs under gradient checkpointing."""

@@ -1,17 +1,23 @@
-"""Micro-batch planning: the fewest micro-batches of a step, and the largest decode batch, that fit into free memory."""
+"""Micro-batches: the fewest of a step, and the largest decode batch, that fit into free memory; the plan of a run."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
 
 from lit_rl.algorithms.checks.memory import GIB, Memory, MemoryPlan
 from lit_rl.core.errors import ConfigError, format_bytes, in_range
+from lit_rl.core.ranks import gather_objects
+from lit_rl.generation.generator import InProcessGenerator
+from lit_rl.models.modes import set_checkpointing
 
 # ---------------------------------------------------------------------- memory budgets
 
@@ -49,14 +55,6 @@ def memory_budget(
     return None if available is None else int(available * (1 - KEPT_FREE_ON_A_CPU) / processes)
 
 
-def hard_memory_limit(budget: int, device: torch.device, *, gigabytes: float | None = None) -> int:
-    """Return the hard memory limit for a budget that `memory_budget` returned with the same arguments.
-
-    On a CPU it is all free memory: the C library rarely holds as much again as planned. On a GPU it is the budget.
-    """
-    return int(budget / (1 - KEPT_FREE_ON_A_CPU)) if device.type == "cpu" and gigabytes is None else budget
-
-
 def device_memory(device: torch.device, *, gigabytes: float | None = None) -> int | None:
     """Return the total bytes of a GPU, the basis of an engine's share; None without one.
 
@@ -65,11 +63,6 @@ def device_memory(device: torch.device, *, gigabytes: float | None = None) -> in
     if gigabytes is not None:
         return int(gigabytes * GIB)
     return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
-
-
-def host_memory_budget(processes: int = 1) -> int | None:
-    """Return the bytes of main memory for offloading by each process of a machine; None where not known."""
-    return memory_budget(torch.device("cpu"), processes=processes)
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
@@ -286,44 +279,40 @@ def _reason_for_count(needs: Mapping[int, MemoryPlan], budget: int, recompute: b
     )
 
 
-@dataclass(frozen=True)
-class MicroBatchRequest:
-    """The user's settings about micro-batches."""
+def check_micro_batch_size(size: int | Literal["auto"] | None, accumulate: int) -> None:
+    """Refuse two settings for one quantity: `algo.micro_batch_size` and the Trainer's `accumulate_grad_batches`.
 
-    micro_batch_size: int | Literal["auto"] | None
-    """Rows of a micro-batch; "auto" asks the memory plan; None leaves it to `accumulate`."""
-    accumulate: int
-    """The Trainer's `accumulate_grad_batches`."""
-
-    def check(self) -> None:
-        """Refuse two settings for one quantity.
-
-        Raises:
-            ConfigError: both are set, or the size is no number of rows.
-        """
-        size = self.micro_batch_size
-        if size is None:
-            return
-        if isinstance(size, str) and size != "auto":
-            raise ConfigError(f"algo.micro_batch_size={size!r} is unknown: allowed is a number of rows, auto, or null.")
-        if isinstance(size, int):
-            in_range("algo.micro_batch_size", size, low=1)
-        if self.accumulate != 1:
-            raise ConfigError(
-                f"algo.micro_batch_size={size} and trainer.accumulate_grad_batches={self.accumulate} both set how a "
-                "step is split into micro-batches. Leave one of them out."
-            )
+    Raises:
+        ConfigError: both are set, or the size is no number of rows.
+    """
+    if size is None:
+        return
+    if isinstance(size, str) and size != "auto":
+        raise ConfigError(f"algo.micro_batch_size={size!r} is unknown: allowed is a number of rows, auto, or null.")
+    if isinstance(size, int):
+        in_range("algo.micro_batch_size", size, low=1)
+    if accumulate != 1:
+        raise ConfigError(
+            f"algo.micro_batch_size={size} and trainer.accumulate_grad_batches={accumulate} both set how a "
+            "step is split into micro-batches. Leave one of them out."
+        )
 
 
 def plan_micro_batches(
-    request: MicroBatchRequest, step: StepRows, memory: Memory | None, budget: int | None, limit: int | None = None
+    size: int | Literal["auto"] | None,
+    accumulate: int,
+    step: StepRows,
+    memory: Memory | None,
+    budget: int | None,
+    limit: int | None = None,
 ) -> tuple[MicroBatchPlan | None, str]:
     """Return the micro-batches of a step, and a warning where the user's choice does not fit, else an empty text.
 
     The plan is None where `accumulate` decides. Where sizes or memory are not known, "auto" takes one micro-batch.
 
     Args:
-        request: The user's settings.
+        size: Rows of a micro-batch; "auto" asks the memory plan; None leaves it to `accumulate`.
+        accumulate: The Trainer's `accumulate_grad_batches`.
         step: The step to cut.
         memory: Its memory needs.
         budget: Bytes that a plan may use.
@@ -332,12 +321,11 @@ def plan_micro_batches(
     Raises:
         ConfigError: the size does not divide the step, or with "auto" nothing fits.
     """
-    size = request.micro_batch_size
     if size == "auto":
         if memory is None or budget is None:
             return MicroBatchPlan(1, None, "1: what the step needs is not known"), ""
         return fewest_micro_batches(step, memory, budget), ""
-    count = request.accumulate if size is None else micro_batches_of_size(step, int(size))
+    count = accumulate if size is None else micro_batches_of_size(step, int(size))
     warning = (
         "" if memory is None or budget is None else too_large_warning(step, memory, budget, count, limit or budget)
     )
@@ -365,3 +353,189 @@ def too_large_warning(step: StepRows, memory: Memory, budget: int, count: int, l
         fixes.append(f"algo.split_groups={slices}")
     text = too_large_message(plan, budget, f"{rows} rows", memory, step).partition(" Set one of: ")[0]
     return f"{text} Set {' and '.join(fixes)}; or micro_batch_size='auto' in the algorithm, which chooses by itself."
+
+
+# ---------------------------------------------------------------------- the micro-batches of a run
+
+
+class MicroBatches:
+    """The micro-batches of a run: what the user set about them, what memory allows, and what the Trainer is given.
+
+    `algo.micro_batch_size`, `algo.split_groups` and `trainer.accumulate_grad_batches` are settings of one quantity. A
+    plan is applied by setting the Trainer's, and taken back by `restore`. Samples and gradients do not depend on it.
+
+    Args:
+        size: Rows of a micro-batch (`algo.micro_batch_size`); "auto" asks the memory plan; None leaves it to Lightning.
+        split_groups: Slices of a group that micro-batches hold whole; "auto" leaves them to the plan.
+        texts: Texts of a row that are scored without gradient as many at once as fit; 0: the caller bounds them.
+    """
+
+    def __init__(
+        self, size: int | Literal["auto"] | None, split_groups: int | Literal["auto"] = 1, *, texts: int = 0
+    ) -> None:
+        self.size: int | Literal["auto"] | None = size
+        self.split_groups: int | Literal["auto"] = split_groups
+        self.texts = texts
+        self.memory_gb: float | None = None
+        """Memory that a process may use, in GiB (`plan.memory_gb`); None: what is free."""
+        self.plan: MicroBatchPlan | None = None
+        """The plan; None before a step is split, and where the Trainer's number decides."""
+        self.step: StepRows | None = None
+        """The step of a rank, once it is split."""
+        self.generator: InProcessGenerator | None = None
+        """The generator whose decode batches the plan bounds; None if the policy is decoded elsewhere."""
+        self.most_texts: int | None = None
+        """The most texts in a forward pass without gradient: in validation or of a reference a batch is as large as
+        the data module makes it. None: all."""
+        self._budgets: tuple[int | None, int | None] | None = None
+
+    # ------------------------------------------------------------------ the user's settings
+
+    @property
+    def slices(self) -> int:
+        """The user's slices of a group."""
+        return 1 if isinstance(self.split_groups, str) else self.split_groups
+
+    def accumulation(self, trainer: Any) -> int:
+        """Return the user's `accumulate_grad_batches`: 1 if it is the plan's that the Trainer has."""
+        planned = self.plan is not None and self.plan.micro_batches == trainer.accumulate_grad_batches
+        return 1 if planned else trainer.accumulate_grad_batches
+
+    def parts_of_rows(self, trainer: Any) -> int:
+        """Return the divisor that the user's micro-batches require of a rank's rows of a step."""
+        return max(1, self.size) if isinstance(self.size, int) else self.accumulation(trainer)
+
+    def parts_of_groups(self, trainer: Any, group_size: int) -> int:
+        """Return the divisor that the user's micro-batches require of a rank's groups of a step."""
+        parts = self.accumulation(trainer)
+        if isinstance(self.size, int):
+            parts, left = divmod(max(1, self.size), max(1, group_size // self.slices))
+            parts = 1 if left or not parts else parts  # a part of a group, or refused by the batch plan
+        return parts // math.gcd(parts, self.slices)
+
+    # ------------------------------------------------------------------ memory
+
+    def budgets(self, trainer: Any, loaded: Iterable[Tensor] = ()) -> tuple[int | None, int | None]:
+        """Return the bytes that a plan may use on every rank, and those of host memory to which a GPU may offload.
+
+        Measured once, before the policy is loaded; None if unknown. For this process alone if no other was started.
+
+        Args:
+            trainer: The Trainer.
+            loaded: Tensors that are part of the plan: those on the device already do not count as used.
+        """
+        if self._budgets is None:
+            device, processes = trainer.strategy.root_device, trainer.num_devices
+            planned = sum(tensor.nbytes for tensor in loaded if tensor.device == device)
+            mine = memory_budget(device, gigabytes=self.memory_gb, processes=processes, planned=planned)
+            offloads = device.type == "cuda" and self.memory_gb is None
+            host = memory_budget(torch.device("cpu"), processes=processes) if offloads else None
+            on_device, on_host = zip(*gather_objects((mine or 0, host or 0)))
+            self._budgets = min(on_device) or None, min(on_host) or None
+        return self._budgets
+
+    def as_planned(self, memory: Memory) -> Memory:
+        """Return the same needs under the gradient checkpointing that the plan chose."""
+        return memory.recomputing(self.plan.offload) if self.plan is not None and self.plan.recompute else memory
+
+    # ------------------------------------------------------------------ the plan
+
+    def begin(self, step: StepRows, trainer: Any, checkpointing: bool | str) -> None:
+        """Note the step that is to be split, before its memory is asked for.
+
+        Args:
+            step: The step of a rank.
+            trainer: The Trainer.
+            checkpointing: `model.gradient_checkpointing`.
+
+        Raises:
+            ConfigError: two settings say how a step is split, or activations are to leave a GPU that is not there.
+        """
+        if checkpointing == "offload" and trainer.strategy.root_device.type != "cuda":
+            raise ConfigError(
+                "model.gradient_checkpointing=offload moves activations from a GPU to the host, and this run has no "
+                "GPU. Set it to true."
+            )
+        self.step = step
+        self.step = replace(step, sequences=self.decoded_at_once)
+        check_micro_batch_size(self.size, self.accumulation(trainer))
+
+    def split(self, trainer: Any, memory: Memory | None) -> None:
+        """Split the step of `begin`, unless the Trainer has the plan already, and set the Trainer's micro-batches.
+
+        Args:
+            trainer: The Trainer.
+            memory: The memory needs of the step; None if they are not known.
+
+        Raises:
+            ConfigError: nothing fits, or the user's micro-batches do not divide the step.
+        """
+        assert self.step is not None, "begin comes first"
+        if self.plan is None or self.plan.micro_batches != trainer.accumulate_grad_batches:
+            budget = limit = None if memory is None else memory.budget
+            if budget is not None and self.memory_gb is None and trainer.strategy.root_device.type == "cpu":
+                # Warn of more than all free memory only: the C library rarely holds twice what is planned.
+                limit = int(budget / (1 - KEPT_FREE_ON_A_CPU))
+            settings = self.size, self.accumulation(trainer)
+            self.plan, warning = plan_micro_batches(*settings, self.step, memory, budget, limit)
+            if warning:
+                rank_zero_warn(warning)
+        self._apply(trainer)
+
+    def resume(self, plan: MicroBatchPlan, trainer: Any) -> None:
+        """Split steps as the resumed run did, whatever memory is free now: last bits depend on it."""
+        self.plan = plan
+        self._apply(trainer)
+
+    def restore(self, trainer: Any) -> None:
+        """Give the Trainer its own micro-batches back, so that it may train another module."""
+        trainer.accumulate_grad_batches = self.accumulation(trainer)
+
+    def _apply(self, trainer: Any) -> None:
+        if self.plan is not None:
+            trainer.accumulate_grad_batches = self.plan.micro_batches
+            self._bound_decoding(self.plan.decoded)
+            self._bound_scoring(self.plan.scored)
+
+    def set_checkpointing(self, setting: bool | str, modules: Iterable[nn.Module]) -> None:
+        """Turn gradient checkpointing on in the trained modules if the plan chose it; else off.
+
+        Args:
+            setting: `model.gradient_checkpointing`; a plan has a say where it is "auto".
+            modules: The trained modules.
+        """
+        if setting == "auto" and self.plan is not None:
+            for module in modules:
+                set_checkpointing(module, "offload" if self.plan.offload else self.plan.recompute)
+
+    # ------------------------------------------------------------------ rows without gradient
+
+    @property
+    def asks_plan(self) -> bool:
+        """True if a memory plan is to choose, and none has."""
+        return self.size == "auto" and self.plan is None
+
+    @property
+    def decoded_at_once(self) -> int:
+        """The number of sequences of the step that are decoded together."""
+        sequences = 0 if self.step is None else self.step.sequences
+        at_once = None if self.generator is None else self.generator.rows_a_batch
+        return sequences if at_once is None else min(at_once, sequences)
+
+    def fit_decoding(self, memory: Memory | None) -> None:
+        """Bound the sequences decoded at once in a validation without training."""
+        if memory is not None and memory.budget is not None:
+            self._bound_decoding(max(1, largest_decode_batch(memory, memory.budget)))
+
+    def fit_scoring(self, memory: Memory | None) -> None:
+        """Bound the rows scored at once in a validation without training."""
+        if memory is not None and memory.budget is not None:
+            unlearned = replace(memory.numbers, gradient=0, moments=0, remainder=0)
+            self._bound_scoring(rows_scored_at_once(replace(memory, numbers=unlearned, masters=0), memory.budget))
+
+    def _bound_scoring(self, rows: int | None) -> None:
+        self.most_texts = rows * self.texts if rows is not None and self.texts else None
+
+    def _bound_decoding(self, sequences: int | None) -> None:
+        if self.generator is not None:
+            self.generator.bound = sequences

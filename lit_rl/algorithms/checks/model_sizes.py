@@ -1,4 +1,4 @@
-"""Sizes for a memory plan, from the description of a run's parts: policy, references, critics, strategy, and images.
+"""The memory of a run's step (`memory_of_step`), from its parts: policy, reference, critic, strategy, and images.
 
 Images. With P patches of a prompt's images, L layers of width d and MLP m with h heads in the vision tower, f tokens
 that stand for images, numbers of x and y bytes as in `lit_rl.algorithms.checks.memory`; a prompt:
@@ -18,23 +18,31 @@ images do. Where a model pools features behind its projector (LLaVA-OneVision, o
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import CPUOffloadPolicy
+
 from lit_rl.algorithms.checks.memory import (
+    AuxiliaryTexts,
     DDPBuckets,
     GatheredWeights,
     Head,
     Memory,
     Network,
     NumberSizes,
+    RowLengths,
     VisionMemory,
 )
+from lit_rl.algorithms.data_parallel import data_world_size
 from lit_rl.algorithms.optim.master_weights import BUCKET, moves_each_alone, moves_numbers_alone
 from lit_rl.algorithms.optim.optimizers import AdamW8bit, AdamWSplit, ByPath
+from lit_rl.algorithms.optim.strategies import offload_policy, shards_weights
+from lit_rl.core import upstream
 from lit_rl.core.vision_inputs import PromptVision
 from lit_rl.data.visual_prompts import Processor, count_placeholders
 from lit_rl.models.adapters import Lora
@@ -43,6 +51,9 @@ from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.model_costs import LinearLayers, ModelShape
 from lit_rl.models.references import AdapterBase, Auto, Moving, OtherModel, Reference
 from lit_rl.models.vision_parts import PARTS, part_of
+from lit_rl.ops.fused_head import part_numbers
+from lit_rl.ops.logprobs import block_numbers
+from lit_rl.ops.sampling_distribution import NO_TRUNCATION
 
 # ---------------------------------------------------------------------- vision parts
 
@@ -402,3 +413,100 @@ def critic_network(critic: Critic, policy: Network, numbers: NumberSizes, model:
     like_policy["frozen"] = other.frozen_parts if other else ("vision",) if adapts else model.frozen_parts
     trained = shape.trunk - _frozen_parameters(other or model, like_policy["frozen"])
     return Network(shape, trained, numbers.weight * shape.trunk, **like_policy)
+
+
+# ---------------------------------------------------------------------- the memory of a run
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFacts:
+    """The facts of a method's step that its memory depends on, beside model, optimizer, strategy and precision.
+
+    Args:
+        lengths: The most tokens of a row that is learned from; None if unknown.
+        head: The kind of head; a fused one only if the model's options allow it.
+        critic: The critic that is trained with the policy.
+        auxiliary: Further texts that the policy learns from in a step.
+        reference: The reference; None if no term reads one.
+        frozen: Bytes of the weights of other frozen models, by name.
+        copies_ahead: Copies of the policy that are kept for rollouts drawn ahead.
+        engine: Bytes of an engine that stays in memory while the policy learns.
+        decoding: The most tokens of a decoded sequence; None if the policy itself does not decode.
+        grouped_cache: Whether the decoding's cache holds a prompt once a group.
+    """
+
+    lengths: RowLengths | None = None
+    head: Head = "fused"
+    critic: Critic | None = None
+    auxiliary: AuxiliaryTexts | None = None
+    reference: Reference | None = None
+    frozen: Mapping[str, int] = field(default_factory=dict)
+    copies_ahead: int = 0
+    engine: int = 0
+    decoding: RowLengths | None = None
+    grouped_cache: bool = True
+
+
+def memory_of_step(
+    facts: StepFacts,
+    model: LanguageModel,
+    optimizer: Any,
+    trainer: Any,
+    *,
+    budget: int | None = None,
+    host: int | None = None,
+) -> Memory | None:
+    """Return the memory of a rank, as a function of the micro-batch; None if model or rows are unknown, and under
+    DeepSpeed.
+
+    Args:
+        facts: The facts of the method's step.
+        model: The description of the policy.
+        optimizer: The factory of the optimizer.
+        trainer: The Trainer: its strategy, its precision, its ranks and, for images, its data.
+        budget: Bytes of the device that a plan may use.
+        host: Bytes of main memory that it may offload to.
+    """
+    strategy, shape = trainer.strategy, model_shape(model)
+    if shape is None or facts.lengths is None or isinstance(strategy, DeepSpeedStrategy):
+        return None
+    fsdp2 = isinstance(strategy, ModelParallelStrategy)
+    numbers = number_sizes(model, str(trainer.precision), optimizer, shards=fsdp2)
+    head = facts.head if facts.head == "none" or model.forward_options.fused_head else "logits"
+    policy = policy_network(model, shape, numbers, head)
+    critic = None if facts.critic is None else critic_network(facts.critic, policy, numbers, model)
+    networks, stored, buckets = list(filter(None, (policy, critic))), stored_bytes(model, numbers), None
+    if isinstance(strategy, DDPStrategy):
+        buckets = ddp_buckets(networks, numbers, viewed=upstream.views_gradients(strategy))
+    reference = 0 if facts.reference is None else reference_bytes(facts.reference, model, policy, numbers)
+    others = {"reference": reference, **facts.frozen}
+    if facts.copies_ahead:
+        others["copies for rollouts ahead"] = facts.copies_ahead * copy_bytes(policy, numbers)
+    device = strategy.root_device
+    may_recompute = model.gradient_checkpointing == "auto" and shape.recomputes
+    sizes = Memory(
+        policy,
+        numbers,
+        facts.lengths,
+        critic=critic,
+        auxiliary=facts.auxiliary,
+        buckets=buckets,
+        others=others,
+        engine=facts.engine,
+        decoding=facts.decoding,
+        grouped_cache=facts.grouped_cache,
+        spread_over=data_world_size(trainer) if shards_weights(strategy) else 1,
+        ranks=trainer.world_size,
+        gathered=gathered_weights(policy, numbers, critic, reference=reference > 0, stored=stored) if fsdp2 else None,
+        shards_on_host=device.type == "cuda" and isinstance(offload_policy(strategy), CPUOffloadPolicy),
+        masters=masters_at_once(networks, numbers, optimizer),
+        block=block_numbers(device, NO_TRUNCATION),
+        part=part_numbers(device),
+        may_recompute=may_recompute,
+        may_offload=may_recompute and device.type == "cuda",
+        host=host,
+        budget=budget,
+    )
+    if model.processor is None:
+        return sizes
+    return with_images(sizes, model, find_largest_prompt(trainer.datamodule, model.processor))

@@ -20,14 +20,91 @@ from torch.optim import Optimizer
 
 from lit_rl.algorithms.optim.master_weights import FLOAT32, moves_numbers_alone, optimizer_path
 from lit_rl.algorithms.optim.optimizers import OptimizerFactory
-from lit_rl.algorithms.optim.strategies import FSDPTPStrategy, ZeROStrategy, flattens_weights, shards_weights
+from lit_rl.algorithms.optim.strategies import (
+    FSDPTPStrategy,
+    ZeROStrategy,
+    check_checkpoints_are_shared,
+    check_mesh,
+    flattens_weights,
+    shards_weights,
+)
 from lit_rl.core.errors import ConfigError
+from lit_rl.models.kernels import check_liger_device
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.loaded_model import LoadedModel
 from lit_rl.models.references import Reference
 from lit_rl.models.sharding import check_sharding_plan
 
 _OR_FSDP = "or take strategy=fsdp"
+
+
+# ---------------------------------------------------------------------- in the order of a run
+
+
+def check_before_loading(
+    method: type,
+    features: Iterable[Feature],
+    model: LanguageModel,
+    *,
+    reference: Reference | None,
+    optimizer: OptimizerFactory,
+    trainer: Any,
+    stage: str,
+) -> None:
+    """Refuse what the strategy was never proven with, or what would fail later, before anything is loaded.
+
+    Args:
+        method: The class of the method.
+        features: The features that it uses.
+        model: The description of the policy.
+        reference: The reference; None if no term reads one.
+        optimizer: The factory of the optimizer.
+        trainer: The Trainer.
+        stage: Lightning's stage: "fit", "validate", ...
+
+    Raises:
+        ConfigError: names the setting.
+        BackendError: the strategy, or a kernel, needs a GPU.
+    """
+    strategy, precision = trainer.strategy, str(trainer.precision)
+    clipping = trainer.gradient_clip_algorithm
+    check_proven_precision(model, precision, strategy)
+    check_mesh(strategy)
+    if isinstance(strategy, DeepSpeedStrategy):
+        check_zero_settings(model, precision, strategy)
+        check_zero_clipping(clipping)
+    check_proven(method, features, strategy)
+    if isinstance(strategy, DeepSpeedStrategy):
+        if reference is not None:
+            check_zero_reference(reference, strategy)
+        if stage == "fit" and trainer.num_nodes > 1:
+            check_checkpoints_are_shared(trainer)
+    if isinstance(strategy, FSDPTPStrategy):
+        path, size = getattr(optimizer, "path", None), strategy.tp_size
+        values: Any = {"precision": precision, "model": model, "clipping": clipping, "optimizer": path}
+        check_tensor_parallel(stage=stage, tp_size=size, **values)
+    if model.use_liger_kernel:
+        check_liger_device(strategy.root_device)
+
+
+def check_loaded_policy(policy: nn.Module, strategy: Strategy | None, *, trains: bool) -> None:
+    """Refuse a loaded policy of which nothing is trained, or that the strategy cannot shard, by a ConfigError."""
+    if trains:
+        check_something_is_trained(policy)
+    if isinstance(strategy, ZeROStrategy):
+        check_zero_model(policy, strategy)
+
+
+def check_optimizer(optimizer: Optimizer, strategy: Strategy) -> None:
+    """Refuse a built optimizer that depends on the shape of weights, under a strategy that takes weights apart.
+
+    Raises:
+        ConfigError: names it.
+    """
+    if isinstance(strategy, DeepSpeedStrategy):
+        check_zero_optimizer(optimizer)
+    if isinstance(strategy, FSDPTPStrategy):
+        _check_optimizer_path(optimizer_path(optimizer))
 
 
 # ---------------------------------------------------------------------- what is proven
@@ -249,15 +326,6 @@ def _check_optimizer_path(path: str) -> None:
             f"optimizer={path} is not known to update each number of a weight by itself, but strategy=fsdp_tp cuts "
             f"weights into parts. Set optimizer=adamw, {_OR_FSDP}."
         )
-
-
-def check_tensor_parallel_optimizer(optimizer: Optimizer) -> None:
-    """Refuse a built optimizer that depends on the shape of weights.
-
-    Raises:
-        ConfigError: names its class.
-    """
-    _check_optimizer_path(optimizer_path(optimizer))
 
 
 # ---------------------------------------------------------------------- precision

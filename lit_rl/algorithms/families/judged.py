@@ -51,7 +51,7 @@ class JudgedModule(OnPolicyModule, ABC):
         check_sampling(self.sampling, self.generator, weighted=False)
         preference_checks.check_no_lag(name, self.generator)
         preference_checks.check_compared_groups(
-            name, settings.group_size, self.split_groups, self.groups, self.reward_functions.names
+            name, settings.group_size, settings.split_groups, self.groups, self.reward_functions.names
         )
         preference_checks.check_judge_rewards(self.judge, self.reward_functions.names, settings.missing_eos_penalty)
         preference_checks.check_per_epoch("algo.beta", settings.beta, open_low=True)
@@ -74,7 +74,7 @@ class JudgedModule(OnPolicyModule, ABC):
 
     @property
     def _ranks_draw_together(self) -> bool:
-        return self.data_world_size > 1 and (shards_weights(self.trainer.strategy) or not self.generator.exact)
+        return self.ranks.world_size > 1 and (shards_weights(self.trainer.strategy) or not self.generator.exact)
 
     def own_completions(self, batch: PromptBatch) -> Completions:
         """Generate the policy's completion of each prompt, before the opponent's."""

@@ -266,7 +266,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         terms = dict(saved[0]["terms"])  # states are equal on all ranks, but for the replay buffers
         if self.replay is not None and "replay" in terms:
             kept = [each["terms"]["replay"] for each in saved]
-            terms["replay"] = self.replay.redistribute(kept, self.data_rank, self.data_world_size)
+            terms["replay"] = self.replay.redistribute(kept, self.ranks.rank, self.ranks.world_size)
         return super().merge_rank_states(saved) | {"terms": terms}
 
     def _stateful(self) -> dict[str, Any]:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.checks import argument_checks, data_and_trainer
-from lit_rl.algorithms.checks.memory import Memory, RowLengths
-from lit_rl.algorithms.checks.micro_batching import StepRows, device_memory, largest_decode_batch
+from lit_rl.algorithms.checks.memory import RowLengths
+from lit_rl.algorithms.checks.micro_batching import device_memory
+from lit_rl.algorithms.checks.model_sizes import StepFacts
 from lit_rl.algorithms.checks.preference_checks import check_win_rate, warn_unused_judge
 from lit_rl.algorithms.checks.strategy_checks import Feature
 from lit_rl.algorithms.evaluation.summary_statistics import prefixed, sample_table
@@ -64,7 +65,7 @@ class GeneratingModule(PolicyModule):
         self._sampling_is_chosen = settings.sampling is not DEFAULT_SAMPLING
         self.judge = as_judge(settings.judge)
         self.log_entropy = settings.log_entropy
-        self.stopwatch = Stopwatch("generate", "reward", memory=self.phase_memory)
+        self.stopwatch = Stopwatch("generate", "reward", memory=self.costs.memory)
         self.source = RolloutSource(self.generator, self.stopwatch)
         self._early = EarlyRewards()
         self._evaluated: list[EvaluationRows] = []
@@ -72,6 +73,7 @@ class GeneratingModule(PolicyModule):
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
+        self.micro_batches.generator = self.generator if isinstance(self.generator, InProcessGenerator) else None
         self.reward_functions.run_on(self.trainer.strategy.root_device)
         if isinstance(self.judge, OnRunDevice):
             self.judge.run_device = self.trainer.strategy.root_device
@@ -89,38 +91,16 @@ class GeneratingModule(PolicyModule):
         if self.evaluation.win_rate_against is not None:
             yield Feature("win rate", "eval.win_rate_against", "Set it to null")
 
-    def memory(self) -> Memory | None:
-        found = super().memory()
-        if found is None:
-            return None
-        device = device_memory(self.trainer.strategy.root_device, gigabytes=self.memory_gb) or 0
-        grouped = isinstance(self.generator, NativeGenerator) and self.generator.speedups.grouped_cache
-        engine = int(self.generator.share_of_device * device)
-        return replace(found, engine=engine, decoding=self.decoding(), grouped_cache=grouped)
-
-    def decoded_at_once(self, step: StepRows) -> int:
-        at_once = self.generator.rows_a_batch if isinstance(self.generator, InProcessGenerator) else None
-        return step.sequences if at_once is None else min(at_once, step.sequences)
-
-    def decoding(self) -> RowLengths | None:
-        """Return the most tokens of a decoded sequence; None if the policy itself does not decode."""
+    def step_facts(self) -> StepFacts:
         data: Any = self.trainer.datamodule  # pyright: ignore
-        if not isinstance(self.generator, InProcessGenerator):
-            return None
-        longest = self.longest_prompt(max(getattr(data, "longest_prompt", 0), data.longest_val_prompt))
-        new_tokens = max(self.longest_response(self.sampling), self.evaluation.max_new_tokens or 0)
-        return RowLengths(longest, new_tokens, self.group_size)
-
-    def fit_decoding(self) -> None:
-        """Bound the sequences decoded at once in a validation without training."""
-        if self.micro_batch_size == "auto" and self.micro_batch_plan is None:
-            memory, budget = self.memory(), self.device_budget()
-            if memory is not None and budget is not None:
-                self.bound_decoding(max(1, largest_decode_batch(memory, budget)))
-
-    def bound_decoding(self, sequences: int | None) -> None:
+        device = device_memory(self.trainer.strategy.root_device, gigabytes=self.micro_batches.memory_gb) or 0
+        grouped, decoding = isinstance(self.generator, NativeGenerator) and self.generator.speedups.grouped_cache, None
         if isinstance(self.generator, InProcessGenerator):
-            self.generator.bound = sequences
+            longest = self.longest_prompt(max(getattr(data, "longest_prompt", 0), data.longest_val_prompt))
+            new_tokens = max(self.longest_response(self.sampling), self.evaluation.max_new_tokens or 0)
+            decoding = RowLengths(longest, new_tokens, self.group_size)
+        engine = int(self.generator.share_of_device * device)
+        return replace(super().step_facts(), engine=engine, decoding=decoding, grouped_cache=grouped)
 
     learns_by_judge = False
     """True if the method learns from the judge; otherwise only `eval.win_rate_against` uses it."""

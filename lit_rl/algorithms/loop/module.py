@@ -8,112 +8,52 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from lit_rl.algorithms.checks import argument_checks
-from lit_rl.algorithms.checks.data_and_trainer import check_monitors, check_run_length, check_trainer_settings
-from lit_rl.algorithms.checks.memory import AuxiliaryTexts, Head, Memory, Network, NumberSizes, RowLengths
-from lit_rl.algorithms.checks.micro_batching import (
-    MicroBatchPlan,
-    MicroBatchRequest,
-    StepRows,
-    hard_memory_limit,
-    host_memory_budget,
-    memory_budget,
-    plan_micro_batches,
-)
-from lit_rl.algorithms.checks.model_sizes import (
-    ddp_buckets,
-    find_largest_prompt,
-    gathered_weights,
-    masters_at_once,
-    model_shape,
-    number_sizes,
-    policy_network,
-    reference_bytes,
-    stored_bytes,
-    with_images,
-)
-from lit_rl.algorithms.checks.strategy_checks import (
-    Feature,
-    check_images,
-    check_optimizer_shards,
-    check_proven,
-    check_proven_precision,
-    check_something_is_trained,
-    check_tensor_parallel,
-    check_tensor_parallel_optimizer,
-    check_trainable_weights,
-    check_zero_clipping,
-    check_zero_model,
-    check_zero_optimizer,
-    check_zero_reference,
-    check_zero_settings,
-)
-from lit_rl.algorithms.data_parallel import Ranks, data_rank, data_world_size
+from lit_rl.algorithms.checks import argument_checks, data_and_trainer, strategy_checks
+from lit_rl.algorithms.checks.memory import Memory
+from lit_rl.algorithms.checks.micro_batching import MicroBatches, MicroBatchPlan, StepRows
+from lit_rl.algorithms.checks.model_sizes import StepFacts, memory_of_step
+from lit_rl.algorithms.checks.strategy_checks import Feature
+from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.loop.run_identity import CONFIG_GROUPS, RunIdentity, run_settings
 from lit_rl.algorithms.loop.save_on_error import SaveOnError
+from lit_rl.algorithms.optim import master_weights
 from lit_rl.algorithms.optim.broken_steps import BrokenSteps, save_bad_batch
-from lit_rl.algorithms.optim.master_weights import (
-    average_over_ranks,
-    averages_gradients,
-    check_masters,
-    checkpoint_precision,
-    replace_half_precision,
-    shard_precision,
-    with_masters,
-)
 from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
-from lit_rl.algorithms.optim.schedules import (
-    FromTorch,
-    Linear,
-    Schedule,
-    as_schedule,
-    check_schedule,
-    scheduler_by_group,
-)
+from lit_rl.algorithms.optim.schedules import FromTorch, Linear, Schedule, as_schedule, scheduler_by_group
 from lit_rl.algorithms.optim.strategies import (
     FSDPTPStrategy,
     ZeROStrategy,
-    check_checkpoints_are_shared,
-    check_mesh,
+    drop_gradients,
     offload_policy,
     shards_weights,
     step_one_by_one,
 )
+from lit_rl.algorithms.records import log_to_loggers
 from lit_rl.algorithms.rollouts import checkpoints
 from lit_rl.algorithms.rollouts.identity import Record, model_record
-from lit_rl.algorithms.rollouts.phase_costs import PhaseMemory, SpeedMeter, peak_of
+from lit_rl.algorithms.rollouts.phase_costs import RunCosts
 from lit_rl.core import upstream
 from lit_rl.core.errors import ConfigError, check_instance, seed_in_range
 from lit_rl.core.process_state import preserve_generators
-from lit_rl.core.ranks import gather_objects
-from lit_rl.models import kernels
-from lit_rl.models.hf_export import export_policy
+from lit_rl.models.hf_export import ExportForm
 from lit_rl.models.kernels import fixed_order
 from lit_rl.models.language_model import ForwardOptions
 from lit_rl.models.loaded_model import LoadedModel, as_language_model
-from lit_rl.models.model_card import model_card
-from lit_rl.models.model_costs import ModelFlops, Span
-from lit_rl.models.modes import set_checkpointing
 from lit_rl.models.references import Auto, FrozenCopy, Reference, Scorer
 from lit_rl.models.sharding import clip_over_meshes, full_state_dict, parallelize_layers, shard
 from lit_rl.models.verified_folder import ExportReport
-from lit_rl.models.vision_parts import trained_by_images
-from lit_rl.ops.fused_head import part_numbers
-from lit_rl.ops.logprobs import block_numbers
-from lit_rl.ops.sampling_distribution import NO_TRUNCATION
 from lit_rl.settings.algorithms import PolicyConfig
 from lit_rl.settings.base import takes
 
@@ -144,23 +84,15 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         )
         seed_in_range("algo.seed", settings.seed)
         self.seed = settings.seed
-        self.micro_batch_size: int | Literal["auto"] | None = settings.micro_batch_size
+        self.micro_batches = MicroBatches(settings.micro_batch_size)
         self.command = ""
         """The command line of the training, for the cards of exports; empty if there was none."""
-        self.memory_gb: float | None = None
         self.precision_by_device = False
-        self.micro_batch_plan: MicroBatchPlan | None = None
-        self.step_rows: StepRows | None = None
-        self._device_budget: int | None = None
-        self._host_budget: int | None = None
         self.policy: Any = None
         self.reference_policy: Scorer | None = None
         self.grad_norm = torch.zeros(())
         self.broken_steps = BrokenSteps()
-        self.phase_memory = PhaseMemory()
-        self.speed = SpeedMeter()
-        self._flops: list[ModelFlops] | None = None
-        """FLOPs of the policy and of other trained models, once a step needed them; empty if they cannot be counted."""
+        self.costs = RunCosts()
         self.identity = RunIdentity()
         self._generators = checkpoints.GlobalGenerators()
         self.in_a_step = False
@@ -179,8 +111,8 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     needs_reference = False
     """True if a term of the objective reads the reference; otherwise no reference is loaded."""
 
-    hub_tags: tuple[str, ...] = ("reinforcement-learning",)
-    """The hub's tags for the way of training, for model cards."""
+    export_form = ExportForm(tags=("reinforcement-learning",))
+    """The form of the trained model's export."""
 
     trained_beside: tuple[str, ...] = ()
     """Attribute names of the `companions` that are trained: their weights are in checkpoints too."""
@@ -211,16 +143,6 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         return upstream.trainer_of(self)
 
     @property
-    def data_world_size(self) -> int:
-        """The number of ranks with rows of their own; under tensor parallelism fewer than there are processes."""
-        return data_world_size(self.trainer_or_none) if self.trainer_or_none else 1
-
-    @property
-    def data_rank(self) -> int:
-        """The index of this process among them."""
-        return data_rank(self.trainer_or_none) if self.trainer_or_none else 0
-
-    @property
     def forward_options(self) -> ForwardOptions:
         """Options of the forward pass of log-probs.
 
@@ -230,17 +152,11 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         trainer, options = self.trainer_or_none, self.model.forward_options
         if trainer is not None and shards_weights(trainer.strategy):
             return options.in_one_call
-        return replace(options, most_rows=self.most_texts)
-
-    @property
-    def most_texts(self) -> int | None:
-        """The most texts in a forward pass without gradient, from the memory plan: in validation or of a reference a
-        batch is as large as the data module makes it. None: all."""
-        return None
+        return replace(options, most_rows=self.micro_batches.most_texts)
 
     @property
     def ranks(self) -> Ranks:
-        """The data-parallel ranks of the run; this process alone if the module is used by hand."""
+        """The data-parallel ranks of the run, which have rows of their own; this process alone if used by hand."""
         trainer = self.trainer_or_none
         return Ranks.of(trainer, self.device) if trainer else Ranks(self.device)
 
@@ -261,32 +177,18 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     def setup(self, stage: str) -> None:
         """Check the strategy and the precision. `trainer.precision=bf16-true` sets the dtype of the weights only."""
         strategy = self.trainer.strategy
-        check_trainer_settings(self.trainer)
+        data_and_trainer.check_trainer_settings(self.trainer)
         argument_checks.refuse_damaged_checkpoints(strategy)
-        check_proven_precision(self.model, str(self.trainer.precision), strategy)
-        check_mesh(strategy)
-        precision, clipping = str(self.trainer.precision), self.trainer.gradient_clip_algorithm
-        if isinstance(strategy, DeepSpeedStrategy):
-            check_zero_settings(self.model, precision, strategy)
-            check_zero_clipping(clipping)
-        check_proven(type(self), self.features(), strategy)
-        if isinstance(strategy, DeepSpeedStrategy):
-            if self.needs_reference:
-                check_zero_reference(self.reference, strategy)
-            if stage == "fit" and self.trainer.num_nodes > 1:
-                check_checkpoints_are_shared(self.trainer)
-        if isinstance(strategy, FSDPTPStrategy):
-            check_tensor_parallel(
-                stage=stage,
-                tp_size=strategy.tp_size,
-                precision=precision,
-                model=self.model,
-                clipping=clipping,
-                optimizer=getattr(self.optimizer, "path", None),
-            )
-        if self.model.use_liger_kernel:
-            kernels.check_liger_device(strategy.root_device)
-        if replace_half_precision(strategy) and not isinstance(strategy, ModelParallelStrategy):
+        strategy_checks.check_before_loading(
+            type(self),
+            self.features(),
+            self.model,
+            reference=self.reference if self.needs_reference else None,
+            optimizer=self.optimizer,
+            trainer=self.trainer,
+            stage=stage,
+        )
+        if master_weights.replace_half_precision(strategy) and not isinstance(strategy, ModelParallelStrategy):
             self.model = self.model.held_in("bfloat16")
 
     def configure_callbacks(self) -> list[L.Callback]:
@@ -297,22 +199,6 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             callbacks.insert(0, SaveOnError())
         return []
 
-    def check_length(self, data: Any) -> None:
-        """Refuse settings that do not fit the length of the run, after batches are planned and before weights load.
-
-        Args:
-            data: The run's data module.
-
-        Raises:
-            ConfigError: see `check_run_length` and `check_schedule`.
-        """
-        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not dist.is_initialized():
-            return  # `lit-rl plan` stands in for processes without a rendezvous: their batches are not known yet
-        val_batches = [len(loader) for loader in data.val_dataloader()]
-        check_run_length(self.trainer, len(data.train_dataloader()), self.total_steps, val_batches)
-        for schedule in self.schedules():
-            check_schedule(schedule, self.total_steps)
-
     def features(self) -> Iterator[Feature]:
         """Yield the features in use that a strategy must be proven with."""
         if self.needs_reference and not isinstance(self.reference, Auto | FrozenCopy):
@@ -321,153 +207,35 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
 
     # ------------------------------------------------------------------ memory
 
-    def lengths(self) -> RowLengths | None:
-        """Return the most tokens of a row that is learned from; None if unknown."""
-        return None
-
-    head: Head = "fused"
-    """The kind of head for the memory plan; a fused head only if the model's options allow one."""
-
-    def critic_network(self, policy: Network, numbers: NumberSizes) -> Network | None:
-        """Return the sizes of a critic that is trained with the policy."""
-        return None
-
-    def auxiliary_texts(self) -> AuxiliaryTexts | None:
-        """Return the sizes of further texts that the policy learns from in a step."""
-        return None
-
-    def frozen_model_bytes(self) -> dict[str, int]:
-        """Return the bytes of the weights of frozen models besides the reference, by name."""
-        return {}
+    def step_facts(self) -> StepFacts:
+        """Return the facts of a step that its memory depends on. A method replaces those that are its own."""
+        return StepFacts(reference=self.reference if self.needs_reference else None)
 
     def memory(self) -> Memory | None:
-        """Return the memory model of a rank, as a function of the micro-batch; None if model or rows are unknown, and
-        under DeepSpeed."""
-        trainer: Any = self.trainer
-        shape, lengths = model_shape(self.model), self.lengths()
-        if shape is None or lengths is None or isinstance(trainer.strategy, DeepSpeedStrategy):
-            return None
-        fsdp2 = isinstance(trainer.strategy, ModelParallelStrategy)
-        numbers = number_sizes(self.model, str(trainer.precision), self.optimizer, shards=fsdp2)
-        head = self.head if self.head == "none" or self.model.forward_options.fused_head else "logits"
-        policy = policy_network(self.model, shape, numbers, head)
-        critic, stored = self.critic_network(policy, numbers), stored_bytes(self.model, numbers)
-        networks = list(filter(None, (policy, critic)))
-        buckets = None
-        if isinstance(trainer.strategy, DDPStrategy):
-            viewed = upstream.views_gradients(trainer.strategy)
-            buckets = ddp_buckets(networks, numbers, viewed=viewed)
-        reference = reference_bytes(self.reference, self.model, policy, numbers) if self.needs_reference else 0
-        device = trainer.strategy.root_device
-        may_recompute = self.model.gradient_checkpointing == "auto" and shape.recomputes
-        sizes = Memory(
-            policy,
-            numbers,
-            lengths,
-            critic=critic,
-            auxiliary=self.auxiliary_texts(),
-            buckets=buckets,
-            others={"reference": reference, **self.frozen_model_bytes()},
-            spread_over=self.data_world_size if shards_weights(trainer.strategy) else 1,
-            ranks=trainer.world_size,
-            gathered=gathered_weights(policy, numbers, critic, reference=reference > 0, stored=stored)
-            if fsdp2
-            else None,
-            shards_on_host=device.type == "cuda" and isinstance(offload_policy(trainer.strategy), CPUOffloadPolicy),
-            masters=masters_at_once(networks, numbers, self.optimizer),
-            block=block_numbers(device, NO_TRUNCATION),
-            part=part_numbers(device),
-            may_recompute=may_recompute,
-            may_offload=may_recompute and device.type == "cuda",
-            host=self.host_budget(),
-        )
-        if self.model.processor is not None:
-            sizes = with_images(sizes, self.model, find_largest_prompt(trainer.datamodule, self.model.processor))
-        return (
-            sizes.recomputing(self.micro_batch_plan.offload)
-            if self.micro_batch_plan is not None and self.micro_batch_plan.recompute
-            else sizes
-        )
+        """Return the memory of a rank, as a function of the micro-batch; None if it is not known."""
+        loaded = chain(self.parameters(), self.buffers())
+        budget, host = self.micro_batches.budgets(self.trainer, loaded)
+        facts = self.step_facts()
+        sizes = memory_of_step(facts, self.model, self.optimizer, self.trainer, budget=budget, host=host)
+        return None if sizes is None else self.micro_batches.as_planned(sizes)
 
-    def device_budget(self) -> int | None:
-        """Return the bytes that a plan may use on every rank, as before the policy was loaded; None if unknown.
-
-        For this process alone if no other was started (`lit-rl plan`).
-        """
-        if self._device_budget is None:
-            trainer: Any = self.trainer
-            device = trainer.strategy.root_device
-            loaded = sum(tensor.nbytes for tensor in (*self.parameters(), *self.buffers()) if tensor.device == device)
-            mine = memory_budget(device, gigabytes=self.memory_gb, processes=trainer.num_devices, planned=loaded)
-            self._device_budget = min(gather_objects(mine or 0))
-        return self._device_budget or None
-
-    def host_budget(self) -> int | None:
-        """Return the bytes of host memory that every rank may offload to; None without a GPU, or if unknown."""
-        trainer: Any = self.trainer
-        device = trainer.strategy.root_device
-        if device.type != "cuda" or self.memory_gb is not None:
-            return None
-        if self._host_budget is None:
-            self._host_budget = min(gather_objects(host_memory_budget(trainer.num_devices) or 0))
-        return self._host_budget or None
-
-    def split_step(self, step: StepRows) -> tuple[int, str]:
-        """Split the optimizer step: set the Trainer's micro-batches, and return their number, and the reason for it.
+    def split_step(self, step: StepRows) -> None:
+        """Split the optimizer step of a rank, and set the Trainer's micro-batches.
 
         Raises:
             ConfigError: nothing fits, or the user's micro-batches do not divide the step.
         """
-        trainer: Any = self.trainer
-        if self.model.gradient_checkpointing == "offload" and trainer.strategy.root_device.type != "cuda":
-            raise ConfigError(
-                "model.gradient_checkpointing=offload moves activations from a GPU to the host, and this run has no "
-                "GPU. Set it to true."
-            )
-        self.step_rows = step = replace(step, sequences=self.decoded_at_once(step))
-        request = MicroBatchRequest(self.micro_batch_size, self.user_accumulation)
-        request.check()
-        if self.micro_batch_plan is None or self.micro_batch_plan.micro_batches != trainer.accumulate_grad_batches:
-            budget, device = self.device_budget(), trainer.strategy.root_device
-            limit = None if budget is None else hard_memory_limit(budget, device, gigabytes=self.memory_gb)
-            self.micro_batch_plan, warning = plan_micro_batches(request, step, self.memory(), budget, limit)
-            if warning:
-                rank_zero_warn(warning)
-        self._apply_micro_batches()
-        return trainer.accumulate_grad_batches, self.micro_batch_plan.why if self.micro_batch_plan else ""
-
-    @property
-    def user_accumulation(self) -> int:
-        """The user's `accumulate_grad_batches`: 1 if `split_step` set the Trainer's, as in an earlier `setup`."""
-        trainer: Any = self.trainer
-        ours = (
-            self.micro_batch_plan is not None and self.micro_batch_plan.micro_batches == trainer.accumulate_grad_batches
-        )
-        return 1 if ours else trainer.accumulate_grad_batches
+        self.micro_batches.begin(step, self.trainer, self.model.gradient_checkpointing)
+        self.micro_batches.split(self.trainer, self.memory())
 
     @property
     def parts_of_step(self) -> int:
         """The divisor that the user's micro-batches require of a rank's rows of a step."""
-        size = self.micro_batch_size
-        return max(1, size) if isinstance(size, int) else self.user_accumulation
+        return self.micro_batches.parts_of_rows(self.trainer)
 
     def teardown(self, stage: str) -> None:
-        """Restore the Trainer's micro-batches, so that it may train another module."""
         if stage == "fit":
-            self.trainer.accumulate_grad_batches = self.user_accumulation
-
-    def decoded_at_once(self, step: StepRows) -> int:
-        """Return the number of sequences that are decoded together."""
-        return step.sequences
-
-    def _apply_micro_batches(self) -> None:
-        """Apply the micro-batch plan to the Trainer and the generator. Samples and gradients do not depend on it."""
-        if self.micro_batch_plan is not None:
-            self.trainer.accumulate_grad_batches = self.micro_batch_plan.micro_batches
-            self.bound_decoding(self.micro_batch_plan.decoded)
-
-    def bound_decoding(self, sequences: int | None) -> None:
-        """Bound the number of sequences that an in-process generator decodes at once."""
+            self.micro_batches.restore(self.trainer)
 
     # ------------------------------------------------------------------ loading
 
@@ -486,20 +254,18 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             return
         strategy = self.trainer_or_none.strategy if self.trainer_or_none else None
         if self.model.sees:
-            check_images(self.model, type(self).__name__, strategy, taken=self.takes_images)
+            strategy_checks.check_images(self.model, type(self).__name__, strategy, taken=self.takes_images)
         with preserve_generators():
             torch.manual_seed(self.seed)  # fresh adapters are random: equal on every rank and in every run
             policy = self.load_policy()
-            if self._fitting:
-                check_something_is_trained(policy)
+            strategy_checks.check_loaded_policy(policy, strategy, trains=self._fitting)
             reference = self.reference.module(policy) if self.needs_reference else None
             others = self.companions(policy)
         stays = reference if self.needs_reference and not self.reference.moves else None
         self.identity.model = model_record(self.model, policy, stays)
-        if isinstance(strategy, ZeROStrategy):
-            check_zero_model(policy, strategy)
         if isinstance(strategy, ModelParallelStrategy):
-            mesh, how = strategy.device_mesh["data_parallel"], (shard_precision(strategy), offload_policy(strategy))
+            mesh = strategy.device_mesh["data_parallel"]
+            how = master_weights.shard_precision(strategy), offload_policy(strategy)
             for module in (policy, reference, *others.values()):
                 if isinstance(module, nn.Module):
                     if isinstance(strategy, FSDPTPStrategy):
@@ -508,7 +274,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         self.policy, self.reference_policy = policy, reference
         for name, module in others.items():
             setattr(self, name, module)
-        self._set_checkpointing()
+        self.micro_batches.set_checkpointing(self.model.gradient_checkpointing, self.trained_modules.values())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights as torch does, and load the policy first if it is not.
@@ -520,24 +286,6 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             if isinstance(self.model, LoadedModel):
                 self.model.note_training()
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
-
-    def with_image_gradients(self, loss: Tensor) -> Tensor:
-        """Add a gradient of 0 for weights that only rows with images train.
-
-        If the rows of one rank have no images, the others would wait for its gradient; and without a gradient an
-        optimizer would skip these weights in a step without images, on one rank and not on several.
-        """
-        if not self.model.sees:
-            return loss
-        modules = (getattr(self, name) for name in ("policy", *self.trained_beside))
-        return loss + sum(0 * parameter.sum() for module in modules for parameter in trained_by_images(module))
-
-    def _set_checkpointing(self) -> None:
-        """Turn on gradient checkpointing if the memory plan chose it."""
-        if self.model.gradient_checkpointing == "auto" and self.micro_batch_plan is not None:
-            how = "offload" if self.micro_batch_plan.offload else self.micro_batch_plan.recompute
-            for name in ("policy", *self.trained_beside):
-                set_checkpointing(getattr(self, name), how)
 
     def load_policy(self) -> nn.Module:
         """Load the trained model from its description: a language model, unless a method trains another head."""
@@ -551,12 +299,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             folder: A new folder, or an earlier export, which is replaced.
             facts: Facts for the model card, see `model_card`.
         """
-        from peft import PeftModel
-
-        pipeline = "image-text-to-text" if self.model.sees else "text-generation"
-        adapter = isinstance(self.policy, PeftModel) and not self.model.sees
-        card = model_card(facts, loaded_by=self.loaded_by, pipeline=pipeline, adapter=adapter, tags=self.hub_tags)
-        return export_policy(self.model, weights, self.policy, folder, card=card, prompts=facts.get("prompts"))
+        return self.export_form.write(self.model, self.policy, weights, folder, facts)
 
     def save_pretrained(self, folder: str | Path) -> ExportReport | None:
         """Call `export` with the current weights, and a card that names model and method.
@@ -579,11 +322,6 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         trainer = self.trainer_or_none
         return self.export(weights, folder, facts) if trainer is None or trainer.is_global_zero else None
 
-    @property
-    def loaded_by(self) -> str:
-        """The class of transformers that loads an export."""
-        return "AutoModelForImageTextToText" if self.model.sees else "AutoModelForCausalLM"
-
     def companions(self, policy: nn.Module) -> dict[str, nn.Module]:
         """Return further modules, trained or frozen, made from the loaded policy, by attribute name."""
         return {}
@@ -597,43 +335,23 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         return [self.scheduler]
 
     def configure_optimizers(self) -> Any:
-        trained = {name: tensor for name, tensor in self._trained_names().items() if tensor.requires_grad}
-        check_trainable_weights(trained, self.trainer.strategy)
-        check_optimizer_shards(self.optimizer, self.trainer.strategy)
-        groups = self.parameter_groups()
-        keeps_its_own = isinstance(self.trainer.strategy, DeepSpeedStrategy)
-        optimizer = self.optimizer(groups) if keeps_its_own else with_masters(self.optimizer, groups)
+        strategy, groups = self.trainer.strategy, self.parameter_groups()
+        trained = checkpoints.trained_tensors(self.trained_modules)
+        trained = {name: tensor for name, tensor in trained.items() if tensor.requires_grad}
+        strategy_checks.check_trainable_weights(trained, strategy)
+        strategy_checks.check_optimizer_shards(self.optimizer, strategy)
+        keeps_its_own = isinstance(strategy, DeepSpeedStrategy)
+        optimizer = self.optimizer(groups) if keeps_its_own else master_weights.with_masters(self.optimizer, groups)
         argument_checks.check_made_optimizer(optimizer)
-        if keeps_its_own:
-            check_zero_optimizer(optimizer)
-        if averages_gradients(optimizer, self.trainer.strategy):
-            self.trainer.strategy.model.require_backward_grad_sync = False  # pyright: ignore
-        if isinstance(self.trainer.strategy, FSDPTPStrategy):
-            check_tensor_parallel_optimizer(optimizer)
+        strategy_checks.check_optimizer(optimizer, strategy)
+        if master_weights.averages_gradients(optimizer, strategy):
+            strategy.model.require_backward_grad_sync = False  # pyright: ignore
+        if isinstance(strategy, FSDPTPStrategy):
             step_one_by_one(optimizer)
         upstream.keep_gradients_scaled(optimizer)
-        schedule = scheduler_by_group(optimizer, self.total_steps, self.schedules())
+        schedule = scheduler_by_group(optimizer, data_and_trainer.total_steps(self.trainer), self.schedules())
         self.identity.note_optimizer(optimizer, schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    @property
-    def total_steps(self) -> float:
-        """Optimizer steps of the whole run; infinite if nothing ends it.
-
-        `Trainer.estimated_stepping_batches` will not do: read before a checkpoint is restored, it makes Lightning set
-        up the training data at once, and the restored position of the loader is never used.
-        """
-        trainer: Any = self.trainer
-        steps = math.inf if trainer.max_steps in (None, -1) else trainer.max_steps
-        if trainer.max_epochs in (None, -1):
-            return steps
-        return min(steps, math.ceil(self._epoch_batches() / trainer.accumulate_grad_batches) * trainer.max_epochs)
-
-    def _epoch_batches(self) -> int:
-        """Return the number of batches of an epoch in Lightning's loop, on this rank."""
-        trainer: Any = self.trainer
-        batches, limit = len(trainer.datamodule.train_dataloader()), trainer.limit_train_batches
-        return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
 
     def configure_gradient_clipping(
         self,
@@ -650,8 +368,8 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         if isinstance(strategy, DeepSpeedStrategy):
             return  # the engine clips in its step, with the Trainer's setting: see `optimizer_step`
         trained = [p for group in optimizer.param_groups for p in group["params"]]
-        if averages_gradients(optimizer, strategy):
-            average_over_ranks(trained, self.data_world_size)
+        if master_weights.averages_gradients(optimizer, strategy):
+            master_weights.average_over_ranks(trained, self.ranks.world_size)
         by_value = gradient_clip_algorithm == "value"
         limit = math.inf if by_value or not gradient_clip_val else gradient_clip_val
         if isinstance(strategy, FSDPStrategy):
@@ -665,20 +383,12 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
         if self.broken_steps.should_skip(float(self.grad_norm), scaled=scaled):
-            self.drop_gradients(optimizer)
+            drop_gradients(optimizer, strategy)
             self._report_broken()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         with fixed_order(loss.device):
             super().backward(loss, *args, **kwargs)
-
-    def drop_gradients(self, optimizer: Any) -> None:
-        """Drop the gradients of a backward pass, so that the optimizer changes neither weights nor moments."""
-        strategy = self.trainer.strategy
-        if isinstance(strategy, ZeROStrategy):
-            strategy.leave_out_step()
-        else:
-            optimizer.zero_grad()
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
@@ -720,15 +430,12 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     # ------------------------------------------------------------------ validate, test
 
     def on_validation_epoch_end(self) -> None:
-        self._end_validation("val")
+        logged = self.log_evaluation("val")
+        if self._fitting and not self.trainer.sanity_checking:
+            data_and_trainer.check_monitors(self.trainer, logged, may_come=self.may_log)
 
     def on_test_epoch_end(self) -> None:
-        self._end_validation("test")
-
-    def _end_validation(self, stage: str) -> None:
-        logged = self.log_evaluation(stage)
-        if self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
-            check_monitors(self.trainer, logged, may_come=self.may_log)
+        self.log_evaluation("test")
 
     def log_evaluation(self, stage: str) -> set[str]:
         """Log the metrics of every validation set, and return their names."""
@@ -737,43 +444,6 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     def may_log(self, name: str) -> bool:
         """Tell whether a metric that no step has logged so far may be logged later."""
         return False
-
-    def flops_of_update(self, spans: Sequence[Span], own: Sequence[Span], scored: int, *, reads: int = 0) -> float:
-        """Return the FLOPs of forward and backward passes of the trained models; 0 if they cannot be counted.
-
-        Args:
-            spans: Spans that the policy computes.
-            own: Spans that another trained model computes: each row by itself.
-            scored: Positions whose log-probs are computed.
-            reads: Forward passes without gradient of models as large as the policy.
-        """
-        if self._flops is None:
-            beside = (getattr(getattr(self, name), "trunk", None) for name in self.trained_beside)
-            models = [self.policy, *(trunk for trunk in beside if trunk is not None)]
-            try:
-                self._flops = [ModelFlops.of_model(model) for model in models]
-            except (AttributeError, TypeError, ArithmeticError):  # no text decoder, or its config is of another kind
-                self._flops = []
-        costs = [flops.of(spans if place == 0 else own, scored) for place, flops in enumerate(self._flops)]
-        return float(sum(cost.training for cost in costs) + reads * sum(cost.forward for cost in costs[:1]))
-
-    def speed_of(self, seconds: Mapping[str, float], sampled: float = 0.0) -> dict[str, float]:
-        """Return the metrics of `Speed.line` since the last log line. A collective.
-
-        Args:
-            seconds: Seconds of each phase.
-            sampled: Tokens that all ranks sampled.
-        """
-        trainer: Any = self.trainer
-        half = "16" in str(trainer.precision) or getattr(self.model, "dtype", "") in ("bfloat16", "float16")
-        return self.speed.line(
-            self.ranks,
-            seconds=seconds,
-            sampled=sampled,
-            held=self.phase_memory.held,
-            devices=trainer.world_size,
-            peak=peak_of(trainer.strategy.root_device, half=half),
-        )
 
     def publish_metrics(self, metrics: dict[str, float], step: int) -> None:
         """Publish reduced training metrics to callbacks and Lightning's progress bar, as `log` would.
@@ -790,13 +460,8 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in told.items()})
         self.trainer.progress_bar_metrics.update(in_bar)
         if self.metrics_step is None:
-            check_monitors(self.trainer, metrics, "train/", self.may_log)
+            data_and_trainer.check_monitors(self.trainer, metrics, "train/", self.may_log)
         self.metrics_step = step
-
-    def log_to_loggers(self, metrics: dict[str, float], step: int) -> None:
-        """Write metrics, already reduced over ranks, to the Trainer's loggers as those of an optimizer step."""
-        for logger in self.trainer.loggers:
-            logger.log_metrics(metrics, step=step)
 
     def on_train_epoch_end(self) -> None:
         """Log the remaining metrics at the end of the run, before callbacks see the end."""
@@ -809,10 +474,9 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
 
     def log_validation(self, metrics: dict[str, float]) -> set[str]:
         """Log under the number of the step, and return the names."""
-        fitting = self.trainer.state.fn == TrainerFn.FITTING
-        if fitting and not self.trainer.sanity_checking:
-            self.log_to_loggers(metrics, self.global_step)  # `log_dict` counts a step less at an epoch's end
-        self.log_dict(metrics, logger=not fitting, batch_size=1)
+        if self._fitting and not self.trainer.sanity_checking:
+            log_to_loggers(self.trainer, metrics, self.global_step)  # `log_dict` counts a step less at an epoch's end
+        self.log_dict(metrics, logger=not self._fitting, batch_size=1)
         return set(metrics)
 
     # ------------------------------------------------------------------ checkpoints
@@ -845,7 +509,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         Raises:
             StorageError: the checkpoint is of another model.
         """
-        checkpoints.check_trained_tensors(checkpoint["state_dict"], self._trained_names())
+        checkpoints.check_trained_tensors(checkpoint["state_dict"], checkpoints.trained_tensors(self.trained_modules))
         self.load_state_dict(checkpoint["state_dict"], strict=False)  # checkpoints contain trained tensors only
         if self.needs_reference and self.reference.moves:
             checkpoints.load_reference(self.reference, self.reference_policy, checkpoint, required=self._fitting)
@@ -870,7 +534,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save trained tensors only (no reference, no frozen base), every rank's own state, algorithm and precision."""
         if checkpoint.get("state_dict"):
-            trained = self._trained_names()
+            trained = checkpoints.trained_tensors(self.trained_modules)
             weights = {name: tensor for name, tensor in checkpoint["state_dict"].items() if name in trained}
             checkpoint["state_dict"] = weights
         checkpoint["algorithm"] = checkpoints.algorithm_kind(type(self))
@@ -880,8 +544,8 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         checkpoint["lit_rl"] = self.ranks.objects(mine | {"broken_steps": self.broken_steps.in_a_row})
         if self.trainer_or_none is not None:
             checkpoint["precision"] = str(self.trainer.precision)
-        if self.micro_batch_plan is not None:
-            checkpoint["micro_batch_plan"] = asdict(self.micro_batch_plan)
+        if self.micro_batches.plan is not None:
+            checkpoint["micro_batch_plan"] = asdict(self.micro_batches.plan)
         if self.needs_reference and self.reference.moves:
             checkpoint["reference"] = self.reference.state(self.reference_policy)
 
@@ -917,24 +581,34 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         allowed = self.model.allow_changed
         self.identity.compare(checkpoint, type(self).__name__, resumes=self._fitting, allow_changed=allowed)
         if weights := checkpoint.get("state_dict"):
-            checkpoints.check_trained_tensors(weights, self._trained_names())
+            checkpoints.check_trained_tensors(weights, checkpoints.trained_tensors(self.trained_modules))
         if self._fitting:
             if self.precision_by_device:
-                checkpoints.check_precision(checkpoint_precision(checkpoint), str(self.trainer.precision))
-            trained = [tensor for tensor in self._trained_names().values() if tensor.requires_grad]
-            check_masters(checkpoint.get("optimizer_states", ()), trained, self.optimizer)
+                before = master_weights.checkpoint_precision(checkpoint)
+                checkpoints.check_precision(before, str(self.trainer.precision))
+            tensors = checkpoints.trained_tensors(self.trained_modules).values()
+            trained = [tensor for tensor in tensors if tensor.requires_grad]
+            master_weights.check_masters(checkpoint.get("optimizer_states", ()), trained, self.optimizer)
         if self.needs_reference and self.reference.moves:
             checkpoints.load_reference(self.reference, self.reference_policy, checkpoint, required=self._fitting)
         ranks = checkpoint.get("lit_rl", ()) if self.trainer_or_none is not None else ()
-        if ranks and len(ranks) != self.data_world_size:
-            if self._fitting:
-                self._load_other_world(ranks, checkpoint["loops"])
+        name, world_size = type(self).__name__, self.ranks.world_size
+        if ranks and len(ranks) != world_size:
+            if self._fitting:  # at the next rollout or step, whose micro-batches are planned anew
+                sizes = {"slots": self.slots, "epoch": data_and_trainer.epoch_batches(self.trainer)}
+                saved, slots = checkpoints.of_other_ranks(checkpoint, name, world_size=world_size, **sizes)
+                self.load_rank_state(checkpoints.saved_by_algorithm(self.merge_rank_states(saved), name))
+                self.broken_steps.in_a_row = ranks[0]["broken_steps"]
+                self._generators.seed_by_step = True
+                dropped = self.describe_dropped_state(saved, slots)
+                rank_zero_info(checkpoints.describe_other_ranks(len(ranks), world_size, dropped))
             return
-        if "micro_batch_plan" in checkpoint and self.micro_batch_size == "auto" and self._fitting:
-            self.resume_micro_batches(MicroBatchPlan(**checkpoint["micro_batch_plan"]))
+        if "micro_batch_plan" in checkpoint and self.micro_batches.size == "auto" and self._fitting:
+            self.micro_batches.resume(MicroBatchPlan(**checkpoint["micro_batch_plan"]), self.trainer)
+            self.micro_batches.set_checkpointing(self.model.gradient_checkpointing, self.trained_modules.values())
         if ranks:
-            saved = ranks[self.data_rank]
-            self.load_rank_state(checkpoints.saved_by_algorithm(saved["module"], type(self).__name__))
+            saved = ranks[self.ranks.rank]
+            self.load_rank_state(checkpoints.saved_by_algorithm(saved["module"], name))
             self.broken_steps.in_a_row = saved["broken_steps"]
             self._generators.load(saved["rng"])
 
@@ -946,38 +620,14 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         }
         return run_settings(type(self), arguments, self.model, self.trainer_or_none)
 
-    def _load_other_world(self, ranks: Sequence[dict[str, Any]], loops: dict[str, Any]) -> None:
-        """Resume at the next rollout or step from a checkpoint of another number of ranks.
-
-        Micro-batches are planned anew: a process has another share of a step.
-        """
-        before = checkpoints.slots_when_written(loops, len(ranks), self.data_world_size)
-        checkpoints.advance_loops(loops, before, self.slots, self._epoch_batches())
-        name = type(self).__name__
-        saved = [checkpoints.saved_by_algorithm(each["module"], name) for each in ranks]
-        self.load_rank_state(checkpoints.saved_by_algorithm(self.merge_rank_states(saved), name))
-        self.broken_steps.in_a_row = ranks[0]["broken_steps"]
-        self._generators.seed_by_step = True
-        rank_zero_info(
-            f"The checkpoint was written by {checkpoints.count_processes(len(ranks))}, and this run has "
-            f"{self.data_world_size}. "
-            f"{self.describe_dropped_state(saved, before)} Steps have as many rows as before, a process "
-            f"{len(ranks) / self.data_world_size:g} times as many."
-        )
-
     @property
     def _fitting(self) -> bool:
         return self.trainer_or_none is not None and self.trainer_or_none.state.fn == TrainerFn.FITTING
 
-    def resume_micro_batches(self, plan: MicroBatchPlan) -> None:
-        """Split steps as the resumed run did, whatever memory is free now: last bits depend on it."""
-        self.micro_batch_plan = plan
-        self._apply_micro_batches()
-        self._set_checkpointing()
-
     def on_train_start(self) -> None:
         if self.identity.is_resumed:
-            config, steps, schedules = self.trainer.lr_scheduler_configs[0], self.total_steps, self.schedules()
+            config, steps = self.trainer.lr_scheduler_configs[0], data_and_trainer.total_steps(self.trainer)
+            schedules = self.schedules()
             config.scheduler = self.identity.apply_settings(
                 self.trainer.optimizers[0],
                 config.scheduler,  # pyright: ignore[reportArgumentType]
@@ -986,14 +636,9 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
             )
         if isinstance(self.model, LoadedModel):
             self.model.note_training()
-        self._generators.start(self.seed, self.data_rank, self.global_step, self.trainer.strategy.root_device)
+        self._generators.start(self.seed, self.ranks.rank, self.global_step, self.trainer.strategy.root_device)
 
-    def _trained_names(self) -> dict[str, Tensor]:
-        """Return the tensors that training changes, by name: parameters with gradient, and saved buffers."""
-        modules = {name: getattr(self, name) for name in ("policy", *self.trained_beside)}
-        return {
-            f"{prefix}.{name}": tensor
-            for prefix, module in modules.items()
-            for name, tensor in module.state_dict(keep_vars=True).items()
-            if not isinstance(tensor, nn.Parameter) or tensor.requires_grad
-        }
+    @property
+    def trained_modules(self) -> dict[str, nn.Module]:
+        """The modules that are trained, by attribute name."""
+        return {name: getattr(self, name) for name in ("policy", *self.trained_beside)}

@@ -27,14 +27,15 @@ from lit_rl.algorithms.checks.data_and_trainer import (
     trainer_examples,
 )
 from lit_rl.algorithms.checks.memory import RowLengths
-from lit_rl.algorithms.checks.micro_batching import MicroBatchPlan, StepRows, rows_scored_at_once
+from lit_rl.algorithms.checks.micro_batching import StepRows
+from lit_rl.algorithms.checks.model_sizes import StepFacts
 from lit_rl.algorithms.checks.strategy_checks import Feature
 from lit_rl.algorithms.data_parallel import data_world_size
 from lit_rl.algorithms.evaluation.summary_statistics import Averages, prefixed
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.optim.strategies import flattens_weights
-from lit_rl.algorithms.records import OfflineRecords, learning_rates
+from lit_rl.algorithms.records import OfflineRecords, learning_rates, log_to_loggers
 from lit_rl.algorithms.rollouts import checkpoints
 from lit_rl.algorithms.rollouts.phase_costs import UpdateWork
 from lit_rl.algorithms.rollouts.rollout_plan import OfflinePlan
@@ -52,7 +53,9 @@ from lit_rl.core.rollout import PromptBatch
 from lit_rl.data.example_set import ExampleSet
 from lit_rl.data.kinds import Kind
 from lit_rl.models.forward import TextScores, refuse_leaks, score_texts
+from lit_rl.models.hf_export import ExportForm
 from lit_rl.models.model_costs import Span
+from lit_rl.models.vision_parts import with_image_gradients
 from lit_rl.ops.reductions import Metrics
 from lit_rl.settings.algorithms import OfflineConfig, OfflinePolicyConfig
 from lit_rl.settings.base import takes
@@ -64,7 +67,7 @@ class OfflineModule(PolicyModule, ABC):
     learns_from: ClassVar[Kind]
     """The kind of examples that the data module must provide."""
 
-    hub_tags = ()
+    export_form = ExportForm()
 
     headline: ClassVar[tuple[str, ...]] = ("loss",)
     """Validation metrics that a run shows before and after training."""
@@ -80,7 +83,7 @@ class OfflineModule(PolicyModule, ABC):
         self._val_averages: list[Averages] = []
         self._micro: ExampleBatch | None = None
         self._whole: WholeStep | None = None
-        self._scored: int | None = None
+        self.micro_batches.texts = 2 if self.learns_from == "pairs" else 1
 
     # ------------------------------------------------------------------ interface of a method
 
@@ -146,16 +149,16 @@ class OfflineModule(PolicyModule, ABC):
                 check_stream(self.reads_all_rows())
             plan = OfflinePlan(
                 batch_size=data.batch_size,
-                accumulate=self.user_accumulation,
-                world_size=self.data_world_size,
+                accumulate=self.micro_batches.accumulation(trainer),
+                world_size=self.ranks.world_size,
                 rows=len(data.corpus.train),
                 stream_buffer=data.stream_buffer,
             )
-            accumulate, why = self.split_step(StepRows(data.batch_size // self.data_world_size, 1))
-            self.plan = replace(plan, accumulate=accumulate, why=why)
-            self.check_length(data)
-        elif self.micro_batch_plan is None:
-            self.fit_scoring()
+            self.split_step(StepRows(data.batch_size // self.ranks.world_size, 1))
+            self.plan = self._with_micro_batches(plan)
+            data_and_trainer.check_length(self.trainer, data, self.schedules())
+        elif self.micro_batches.asks_plan:
+            self.micro_batches.fit_scoring(self.memory())
 
     reads_margins = False
     """True if the loss of pairs reads the column `margin`."""
@@ -175,23 +178,10 @@ class OfflineModule(PolicyModule, ABC):
             rows=0,
         )
 
-    def lengths(self) -> RowLengths:
+    def step_facts(self) -> StepFacts:
         longest, scored = self.longest_text(), self.most_scored_tokens()
-        return RowLengths(longest - scored, scored, texts=2 if self.learns_from == "pairs" else 1)
-
-    @property
-    def most_texts(self) -> int | None:
-        rows = self.micro_batch_plan.scored if self.micro_batch_plan is not None else self._scored
-        return None if rows is None else rows * (2 if self.learns_from == "pairs" else 1)
-
-    def fit_scoring(self) -> None:
-        """Bound the rows scored at once in a validation without training."""
-        if self.micro_batch_size != "auto":
-            return
-        memory, budget = self.memory(), self.device_budget()
-        if memory is not None and budget is not None:
-            unlearned = replace(memory.numbers, gradient=0, moments=0, remainder=0)
-            self._scored = rows_scored_at_once(replace(memory, numbers=unlearned, masters=0), budget)
+        lengths = RowLengths(longest - scored, scored, texts=self.micro_batches.texts)
+        return replace(super().step_facts(), lengths=lengths)
 
     def longest_text(self) -> int:
         """Return the number of tokens of the longest text of a step."""
@@ -203,17 +193,21 @@ class OfflineModule(PolicyModule, ABC):
         data: Any = self.trainer.datamodule  # pyright: ignore
         return data.most_learned if self.model.forward_options.fused_head else self.longest_text()
 
-    def resume_micro_batches(self, plan: MicroBatchPlan) -> None:
-        super().resume_micro_batches(plan)
+    def _with_micro_batches(self, plan: OfflinePlan) -> OfflinePlan:
+        taken = self.micro_batches.plan
+        return plan if taken is None else replace(plan, accumulate=taken.micro_batches, why=taken.why)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
         if self.plan is not None:
-            self.plan = replace(self.plan, accumulate=plan.micro_batches, why=plan.why)
+            self.plan = self._with_micro_batches(self.plan)
 
     def on_train_batch_start(self, batch: ExampleBatch, batch_idx: int) -> None:
         self.in_a_step = True
         if batch.slot == 0:
-            self.speed.begin()
+            self.costs.begin()
             self._records.open(batch.totals)
-            self.phase_memory.begin()
+            self.costs.memory.begin()
             self._whole = None
             if self.couples_rows and batch.totals.shares > 1:
                 with self.trainer.precision_plugin.forward_context():  # Lightning opens it in `training_step` only
@@ -226,7 +220,8 @@ class OfflineModule(PolicyModule, ABC):
         loss, metrics = self.training_loss(batch, self._whole)
         self._records.add({"loss": (loss, loss.new_full((), 1 / shares)), **metrics})
         # Lightning divides by the accumulated batches and averages over ranks; the loss already has its denominator.
-        return self.with_image_gradients(loss * shares)
+        share = loss * shares
+        return with_image_gradients(share, self.trained_modules.values()) if self.model.sees else share
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
@@ -234,9 +229,9 @@ class OfflineModule(PolicyModule, ABC):
         """Take an optimizer step, and log its metrics before any callback can save."""
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         self.after_step()
-        self.speed.add(self._work())
+        self.costs.add(self._work())
         self._records.close(self.grad_norm, skipped=self.broken_steps.last)
-        self.phase_memory.end("update")
+        self.costs.memory.end("update")
         self._rates = learning_rates(self.trainer.optimizers[0])
         every = self.trainer.log_every_n_steps  # pyright: ignore
         if every and (self.global_step + 1) % every == 0:
@@ -248,10 +243,11 @@ class OfflineModule(PolicyModule, ABC):
 
     def _log_steps(self, step: int, *, kept: bool = False) -> None:
         """Log one line of metrics for the optimizer steps since the last line."""
-        seconds = self.take_generation_seconds()
-        metrics = self._records.line(self.ranks, self.coefficients(), self._rates, seconds, kept=kept)
-        metrics |= self.speed_of({"generate": seconds, "update": metrics["time/update"]})
-        self.log_to_loggers(metrics, step)
+        generating = self.take_generation_seconds()
+        metrics = self._records.line(self.ranks, self.coefficients(), self._rates, generating, kept=kept)
+        seconds = {"generate": generating, "update": metrics["time/update"]}
+        metrics |= self.costs.line(self.ranks, self.trainer, self.model.dtype, seconds=seconds)
+        log_to_loggers(self.trainer, metrics, step)
         self.publish_metrics(metrics, step)
 
     def _work(self) -> UpdateWork:
@@ -259,8 +255,9 @@ class OfflineModule(PolicyModule, ABC):
         assert self._micro is not None
         totals, ref = self._micro.totals, self._micro.ref_logprobs
         spans, reads = [Span(0, tokens) for tokens in totals.texts], int(self.needs_reference and ref is None)
-        flops = self.flops_of_update(spans, spans, totals.learned, reads=reads)
-        return UpdateWork(flops / self.data_world_size, totals.learned / self.data_world_size)
+        models = self.trained_modules.values()
+        flops = self.costs.flops_of_update(models, spans, spans, totals.learned, reads=reads)
+        return UpdateWork(flops / self.ranks.world_size, totals.learned / self.ranks.world_size)
 
     def step_batch(self) -> dict[str, Any]:
         micro = self._micro
@@ -398,8 +395,8 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
         data_and_trainer.warn_unused_evaluation(self.evaluation, self.trainer, data.val_names, stage)
         data_and_trainer.bind_validation(self.reward_functions, data)
         self.load_rewards()
-        if stage != "fit":
-            self.fit_decoding()
+        if stage != "fit" and self.micro_batches.asks_plan:
+            self.micro_batches.fit_decoding(self.memory())
 
     def columns_read(self, columns: Sequence[str]) -> set[str]:
         return self.reward_functions.reads(columns)

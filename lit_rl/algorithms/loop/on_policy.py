@@ -8,25 +8,26 @@ automatic optimisation (accumulation, clipping, precision, schedules, `max_steps
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lit_rl.algorithms.checks import data_and_trainer, episode_checks, model_sizes
-from lit_rl.algorithms.checks.memory import REWARD_MODELS, Memory, RowLengths
-from lit_rl.algorithms.checks.micro_batching import MicroBatchPlan, StepRows
+from lit_rl.algorithms.checks.memory import REWARD_MODELS, RowLengths
+from lit_rl.algorithms.checks.micro_batching import StepRows
+from lit_rl.algorithms.checks.model_sizes import StepFacts
 from lit_rl.algorithms.checks.policy_gradient_checks import check_weight_copies
 from lit_rl.algorithms.checks.strategy_checks import Feature
 from lit_rl.algorithms.data_parallel import data_world_size
 from lit_rl.algorithms.evaluation.validation import MOST_ROWS, entropies
 from lit_rl.algorithms.loop.generating import GeneratingModule
-from lit_rl.algorithms.records import RolloutRecords, learning_rates
+from lit_rl.algorithms.optim.strategies import drop_gradients
+from lit_rl.algorithms.records import RolloutRecords, learning_rates, log_to_loggers
 from lit_rl.algorithms.rollouts import checkpoints
 from lit_rl.algorithms.rollouts.phase_costs import UpdateWork
 from lit_rl.algorithms.rollouts.rollout_plan import (
@@ -50,6 +51,7 @@ from lit_rl.environments.environment_base import EpisodeSource, Interactive
 from lit_rl.models.forward import TokenScores, score
 from lit_rl.models.model_costs import Span
 from lit_rl.models.shared_prefix import worth_sharing
+from lit_rl.models.vision_parts import with_image_gradients
 from lit_rl.ops.kl import k3
 from lit_rl.ops.reductions import Metrics, StepTokens, StepTotals
 from lit_rl.rewards.judges import RewardJudge
@@ -64,7 +66,7 @@ class OnPolicyModule(GeneratingModule, ABC):
     def __init__(self, settings: OnPolicyConfig) -> None:
         super().__init__(config=settings)
         self.minibatches, self.iterations = settings.minibatches, settings.iterations
-        self.split_groups: int | Literal["auto"] = settings.split_groups
+        self.micro_batches.split_groups = settings.split_groups
         self.group_size, self.groups = settings.group_size, settings.groups
         self.plan: BatchPlan | None = None
         self.rollout: Rollout | None = None
@@ -130,7 +132,7 @@ class OnPolicyModule(GeneratingModule, ABC):
     def on_train_batch_start(self, batch: PromptBatch, batch_idx: int) -> None:
         if batch.slot == 0:
             self.stopwatch.reset()
-            self.speed.begin()
+            self.costs.begin()
             self.source.begin_rollout()
             with run_ending_hook(), self.rollout_context(), self.source.keep_ahead_on_abort():
                 rollout = self.take_rollout(batch)
@@ -185,7 +187,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         assert self.rollout is not None and self.plan is not None
         step, number = divmod(batch.slot, self.plan.accumulate)
         micro = self._micro_batch(batch)
-        self.speed.add(self._work[batch.slot])
+        self.costs.add(self._work[batch.slot])
         if self.needs_step and number == 0 and self.plan.accumulate * self.plan.world_size > 1:
             self._step_tokens = self.look_ahead([self._micro_batch(batch, i) for i in range(self.plan.accumulate)])
         scores = self.token_scores(micro.completions)
@@ -195,7 +197,8 @@ class OnPolicyModule(GeneratingModule, ABC):
         self.after_micro_batch(micro, scores, self._step_tokens)
         self.seen = SeenRows.of(self.dealt_out(batch)[1][batch.slot], scores)
         # Lightning divides by the accumulated batches and averages over ranks; the loss already has its denominator.
-        return self.with_image_gradients(loss * shares)
+        share = loss * shares
+        return with_image_gradients(share, self.trained_modules.values()) if self.model.sees else share
 
     # ------------------------------------------------------------------ parts of a rollout
 
@@ -305,9 +308,9 @@ class OnPolicyModule(GeneratingModule, ABC):
         if stage == "fit":
             check_weight_copies(self.generator, self.trainer)
             self._plan_batches(data)
-            self.check_length(data)
-        else:
-            self.fit_decoding()
+            data_and_trainer.check_length(self.trainer, data, self.schedules())
+        elif self.micro_batches.asks_plan:
+            self.micro_batches.fit_decoding(self.memory())
 
     def features(self) -> Iterator[Feature]:
         yield from super().features()
@@ -380,7 +383,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             iterations=self.iterations,
             accumulate=trainer.accumulate_grad_batches,
             world_size=data_world_size(trainer),
-            split_groups=self._user_slices,
+            split_groups=self.micro_batches.slices,
         )
 
     def _plan_batches(self, data: Any) -> None:
@@ -390,13 +393,13 @@ class OnPolicyModule(GeneratingModule, ABC):
             group_size=self.group_size,
             minibatches=self.minibatches,
             iterations=self.iterations,
-            accumulate=self.user_accumulation,
-            world_size=self.data_world_size,
-            split_groups=self._user_slices,
+            accumulate=self.micro_batches.accumulation(self.trainer),
+            world_size=self.ranks.world_size,
+            split_groups=self.micro_batches.slices,
             max_new_tokens=self.longest_response(self.sampling),
         )
         slices: Sequence[int] = (1,)  # numbers of slices that the memory plan may split a group into
-        if self.split_groups == "auto" and not self.compares_in_step:
+        if self.micro_batches.split_groups == "auto" and not self.compares_in_step:
             slices = [parts for parts in range(1, self.group_size + 1) if self.group_size % parts == 0]
         step = StepRows(
             plan.units,
@@ -404,10 +407,10 @@ class OnPolicyModule(GeneratingModule, ABC):
             sequences=plan.completions // plan.world_size,
             whole="groups, or slices of them",
             slices=slices,
-            sliced_by_hand=self.split_groups != "auto" and not self.compares_in_step,
+            sliced_by_hand=self.micro_batches.split_groups != "auto" and not self.compares_in_step,
         )
-        accumulate, why = self.split_step(step)
-        self.plan = self._with_micro_batches(plan, step, accumulate, why)
+        self.split_step(step)
+        self.plan = self._with_micro_batches(plan)
         data_and_trainer.warn_partial_rollouts(self.trainer, self.plan.slots)
 
     def _fits(self, longest: int, sampling: Sampling, key: str) -> None:
@@ -420,52 +423,37 @@ class OnPolicyModule(GeneratingModule, ABC):
         data_and_trainer.check_engine(self.generator, whole, self.longest_prompt(longest))
 
     @property
-    def _user_slices(self) -> int:
-        return 1 if isinstance(self.split_groups, str) else self.split_groups
-
-    @property
     def parts_of_step(self) -> int:
         """The divisor that the user's batch settings require of a rank's prompts of a rollout."""
-        slices, size = self._user_slices, self.micro_batch_size
-        parts = self.user_accumulation
-        if isinstance(size, int):
-            parts, left = divmod(max(1, size), max(1, self.group_size // slices))
-            parts = 1 if left or not parts else parts  # a part of a group, or refused by the batch plan
-        return self.minibatches * (parts // math.gcd(parts, slices))
+        return self.minibatches * self.micro_batches.parts_of_groups(self.trainer, self.group_size)
 
-    def lengths(self) -> RowLengths:
-        data: Any = self.trainer.datamodule  # pyright: ignore
-        rows = max(1, self.group_size // self._user_slices)  # a remainder is refused by the batch plan
+    def step_facts(self) -> StepFacts:
+        facts, data = super().step_facts(), self.trainer.datamodule  # pyright: ignore
+        rows = max(1, self.group_size // self.micro_batches.slices)  # a remainder is refused by the batch plan
         shares = rows > 1 and self.shares_prompts and self.forward_options.shared_prompts
         shares = shares and model_sizes.shares_prompts(self.model)
         device: Any = self.trainer.strategy.root_device
         # With `memory_gb` the plan may be for a GPU, which does not fold.
-        here = device.type == "cpu" and self.memory_gb is None
+        here = device.type == "cpu" and self.micro_batches.memory_gb is None
         folds = shares and self.forward_options.folded_attention and here
         longest, new_tokens = self.longest_prompt(data.longest_prompt), self.longest_response(self.sampling)
-        return RowLengths(longest, new_tokens, rows, shares=shares, folds=folds)
-
-    def frozen_model_bytes(self) -> dict[str, int]:
+        lengths = RowLengths(longest, new_tokens, rows, shares=shares, folds=folds)
         # They are loaded by now, so measured free memory is already without them, and a user's `memory_gb` is not.
-        return super().frozen_model_bytes() | (
-            {REWARD_MODELS: self.reward_functions.weight_bytes} if self.memory_gb else {}
-        )
+        rewards = {REWARD_MODELS: self.reward_functions.weight_bytes} if self.micro_batches.memory_gb else {}
+        copies = self.generator.lag if self.generator.lag > 1 else 0
+        return replace(facts, lengths=lengths, frozen={**facts.frozen, **rewards}, copies_ahead=copies)
 
-    def memory(self) -> Memory | None:
-        found, lag = super().memory(), self.generator.lag
-        if found is None or lag < 2:
-            return found
-        copies = lag * model_sizes.copy_bytes(found.policy, found.numbers)
-        return replace(found, others={**found.others, "copies for rollouts ahead": copies})
+    def _with_micro_batches(self, plan: BatchPlan) -> BatchPlan:
+        taken, step = self.micro_batches.plan, self.micro_batches.step
+        if taken is None or step is None:
+            return plan
+        split = self.micro_batches.slices * step.slices_of(taken.micro_batches)
+        return replace(plan, accumulate=taken.micro_batches, split_groups=split, why=taken.why)
 
-    def resume_micro_batches(self, plan: MicroBatchPlan) -> None:
-        super().resume_micro_batches(plan)
-        if self.plan is not None and self.step_rows is not None:
-            self.plan = self._with_micro_batches(self.plan, self.step_rows, plan.micro_batches, plan.why)
-
-    def _with_micro_batches(self, plan: BatchPlan, step: StepRows, micro_batches: int, why: str) -> BatchPlan:
-        split = self._user_slices * step.slices_of(micro_batches)
-        return replace(plan, accumulate=micro_batches, split_groups=split, why=why)
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        if self.plan is not None:
+            self.plan = self._with_micro_batches(self.plan)
 
     @property
     def slots_per_rollout(self) -> int:
@@ -509,8 +497,8 @@ class OnPolicyModule(GeneratingModule, ABC):
         self._nothing_rewarded = bool(self._records.unscored)
         if self._nothing_rewarded:  # unless a replay buffer put rewarded groups in, on any rank
             self._nothing_rewarded = not self.ranks.any(bool((~self.rollout.rewards.isnan()).any()))
-        self.phase_memory.begin()
-        self.speed.restart()
+        self.costs.memory.begin()
+        self.costs.restart()
         if self.rollout.completions.response_ids is not self.scored.completions.response_ids:
             self._records.plain_columns = {}  # of other rows
         index = scored.batch.rollout
@@ -558,7 +546,8 @@ class OnPolicyModule(GeneratingModule, ABC):
         together = [Span(0, prompt) for prompt in prompts.values()]
         together += [Span(prompt, max(0, read - 1)) for prompt, read in texts]  # the last token predicts nothing
         scored = int(mine.sampled.sum())
-        return UpdateWork(self.flops_of_update(together if shared else own, own, scored), scored)
+        spans, models = together if shared else own, self.trained_modules.values()
+        return UpdateWork(self.costs.flops_of_update(models, spans, own, scored), scored)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
@@ -571,7 +560,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             Gradients become None and not 0, so that the optimizer skips moments and weight decay too.
             """
             result = optimizer_closure() if optimizer_closure else None
-            self.drop_gradients(optimizer)
+            drop_gradients(optimizer, self.trainer.strategy)
             return result
 
         closure = backward_and_drop_gradient if self._nothing_rewarded else optimizer_closure
@@ -584,7 +573,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         step, every = self.global_step + 1, self.trainer.log_every_n_steps  # pyright: ignore
         self._unlogged = metrics = self._metrics_of_rollout(kept=False)
         if every and step // every > (step - self.steps_per_rollout) // every:
-            self.log_to_loggers(metrics, step)
+            log_to_loggers(self.trainer, metrics, step)
             self._unlogged = {}
         self.publish_metrics(metrics, step)
 
@@ -595,11 +584,11 @@ class OnPolicyModule(GeneratingModule, ABC):
             metrics = self._metrics_of_rollout(kept=True)
             self.publish_metrics(metrics, self.global_step)
         if metrics and self.trainer.log_every_n_steps:  # pyright: ignore
-            self.log_to_loggers(metrics, self.global_step)
+            log_to_loggers(self.trainer, metrics, self.global_step)
             self._unlogged = {}
 
     def _metrics_of_rollout(self, *, kept: bool) -> dict[str, float]:
-        self.phase_memory.end("update")
+        self.costs.memory.end("update")
         metrics = self._records.close(
             self.ranks,
             seconds=self.stopwatch.seconds,
@@ -609,7 +598,8 @@ class OnPolicyModule(GeneratingModule, ABC):
             kept=kept,
         )
         seconds = {**self.stopwatch.seconds, "update": metrics["time/update"]}
-        return metrics | self.speed_of(seconds, self._records.rollout_tokens)
+        sampled = self._records.rollout_tokens
+        return metrics | self.costs.line(self.ranks, self.trainer, self.model.dtype, seconds=seconds, sampled=sampled)
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -682,3 +682,11 @@ def whole_weights(strategy: Any, model: nn.Module) -> AbstractContextManager[Non
     Does nothing where every rank has whole ones; else a collective.
     """
     return strategy.whole() if isinstance(strategy, ZeROStrategy) else unsharded(model)
+
+
+def drop_gradients(optimizer: Any, strategy: Any) -> None:
+    """Drop the gradients of a backward pass, so that the optimizer changes neither weights nor moments."""
+    if isinstance(strategy, ZeROStrategy):
+        strategy.leave_out_step()
+    else:
+        optimizer.zero_grad()

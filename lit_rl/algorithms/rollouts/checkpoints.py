@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_rl.algorithms.rollouts.rollout_plan import mix
 from lit_rl.core.episode import Episode
@@ -376,6 +376,20 @@ def _generator(kind: str) -> Any:
     return torch if kind == "cpu" else torch.get_device_module(kind)
 
 
+def trained_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Return the tensors that training changes, by name: parameters with gradient, and saved buffers.
+
+    Args:
+        modules: The trained modules, by the attribute names that they have in checkpoints.
+    """
+    return {
+        f"{prefix}.{name}": tensor
+        for prefix, module in modules.items()
+        for name, tensor in module.state_dict(keep_vars=True).items()
+        if not isinstance(tensor, nn.Parameter) or tensor.requires_grad
+    }
+
+
 def check_trained_tensors(saved: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Refuse a checkpoint of another model: every trained tensor must be there, in its shape.
 
@@ -408,6 +422,53 @@ def count_processes(count: int) -> str:
     return "1 process" if count == 1 else f"{count} processes"
 
 
+def of_other_ranks(
+    checkpoint: Mapping[str, Any], algorithm: str, *, world_size: int, slots: int, epoch: int
+) -> tuple[list[SavedState], int]:
+    """Advance Lightning's loops of a checkpoint of other ranks to the end of the rollout or step that was begun last.
+
+    The loader does so itself.
+
+    Args:
+        checkpoint: The checkpoint, whose loops are changed in place.
+        algorithm: The class that reads it, for messages.
+        world_size: World size of this run.
+        slots: Batches of a rollout, or of a step of a data set, in this run.
+        epoch: Batches of an epoch of this run.
+
+    Returns:
+        The state of each rank that wrote it, and the batches of a rollout or step there.
+
+    Raises:
+        StorageError: the checkpoint holds no state of a loader of lit_rl.
+    """
+    loops, ranks = checkpoint["loops"], checkpoint["lit_rl"]
+    before = slots_when_written(loops, len(ranks), world_size)
+    progress = loops["fit_loop"][_PROGRESS]
+    total, current = progress["total"], progress["current"]
+    ready = whole_steps(current["ready"], before) * slots
+    earlier_epochs = (total["ready"] - current["ready"]) // before * slots
+    # Lightning infers from their differences in which hook a checkpoint was written.
+    progress["current"] = _shifted(current, ready)
+    progress["total"] = _shifted(total, earlier_epochs + ready)
+    progress["is_last_batch"] = ready >= epoch
+    return [saved_by_algorithm(each["module"], algorithm) for each in ranks], before
+
+
+def describe_other_ranks(wrote: int, world_size: int, dropped: str) -> str:
+    """Return the notice of a resume with another number of ranks.
+
+    Args:
+        wrote: World size of the run that wrote the checkpoint.
+        world_size: World size of this run.
+        dropped: A sentence about the state that is dropped.
+    """
+    return (
+        f"The checkpoint was written by {count_processes(wrote)}, and this run has {world_size}. {dropped} Steps have "
+        f"as many rows as before, a process {wrote / world_size:g} times as many."
+    )
+
+
 def slots_when_written(loops: Mapping[str, Any], wrote: int, world_size: int) -> int:
     """Return the batches of a rollout, or of a step of a data set, in the run that wrote the checkpoint.
 
@@ -428,25 +489,6 @@ def slots_when_written(loops: Mapping[str, Any], wrote: int, world_size: int) ->
             "exported model: model.name=<run_dir>/hf."
         )
     return loaders[0]["slots"]
-
-
-def advance_loops(loops: Mapping[str, Any], before: int, now: int, epoch: int) -> None:
-    """Advance Lightning's loops to the end of the rollout or step that was begun last. The loader does so itself.
-
-    Args:
-        loops: Lightning's loops in the checkpoint, changed in place.
-        before: Batches of a rollout or step in the run that wrote it.
-        now: Batches of a rollout or step in this run.
-        epoch: Batches of an epoch of this run.
-    """
-    progress = loops["fit_loop"][_PROGRESS]
-    total, current = progress["total"], progress["current"]
-    ready = whole_steps(current["ready"], before) * now
-    earlier_epochs = (total["ready"] - current["ready"]) // before * now
-    # Lightning infers from their differences in which hook a checkpoint was written.
-    progress["current"] = _shifted(current, ready)
-    progress["total"] = _shifted(total, earlier_epochs + ready)
-    progress["is_last_batch"] = ready >= epoch
 
 
 def _shifted(counts: Mapping[str, int], ready: int) -> dict[str, int]:

@@ -11,15 +11,17 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.profiler import record_function
 
 from lit_rl.algorithms.data_parallel import Ranks
+from lit_rl.models.model_costs import ModelFlops, Span
 
 # ---------------------------------------------------------------------- memory
 
@@ -198,10 +200,13 @@ class UpdateWork(NamedTuple):
         return UpdateWork(self.flops + other.flops, self.learned + other.learned)
 
 
-class SpeedMeter:
-    """A meter of the devices' work since the last line of the log."""
+class RunCosts:
+    """The costs of a run in this process: memory by phase, and the devices' work since the last line of the log."""
 
     def __init__(self) -> None:
+        self.memory = PhaseMemory()
+        self.flops: list[ModelFlops] | None = None
+        """FLOPs of each trained model, once a step needed them; empty if they cannot be counted."""
         self._done = UpdateWork()
         self._since: float | None = None
 
@@ -217,27 +222,44 @@ class SpeedMeter:
         """Count the work of a micro-batch, or of a step."""
         self._done = self._done.plus(work)
 
+    def flops_of_update(
+        self, trained: Iterable[nn.Module], spans: Sequence[Span], own: Sequence[Span], scored: int, *, reads: int = 0
+    ) -> float:
+        """Return the FLOPs of forward and backward passes of the trained models; 0 if they cannot be counted.
+
+        Args:
+            trained: The policy, then other models; of these the `trunk` counts, if they have one.
+            spans: Spans that the policy computes.
+            own: Spans that another trained model computes: each row by itself.
+            scored: Positions whose log-probs are computed.
+            reads: Forward passes without gradient of models as large as the policy.
+        """
+        if self.flops is None:
+            policy, *others = trained
+            trunks = (getattr(other, "trunk", None) for other in others)
+            try:
+                self.flops = [ModelFlops.of_model(each) for each in (policy, *trunks) if each is not None]
+            except (AttributeError, TypeError, ArithmeticError):  # no text decoder, or its config is of another kind
+                self.flops = []
+        costs = [flops.of(own if place else spans, scored) for place, flops in enumerate(self.flops)]
+        return float(sum(cost.training for cost in costs) + reads * sum(cost.forward for cost in costs[:1]))
+
     def line(
-        self,
-        ranks: Ranks,
-        *,
-        seconds: Mapping[str, float],
-        sampled: float,
-        held: Mapping[str, int],
-        devices: int,
-        peak: float | None,
+        self, ranks: Ranks, trainer: Any, dtype: str, *, seconds: Mapping[str, float], sampled: float = 0.0
     ) -> dict[str, float]:
         """Return the metrics since the last line, and begin anew. A collective.
 
         Args:
             ranks: The ranks of the run.
+            trainer: The Trainer: its devices and its precision.
+            dtype: The type of the policy's weights.
             seconds: Seconds of each phase, on rank 0.
             sampled: Tokens sampled by all ranks.
-            held: Bytes of each phase in this process.
-            devices: Number of devices of the run.
-            peak: Peak FLOP/s of each; None where not known.
         """
-        now, shares = time.perf_counter(), ranks.objects((self._done, {phase: held.get(phase, 0) for phase in PHASES}))
+        held, devices = {phase: self.memory.held.get(phase, 0) for phase in PHASES}, trainer.world_size
+        half = "16" in str(trainer.precision) or dtype in ("bfloat16", "float16")
+        peak = peak_of(trainer.strategy.root_device, half=half)
+        now, shares = time.perf_counter(), ranks.objects((self._done, held))
         total, most = UpdateWork(), dict.fromkeys(PHASES, 0)
         for done, bytes_by_phase in shares:
             total = total.plus(done)
