@@ -104,7 +104,8 @@ def check_value(key: str, value: Any, allowed: Allowed) -> None:
     if allowed.whole and (isinstance(value, bool) or not isinstance(value, Integral)):
         name = key.rpartition(".")[2]
         raise ConfigError(f"{key} is {value!r:.60}, a {type(value).__name__}. Write a whole number, such as {name}=8.")
-    in_range(key, value, **allowed.bounds)
+    number: Any = value
+    in_range(key, number, **allowed.bounds)
 
 
 def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:

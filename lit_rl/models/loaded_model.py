@@ -88,7 +88,8 @@ class LoadedModel(LanguageModel):
         self.began_trained = False
         """True where another run of this process had trained the object when this one began."""
         name = str(getattr(base.config, "_name_or_path", "") or type(base).__name__)
-        super().__init__(name, dtype=str(base.dtype).removeprefix("torch."), **settings)
+        dtype: Any = str(base.dtype).removeprefix("torch.")
+        super().__init__(name, dtype=dtype, **settings)
         if isinstance(self.lora, PeftAdapter) and not self.is_local:
             self.revision = self.lora.config.revision  # get_peft_model's; transformers notes no commit in a model
 

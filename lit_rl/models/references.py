@@ -547,7 +547,7 @@ class OtherModel(Held, Fixed):
         self._check_vocabulary(model, policy)
         alike = LanguageModel(
             model.name,
-            dtype=str(policy.dtype).removeprefix("torch."),
+            dtype=str(policy.dtype).removeprefix("torch."),  # pyright: ignore[reportArgumentType]
             attn_implementation=policy.config._attn_implementation,
             **self._settings,
         )
