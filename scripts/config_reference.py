@@ -18,7 +18,6 @@ import re
 import textwrap
 import typing
 from collections.abc import Callable, Iterator
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,9 @@ import yaml
 from hydra.utils import get_object
 
 from lit_rl.cli import listing, schemas
-from lit_rl.core.declared_settings import Allowed, allowed_values, setting_key
+from lit_rl.core.declared_settings import declared_by, declared_parameters, setting_key
 from lit_rl.core.errors import constructors_of
-from lit_rl.ops.ranges import Range
 from lit_rl.reports import config_changes as constructors
-from lit_rl.settings import base
 from lit_rl.settings.base import Settings, sentences
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -374,7 +371,7 @@ def in_a_line(value: Any) -> str:
 # --------------------------------------------------------------------------------------------- what constructors allow
 
 Found = dict[str, dict[str, Any]]
-"""By a parameter's name: the arguments of `in_range` or `one_of` on its key, `key` first."""
+"""By a parameter's name: its key, and what is allowed there (`Allowed.record`)."""
 
 
 def declared_values(target: Any) -> Found:
@@ -383,28 +380,21 @@ def declared_values(target: Any) -> Found:
     found: Found = {}
     for constructor in constructors_of(target) if isinstance(target, type) else ():
         if (config := getattr(constructor, "settings", None)) is not None:
-            for name, allowed in base.ranges_of(config).items():
-                found.setdefault(name, _arguments(f"{config.key}.{name}", allowed))
+            for name, allowed in declared_by(config).items():
+                found.setdefault(name, {"key": f"{config.key}.{name}", **allowed.record})
         elif hasattr(constructor, "key"):
-            for name, allowed in constructor.allowed().items():
-                found.setdefault(name, _arguments(setting_key(constructor, target, name), allowed))
+            for name, allowed in constructor.declared().items():
+                found.setdefault(name, {"key": setting_key(constructor, target, name), **allowed.record})
     return found
 
 
 def declared_values_of_loss(loss: Callable[..., Any]) -> Found:
     """Return the same of a loss, whose annotations declare its ranges."""
     return {
-        name: _arguments(f"algo.loss.{name}", allowed)
-        for name, allowed in allowed_values(loss).items()
-        if isinstance(allowed, Range)
+        name: {"key": f"algo.loss.{name}", **allowed.record}
+        for name, allowed in declared_parameters(loss).items()
+        if allowed.range is not None
     }
-
-
-def _arguments(key: str, allowed: Allowed) -> dict[str, Any]:
-    if not isinstance(allowed, Range):
-        return {"key": key, "allowed": list(allowed)}
-    given = {name: value for name, value in allowed.bounds.items() if value is not False and abs(value) != inf}
-    return {"key": key, **given, **({} if "low" in given else {"low": -inf})}
 
 
 def all_ranges() -> dict[str, Found]:
@@ -432,7 +422,7 @@ def _of_trainer() -> Found:
         "precision": ["auto", *(str(word) for word in dict.fromkeys(map(str, _literals(hints["precision"]))))],
         "strategy": ["auto", *sorted(StrategyRegistry.available_strategies())],
     }
-    return {name: {"key": f"trainer.{name}", "allowed": allowed} for name, allowed in words.items()}
+    return {name: {"key": f"trainer.{name}", "words": allowed} for name, allowed in words.items()}
 
 
 def _literals(hint: Any) -> Iterator[Any]:

@@ -9,6 +9,7 @@ import inspect
 import math
 import pickle
 import pkgutil
+import re
 import subprocess
 import sys
 import typing
@@ -22,11 +23,12 @@ from hypothesis import strategies as st
 
 import lit_rl
 from lit_rl import algorithms
-from lit_rl.core.declared_settings import allowed_fields, allowed_values, checked
+from lit_rl.core.declared_settings import Allowed, annotated_metadata, checked, declared, declared_by
 from lit_rl.core.errors import ConfigError
+from lit_rl.ops import ranges
 from lit_rl.ops.ranges import AtLeastOne, Portion, Range
 from lit_rl.settings import algorithms as settings
-from lit_rl.settings.base import REQUIRED, Imported, Settings, field_owners, ranges_of, sentences, types_of
+from lit_rl.settings.base import REQUIRED, Imported, Settings, field_owners, sentences, types_of
 
 METHODS = {
     name: kind
@@ -107,7 +109,8 @@ def test_an_object_of_another_method_is_refused():
 def test_a_number_out_of_range_is_refused_by_the_dataclass_and_by_the_constructor_alike(name):
     reward = {} if "reward" not in inspect.signature(METHODS[name]).parameters else {"reward": lit_rl.exact_match}
     needed = {"model": "tiny", **reward} | ({"teacher": "tiny"} if name == "GKD" else {})
-    for setting, allowed in ranges_of(CONFIGS[name]).items():
+    ranges = {setting: allowed.range for setting, allowed in declared_by(CONFIGS[name]).items() if allowed.range}
+    for setting, allowed in ranges.items():
         below = allowed.low if allowed.open_low else allowed.low - 1
         below = int(below) if allowed.whole else below
         with pytest.raises(ConfigError, match=rf"algo\.{setting}={below} is out of range") as by_object:
@@ -123,18 +126,31 @@ def test_a_whole_number_is_no_fraction_and_no_truth_value():
             lit_rl.GRPOConfig(group_size=value)
 
 
-def test_ranges_are_those_of_the_annotations():
+def test_what_is_checked_is_what_the_types_say():
     """Reading the annotations without importing their types finds what importing them does."""
     for config in CONFIGS.values():
-        hints = {name: hint for name, hint in types_of(config).items()}
-        found = {
-            name: note
-            for name, hint in hints.items()
-            for option in (hint, *typing.get_args(hint))
-            for note in getattr(option, "__metadata__", ())
-            if isinstance(note, Range)
-        }
-        assert ranges_of(config) == found
+        found = {name: declared(hint) for name, hint in types_of(config).items()}
+        assert declared_by(config) == {name: allowed for name, allowed in found.items() if allowed is not None}
+
+
+@pytest.mark.parametrize(
+    ("settings", "refusal"),
+    [
+        (
+            {"split_groups": "atuo"},
+            "split_groups='atuo' is unknown: allowed is a whole number, auto. Did",
+        ),
+        ({"micro_batch_size": "atuo"}, "micro_batch_size='atuo' is unknown: allowed is a whole number, auto, null"),
+        ({"split_groups": 0}, r"split_groups=0 is out of range: allowed is \[1, inf\]"),
+        ({"group_size": None}, "group_size is None, a NoneType. Write a whole number"),
+        ({"beta": None}, "beta=None is no number"),
+        ({"config": lit_rl.GRPOConfig()}, "config belongs to a constructor"),
+    ],
+)
+def test_a_setting_that_is_none_of_its_kinds_is_refused(settings, refusal):
+    with pytest.raises(ConfigError, match=refusal):
+        lit_rl.GRPOConfig(**settings)
+    assert lit_rl.GRPOConfig(split_groups="auto", micro_batch_size=None).micro_batch_size is None
 
 
 def test_settings_travel():
@@ -185,8 +201,15 @@ def test_what_is_no_function_is_refused_by_its_key():
 class Walk:
     """A class with settings of each kind."""
 
-    def __init__(self, turns: AtLeastOne | None = 8, *, share: Portion = 0.5, seed: Literal["group", "row"] = "group"):
-        self.turns, self.share, self.seed = turns, share, seed
+    def __init__(
+        self,
+        turns: AtLeastOne | None = 8,
+        *,
+        share: Portion = 0.5,
+        seed: Literal["group", "row"] = "group",
+        rows: AtLeastOne | Literal["auto"] = "auto",
+    ) -> None:
+        self.turns, self.share, self.seed, self.rows = turns, share, seed, rows
 
 
 @checked("env")
@@ -197,6 +220,7 @@ class Stroll:
     turns: AtLeastOne | None = 8
     share: Portion = 0.5
     seed: Literal["group", "row"] = "group"
+    rows: AtLeastOne | Literal["auto"] = "auto"
 
 
 @pytest.mark.parametrize("kind", [Walk, Stroll])
@@ -210,6 +234,10 @@ class Stroll:
         ({"share": math.nan}, r"env\.share=nan is out of range"),
         ({"share": "half"}, r"env\.share='half' is no number"),
         ({"seed": "grup"}, r"env\.seed='grup' is unknown: allowed is group, row\. Did you mean 'group'\?"),
+        ({"share": None}, r"env\.share=None is no number"),
+        ({"seed": None}, r"env\.seed=None is unknown: allowed is group, row\."),
+        ({"rows": "all"}, r"env\.rows='all' is unknown: allowed is a whole number, auto\."),
+        ({"rows": 0}, r"env\.rows=0 is out of range"),
     ],
 )
 def test_a_constructor_refuses_what_its_annotations_do_not_allow(kind, settings, refusal):
@@ -220,14 +248,15 @@ def test_a_constructor_refuses_what_its_annotations_do_not_allow(kind, settings,
 @pytest.mark.parametrize("kind", [Walk, Stroll])
 @given(turns=st.one_of(st.none(), st.integers(1, 10**9), st.integers(1, 100).map(np.int64)), share=st.floats(0, 1))
 def test_a_constructor_takes_what_its_annotations_allow(kind, turns, share):
-    made = kind(turns, share=share, seed="row")
-    assert (made.turns, made.share, made.seed) == (turns, share, "row")
+    made = kind(turns, share=share, seed="row", rows=turns or "auto")
+    assert (made.turns, made.share, made.seed, made.rows) == (turns, share, "row", turns or "auto")
     assert (kind().turns, kind().share, kind().seed) == (8, 0.5, "group")
 
 
 def test_a_checked_constructor_keeps_its_signature_and_pythons_own_errors():
     assert str(inspect.signature(Walk)) == (
-        "(turns: 'AtLeastOne | None' = 8, *, share: 'Portion' = 0.5, seed: \"Literal['group', 'row']\" = 'group')"
+        "(turns: 'AtLeastOne | None' = 8, *, share: 'Portion' = 0.5, seed: \"Literal['group', 'row']\" = 'group', "
+        "rows: \"AtLeastOne | Literal['auto']\" = 'auto') -> 'None'"
     )
     with pytest.raises(TypeError, match="unexpected keyword argument 'step'"):
         Walk(step=1)
@@ -236,16 +265,29 @@ def test_a_checked_constructor_keeps_its_signature_and_pythons_own_errors():
     assert pickle.loads(pickle.dumps(Stroll(2))) == Stroll(2)
 
 
+def test_a_record_makes_what_it_was_made_of():
+    for annotation in (AtLeastOne, Portion | None, Literal["a", "b"], AtLeastOne | Literal["auto"] | None):
+        allowed = declared(annotation)
+        assert allowed is not None and Allowed.restore(allowed.record) == allowed
+
+
+RANGES = {name for name, value in vars(ranges).items() if any(isinstance(n, Range) for n in annotated_metadata(value))}
+
+
 def test_every_annotation_that_declares_something_is_checked():
-    """A dataclass has a constructor of its own, so one that is not decorated would check nothing of its parent's."""
+    """A dataclass has a constructor of its own, so one that is not decorated would check nothing of its parent's; and
+    an annotation with a name that cannot be resolved at run time would declare nothing."""
     for info in pkgutil.walk_packages(lit_rl.__path__, "lit_rl."):
         if info.name.startswith("lit_rl.generation.vllm.worker"):  # it needs vLLM
             continue
         module = importlib.import_module(info.name)
         for kind in vars(module).values():
             if isinstance(kind, type) and kind.__module__ == info.name and "__init__" in vars(kind):
-                declares = allowed_fields(kind) if dataclasses.is_dataclass(kind) else allowed_values(kind.__init__)
-                ranges = {name for name, allowed in declares.items() if isinstance(allowed, Range)}
                 constructor: Any = kind.__init__
-                known = issubclass(kind, Settings) or hasattr(constructor, "key") or hasattr(constructor, "settings")
-                assert known or not ranges, kind
+                if hasattr(constructor, "settings"):
+                    continue
+                texts = vars(kind).get("__annotations__", {}) if dataclasses.is_dataclass(kind) else {}
+                texts = texts or inspect.unwrap(constructor).__annotations__
+                named = {name for name, text in texts.items() if RANGES & {*re.findall(r"\w+", str(text))}}
+                known = issubclass(kind, Settings) or hasattr(constructor, "key")
+                assert named <= (declared_by(kind).keys() if known else set()), kind

@@ -74,8 +74,9 @@ class GKD(OfflinePolicyModule):
         return super().companions(policy) | {"teacher_policy": self.teacher.module()}
 
     def step_facts(self) -> StepFacts:
-        frozen = {} if self.teacher.device == "cpu" else {"teacher": frozen_bytes(self.teacher.model)}
-        return replace(super().step_facts(), head="compared", frozen=frozen)
+        facts = super().step_facts()
+        teacher = {} if self.teacher.device == "cpu" else {"teacher": frozen_bytes(self.teacher.model)}
+        return replace(facts, head="compared", frozen={**facts.frozen, **teacher})
 
     def setup(self, stage: str) -> None:
         super().setup(stage)

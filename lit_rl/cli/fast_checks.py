@@ -22,6 +22,7 @@ from lit_rl.cli import key_checks, listing, messages, schemas
 from lit_rl.cli.key_checks import typed_value
 from lit_rl.cli.listing import schema_keys
 from lit_rl.cli.run_info import folder_of, is_launched, is_over_a_run, is_sweep, training_command, writes_nothing
+from lit_rl.core.declared_settings import Allowed
 from lit_rl.core.errors import ConfigError, check_betas, check_draws, check_strings, in_range, one_of
 from lit_rl.core.machine import require_vllm
 from lit_rl.core.model_paths import check_model_is_readable, resolve_model_path
@@ -389,7 +390,7 @@ def _may_be_registered(value: Any, asked: Mapping[str, Any], config: DictConfig)
     Lightning loads, or by the script that called.
     """
     key = asked["key"]
-    if not key.startswith("trainer.") or not isinstance(value, str) or value.lower() in asked.get("allowed", ()):
+    if not key.startswith("trainer.") or not isinstance(value, str) or value.lower() in asked.get("words", ()):
         return False
     if schema_keys()["_versions_"] != schemas.schema_versions():  # another Lightning has words of its own
         return True
@@ -417,11 +418,11 @@ def _names_code(tree: Any) -> bool:
 def _check_value(value: Any, asked: Mapping[str, Any]) -> None:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return
-    if "allowed" in asked:
-        word = str(value).lower() if asked["key"] == "trainer.strategy" else str(value)  # as Lightning reads it
-        one_of(asked["key"], word, asked["allowed"])
-    elif not isinstance(value, str):
-        in_range(value=value, **asked)
+    key, allowed = asked["key"], Allowed.restore(asked)
+    if key.startswith("trainer."):  # as Lightning reads it
+        value = str(value).lower() if key == "trainer.strategy" else str(value)
+    if allowed.words or not isinstance(value, str):
+        allowed.check(key, value)
 
 
 def _check_length(trainer: Mapping[str, Any]) -> None:

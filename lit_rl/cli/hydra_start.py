@@ -306,8 +306,8 @@ _STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
 _IS_IT_A_SWEEP = {"run_mode": RunMode.MULTIRUN, "from_shell": True, "validate_sweep_overrides": False}
 """Arguments with which `Hydra.get_mode` composes."""
 
-_MAY_SWEEP = re.compile(r"^(-m|--multirun)$|^[+~]*hydra[./]|,|\(")
-"""What a word of a sweep, or about Hydra itself, has in it; and some words that are none."""
+_MAY_SWEEP = re.compile(r"^(-m$|--mu)|^[+~]*hydra[./]|,|\(")
+"""Words that may make a sweep or are about Hydra itself. Other words among them cost a second composition."""
 
 
 class Composer:

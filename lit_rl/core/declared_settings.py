@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
-from dataclasses import is_dataclass
-from numbers import Integral
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, is_dataclass, replace
+from math import inf
+from numbers import Integral, Number
 from types import SimpleNamespace, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -19,15 +20,57 @@ from lit_rl.core.errors import ConfigError, in_range, one_of
 from lit_rl.ops.ranges import OneOf, Range
 
 T = TypeVar("T")
-Allowed = Range | tuple[str | None, ...]
-"""The range of a number, or the words to choose from, with None where it is allowed."""
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """The values that an annotation allows: numbers in a range, words, and null."""
+
+    range: Range | None = None
+    words: tuple[str, ...] = ()
+    null: bool = False
+    other: bool = False
+    """True if the annotation has other types too, of which nothing is checked."""
+
+    def check(self, key: str, value: Any) -> None:
+        """Refuse a value that is none of these.
+
+        Raises:
+            ConfigError: names the key, the value and what is allowed.
+        """
+        number = isinstance(value, Number) and not isinstance(value, bool)
+        if (value is None and self.null) or (self.other and not number):
+            return
+        if self.range is None or (self.words and not number):
+            numbers = [] if self.range is None else [f"a {'whole ' * self.range.whole}number"]
+            one_of(key, value, [*numbers, *self.words, *[None] * self.null])
+            return
+        if self.range.whole and (isinstance(value, bool) or not isinstance(value, Integral)):
+            name, example = key.rpartition(".")[2], int(max(8, self.range.low))
+            raise ConfigError(
+                f"{key} is {value!r:.60}, a {type(value).__name__}. Write a whole number, such as {name}={example}."
+            )
+        in_range(key, value, **self.range.bounds)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The same as plain data, from which `restore` makes it."""
+        bounds = {} if self.range is None else vars(self.range)
+        given = {name: value for name, value in bounds.items() if value is not False and value != inf}
+        return given | ({"words": list(self.words)} if self.words else {}) | ({"null": True} if self.null else {})
+
+    @classmethod
+    def restore(cls, record: Mapping[str, Any]) -> Allowed:
+        """Return what a `record` was made of."""
+        bounds = {name: record[name] for name in Range.__match_args__ if name in record}
+        return cls(Range(**bounds) if bounds else None, tuple(record.get("words", ())), record.get("null", False))
 
 
 def checked(key: str) -> Callable[[type[T]], type[T]]:
     """Return a decorator of a class whose constructor refuses values that its annotations do not allow.
 
-    The constructor keeps its signature. A dataclass has a constructor of its own: one whose parent is decorated is
-    decorated too.
+    The constructor keeps its signature. A dataclass below a decorated one has a constructor of its own, so it must be
+    decorated itself.
 
     Args:
         key: The key above the settings, for messages: `env`. ``{key}`` in it is the class attribute `key`. Empty
@@ -35,23 +78,22 @@ def checked(key: str) -> Callable[[type[T]], type[T]]:
     """
 
     def decorate(kind: type[T]) -> type[T]:
-        made: Any = kind.__init__
-        signature = inspect.signature(made)
-        allowed = functools.cache(lambda: allowed_fields(kind) if is_dataclass(kind) else allowed_values(made))
+        init: Any = kind.__init__
+        signature = inspect.signature(init)
 
-        @functools.wraps(made)
-        def constructor(self: Any, *arguments: Any, **given: Any) -> None:
+        @functools.wraps(init)
+        def constructor(self: Any, *arguments: Any, **keywords: Any) -> None:
             try:
-                values = signature.bind(self, *arguments, **given).arguments
+                values = signature.bind(self, *arguments, **keywords).arguments
             except TypeError:  # the call below raises it, in Python's words
                 values = {}
-            for name, values_allowed in allowed().items():
-                if values.get(name) is not None:
-                    check_value(setting_key(constructor, type(self), name), values[name], values_allowed)
-            made(self, *arguments, **given)
+            for name, allowed in declared_by(kind).items():
+                if name in values:
+                    allowed.check(setting_key(constructor, type(self), name), values[name])
+            init(self, *arguments, **keywords)
 
         described: Any = constructor
-        described.key, described.allowed = key, allowed
+        described.key, described.declared = key, functools.partial(declared_by, kind)
         kind.__init__ = constructor
         return kind
 
@@ -64,48 +106,42 @@ def setting_key(constructor: Any, kind: type, name: str) -> str:
     return f"{above}.{name}" if above else name
 
 
-def allowed_values(function: Callable[..., Any]) -> dict[str, Allowed]:
-    """Return the ranges and words that the annotations of a function's parameters declare, by name."""
+@functools.cache
+def declared_by(kind: Any) -> dict[str, Allowed]:
+    """Return what the annotations of a constructor allow, by name; of a dataclass, those of its fields."""
+    if not is_dataclass(kind):
+        return declared_parameters(inspect.unwrap(kind.__init__))
+    found: dict[str, Allowed | None] = {}
+    for owner in reversed(kind.__mro__):  # each field as the module reads it that declares it
+        names = vars(sys.modules[owner.__module__])
+        for name, text in vars(owner).get("__annotations__", {}).items():
+            found[name] = declared(_resolve(text, names))
+    return {name: allowed for name, allowed in found.items() if allowed is not None}
+
+
+def declared_parameters(function: Callable[..., Any]) -> dict[str, Allowed]:
+    """Return what the annotations of a function's parameters allow, by name."""
     found = {name: declared(annotation) for name, annotation in annotations_of(function).items()}
     return {name: allowed for name, allowed in found.items() if allowed is not None}
 
 
-def allowed_fields(kind: Any) -> dict[str, Allowed]:
-    """Return those of a dataclass's fields, each as the module reads it that declares it."""
-    found: dict[str, Allowed | None] = {}
-    for owner in reversed(kind.__mro__):
-        names = vars(sys.modules[owner.__module__])
-        found |= {
-            name: declared(_resolve(text, names)) for name, text in vars(owner).get("__annotations__", {}).items()
-        }
-    return {name: allowed for name, allowed in found.items() if allowed is not None}
-
-
 def declared(annotation: Any) -> Allowed | None:
-    """Return the range or the words of an annotation, which may allow None beside them."""
+    """Return what an annotation allows; None if it declares neither a range nor words."""
+    allowed = Allowed()
     options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    given = [option for option in options if option is not type(None)]
-    if len(given) == 1 and get_origin(given[0]) is Literal:
-        words = get_args(given[0])
-        return (*words, *[None] * (len(options) - 1)) if all(isinstance(word, str) for word in words) else None
-    notes = [note for note in annotated_metadata(annotation) if isinstance(note, Range | OneOf)]
-    return None if not notes else notes[0].words if isinstance(notes[0], OneOf) else notes[0]
-
-
-def check_value(key: str, value: Any, allowed: Allowed) -> None:
-    """Refuse a value outside a range, or none of the words.
-
-    Raises:
-        ConfigError: names the key, the value and what is allowed.
-    """
-    if not isinstance(allowed, Range):
-        one_of(key, value, allowed)
-        return
-    if allowed.whole and (isinstance(value, bool) or not isinstance(value, Integral)):
-        name = key.rpartition(".")[2]
-        raise ConfigError(f"{key} is {value!r:.60}, a {type(value).__name__}. Write a whole number, such as {name}=8.")
-    number: Any = value
-    in_range(key, number, **allowed.bounds)
+    for option in options:
+        notes = [note for note in annotated_metadata(option) if isinstance(note, Range | OneOf)]
+        if option is type(None):
+            allowed = replace(allowed, null=True)
+        elif get_origin(option) is Literal and all(isinstance(word, str) for word in get_args(option)):
+            allowed = replace(allowed, words=get_args(option))
+        elif notes and isinstance(notes[0], OneOf):
+            allowed = replace(allowed, words=notes[0].words)
+        elif notes:
+            allowed = replace(allowed, range=notes[0])
+        else:
+            allowed = replace(allowed, other=True)
+    return allowed if allowed.range is not None or (allowed.words and not allowed.other) else None
 
 
 def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import ConfigError, GenerationError, NumericError, is_out_of_memory
 from lit_rl.core.rollout import Completions, Prompts, Sampling
 from lit_rl.generation.decode_batches import Decoded, assemble
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.modes import evaluation_mode
+from lit_rl.ops.ranges import AtLeastOne
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,7 @@ class DecodingMemoryError(MemoryError):
         self.at_once = at_once
 
 
+@checked("generator")
 class InProcessGenerator(Generator):
     """A generator that runs the policy itself, by reference: a sync copies nothing.
 
@@ -217,7 +220,7 @@ class InProcessGenerator(Generator):
     reports_kept_mass = True
     converses = True
 
-    def __init__(self, batch_size: int | None = None) -> None:
+    def __init__(self, batch_size: AtLeastOne | None = None) -> None:
         self.batch_size = batch_size
         self.bound: int | None = None
         self._policy: nn.Module | None = None

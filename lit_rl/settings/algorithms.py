@@ -49,7 +49,7 @@ class PolicyConfig(Settings):
     optimizer step. None is linear to zero."""
     seed: int = 0
     """Seed of the samples and of the order of groups."""
-    micro_batch_size: int | Literal["auto"] | None = None
+    micro_batch_size: AtLeastOne | Literal["auto"] | None = None
     """Rows of a forward pass on each rank, instead of `trainer.accumulate_grad_batches`: completions of whole
     groups or their slices, or rows of a data set. "auto" takes as many as fit into memory; None leaves it to
     the Trainer."""
@@ -86,7 +86,7 @@ class OnPolicyConfig(GeneratingConfig):
     """Optimizer steps per pass over a rollout."""
     iterations: AtLeastOne = 1
     """Passes over a rollout."""
-    split_groups: int | Literal["auto"] = "auto"
+    split_groups: AtLeastOne | Literal["auto"] = "auto"
     """Slices of every group, if a whole group is too large for a micro-batch. "auto" splits groups if
     `micro_batch_size` or the memory plan requires it."""
     groups: GroupSelection | None = None
@@ -422,7 +422,7 @@ class ScalarConfig(OfflineConfig):
     description, or its name, folder or hub id. In Python also a classifier that is already loaded."""
     seed: int = 0
     """Seed of the fresh head."""
-    micro_batch_size: int | Literal["auto"] | None = None
+    micro_batch_size: AtLeastOne | Literal["auto"] | None = None
     """Rows of a forward pass on each rank, instead of `trainer.accumulate_grad_batches`; "auto" takes as many
     as fit into memory."""
     reference: None = field(default=None, init=False)  # pyright: ignore[reportIncompatibleVariableOverride]

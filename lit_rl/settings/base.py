@@ -28,9 +28,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
-from lit_rl.core.declared_settings import annotated_metadata, check_value
+from lit_rl.core.declared_settings import declared_by
 from lit_rl.core.errors import ConfigError, check_function_setting
-from lit_rl.ops.ranges import Range
 
 P = ParamSpec("P")
 Owner = TypeVar("Owner")
@@ -71,7 +70,7 @@ def imported(path: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The base of settings: numbers are checked against the `Range` of their annotation, and functions can be called.
+    """The base of settings: values are checked against their annotations, and functions can be called.
 
     Raises:
         ConfigError: names the key of the first value that is not allowed, the value and what is allowed.
@@ -84,13 +83,15 @@ class Settings:
     """All settings as one object, such as `GRPOConfig(group_size=4)`. Settings that are passed beside it win."""
 
     def __post_init__(self) -> None:
+        if self.config is not None:
+            raise ConfigError(f"config belongs to a constructor: GRPO(..., config={type(self).__name__}(...)).")
         for name, owner in field_owners(type(self)).items():
             value, kind = getattr(self, name), owner.__annotations__[name]
             if kind in ("Callable", "Callable | None") and not isinstance(value, (Imported, _Unset)):
                 check_function_setting(name, value, optional=kind != "Callable")
-        for name, allowed in ranges_of(type(self)).items():
-            if (value := getattr(self, name)) is not None:
-                check_value(f"{self.key}.{name}", value, allowed)
+        for name, allowed in declared_by(type(self)).items():
+            if not isinstance(value := getattr(self, name), (Imported, _Unset)):
+                allowed.check(f"{self.key}.{name}", value)
 
 
 def takes(
@@ -240,16 +241,3 @@ def types_of(config: type[Settings]) -> dict[str, Any]:
         name: eval(owner.__annotations__[name], {}, _Names(owner.__module__))  # noqa: S307 (our own annotations)
         for name, owner in field_owners(config).items()
     }
-
-
-@functools.cache
-def ranges_of(config: type[Settings]) -> dict[str, Range]:
-    """Return the range of each setting that has one. Imports none of the types."""
-    found = {}
-    for name, owner in field_owners(config).items():
-        words = {node.id for node in ast.walk(ast.parse(owner.__annotations__[name])) if isinstance(node, ast.Name)}
-        names = vars(sys.modules[owner.__module__])
-        notes = [note for word in words if word in names for note in annotated_metadata(names[word])]
-        if (allowed := next((note for note in notes if isinstance(note, Range)), None)) is not None:
-            found[name] = allowed
-    return found

@@ -16,6 +16,7 @@ from live_tensors import Live
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GPT2Config, MambaConfig, Qwen2Config
 
+import lit_rl
 from lit_rl.algorithms import DPO, GKD, GRPO, ORPO, PPO, SFT
 from lit_rl.algorithms.checks import memory as memory_module
 from lit_rl.algorithms.checks import micro_batching
@@ -26,7 +27,6 @@ from lit_rl.algorithms.checks.micro_batching import (
     MicroBatchPlan,
     StepRows,
     available_memory,
-    check_micro_batch_size,
     device_memory,
     fewest_micro_batches,
     largest_decode_batch,
@@ -337,11 +337,13 @@ def test_by_hand_is_taken_or_refused_with_the_nearest():
         plan_micro_batches(10, 1, step, memory(), 2**30)
     for size in (8, "auto"):
         with pytest.raises(ConfigError, match="both set"):
-            check_micro_batch_size(size, 2)
-    with pytest.raises(ConfigError, match="auto, or null"):
-        check_micro_batch_size("automatic", 1)  # pyright: ignore
+            split(MicroBatches(size), a_trainer(accumulate=2))
+    with pytest.raises(
+        ConfigError, match="micro_batch_size='automatic' is unknown: allowed is a whole number, auto, null"
+    ):
+        lit_rl.SFTConfig(micro_batch_size="automatic")  # pyright: ignore
     with pytest.raises(ConfigError, match="micro_batch_size=0"):
-        check_micro_batch_size(0, 1)
+        lit_rl.SFTConfig(micro_batch_size=0)
 
 
 def test_what_the_user_says_is_warned_about_with_the_setting_that_fits():
@@ -366,9 +368,14 @@ def a_trainer(accumulate: int = 1) -> SimpleNamespace:
     return SimpleNamespace(accumulate_grad_batches=accumulate, strategy=strategy, num_devices=1)
 
 
-def split(micro_batches: MicroBatches, trainer: SimpleNamespace, memory_of_step: Memory | None = None) -> None:
-    micro_batches.begin(StepRows(units=8, rows=1, sequences=8), trainer, checkpointing=False)
-    micro_batches.split(trainer, memory_of_step)
+STEP = StepRows(units=8, rows=1, sequences=8)
+
+
+def split(
+    micro_batches: MicroBatches, trainer: SimpleNamespace, sizes: Memory | None = None, step: StepRows = STEP
+) -> None:
+    micro_batches.begin(step, trainer, checkpointing=False)
+    micro_batches.split(trainer, sizes)
 
 
 @pytest.mark.parametrize("size", [2, "auto"])
@@ -383,6 +390,18 @@ def test_a_plan_is_applied_to_the_trainer_and_taken_back(size):
         assert trainer.accumulate_grad_batches == 1
     with pytest.raises(ConfigError, match="both set"):
         split(micro_batches, a_trainer(accumulate=2))
+
+
+def test_a_second_fit_of_other_batches_is_split_anew():
+    """Where one micro-batch was enough, the plan cannot be told from the Trainer's default."""
+    micro_batches, trainer = MicroBatches(8), a_trainer()
+    split(micro_batches, trainer)
+    assert trainer.accumulate_grad_batches == 1
+    micro_batches.restore(trainer)
+    split(micro_batches, trainer, step=StepRows(units=32, rows=1))
+    assert trainer.accumulate_grad_batches == 4 and micro_batches.accumulation(trainer) == 1
+    split(micro_batches, trainer, step=StepRows(units=16, rows=1))  # without `restore`
+    assert trainer.accumulate_grad_batches == 2 and micro_batches.accumulation(trainer) == 1
 
 
 def test_what_the_user_set_on_the_trainer_is_kept():

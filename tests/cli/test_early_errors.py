@@ -278,7 +278,7 @@ def test_what_is_refused_early_the_constructor_refuses_in_the_same_words() -> No
         defaults = {parameter.name: parameter.default for parameter, _ in schemas.parameters(target)}
         for name, allowed in found.items():
             fast_checks._check_value(defaults[name], allowed)
-            wrong = "nonsense" if "allowed" in allowed else int(max(allowed["low"], -9)) - 1
+            wrong = "nonsense" if "words" in allowed else int(max(allowed["low"], -9)) - 1
             if allowed.get("low") == -math.inf:
                 wrong = math.nan
             with pytest.raises(ConfigError) as early_refusal:

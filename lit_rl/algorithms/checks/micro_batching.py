@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lit_rl.algorithms.checks.memory import GIB, Memory, MemoryPlan
-from lit_rl.core.errors import ConfigError, format_bytes, in_range
+from lit_rl.core.errors import ConfigError, format_bytes
 from lit_rl.core.ranks import gather_objects
 from lit_rl.generation.generator import InProcessGenerator
 from lit_rl.models.modes import set_checkpointing
@@ -279,25 +279,6 @@ def _reason_for_count(needs: Mapping[int, MemoryPlan], budget: int, recompute: b
     )
 
 
-def check_micro_batch_size(size: int | Literal["auto"] | None, accumulate: int) -> None:
-    """Refuse two settings for one quantity: `algo.micro_batch_size` and the Trainer's `accumulate_grad_batches`.
-
-    Raises:
-        ConfigError: both are set, or the size is no number of rows.
-    """
-    if size is None:
-        return
-    if isinstance(size, str) and size != "auto":
-        raise ConfigError(f"algo.micro_batch_size={size!r} is unknown: allowed is a number of rows, auto, or null.")
-    if isinstance(size, int):
-        in_range("algo.micro_batch_size", size, low=1)
-    if accumulate != 1:
-        raise ConfigError(
-            f"algo.micro_batch_size={size} and trainer.accumulate_grad_batches={accumulate} both set how a "
-            "step is split into micro-batches. Leave one of them out."
-        )
-
-
 def plan_micro_batches(
     size: int | Literal["auto"] | None,
     accumulate: int,
@@ -387,6 +368,7 @@ class MicroBatches:
         self.most_texts: int | None = None
         """The most texts in a forward pass without gradient: in validation or of a reference a batch is as large as
         the data module makes it. None: all."""
+        self._asked: StepRows | None = None
         self._budgets: tuple[int | None, int | None] | None = None
 
     # ------------------------------------------------------------------ the user's settings
@@ -456,9 +438,16 @@ class MicroBatches:
                 "model.gradient_checkpointing=offload moves activations from a GPU to the host, and this run has no "
                 "GPU. Set it to true."
             )
-        self.step = step
-        self.step = replace(step, sequences=self.decoded_at_once)
-        check_micro_batch_size(self.size, self.accumulation(trainer))
+        accumulate = self.accumulation(trainer)
+        if self.size is not None and accumulate != 1:
+            raise ConfigError(
+                f"algo.micro_batch_size={self.size} and trainer.accumulate_grad_batches={accumulate} both set how a "
+                "step is split into micro-batches. Leave one of them out."
+            )
+        if self._asked not in (None, step):  # another fit, of other batches
+            trainer.accumulate_grad_batches, self.plan = accumulate, None
+        self._asked = self.step = step
+        self.step = replace(step, sequences=self.decoded_at_once)  # which reads the step's
 
     def split(self, trainer: Any, memory: Memory | None) -> None:
         """Split the step of `begin`, unless the Trainer has the plan already, and set the Trainer's micro-batches.

@@ -88,7 +88,6 @@ class VisionShape(NamedTuple):
 
 @cache
 def _count_parts(kind: type, text: str) -> VisionShape:
-    import json
     from collections import Counter
 
     import torch

@@ -34,7 +34,7 @@ from lit_rl.algorithms.signatures import (
 from lit_rl.algorithms.terms.credit import CreditAssignment, Whitening
 from lit_rl.algorithms.terms.regularizers import KLControl
 from lit_rl.algorithms.terms.token_weights import EngineCorrection
-from lit_rl.core.declared_settings import annotated_metadata, annotations_of, check_value
+from lit_rl.core.declared_settings import Allowed, annotated_metadata, annotations_of
 from lit_rl.core.errors import ConfigError, check_draws, in_range
 from lit_rl.core.rollout import Sampling
 from lit_rl.generation.generator import Generator
@@ -165,7 +165,7 @@ def check_ranges(function: Callable[..., Any], key: str) -> None:
         for range_ in annotated_metadata(annotation):
             match range_:
                 case Range():
-                    check_value(f"{key}.{name}", value, range_)
+                    Allowed(range_).check(f"{key}.{name}", value)
                 case Above():
                     bound = range_.bound(**{other: setting_of(function, other) for other in parameters(range_.bound)})
                     in_range(f"{key}.{name}", value, low=bound, open_low=True)
