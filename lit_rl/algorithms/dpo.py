@@ -34,6 +34,8 @@ class DPO(PairModule):
     @takes(DPOConfig)
     def __init__(self, settings: DPOConfig) -> None:
         super().__init__(config=settings)
+        read = any(preference_checks.reads_reference(function) for function in self.preference.values())
+        self.needs_reference = read and not isinstance(self.reference, ReferenceFree)
         preference_checks.check_divergence(self.preference, settings.divergence)
         if settings.likelihood_weights:
             preference_checks.check_pair_weights(self.preference)
@@ -42,11 +44,6 @@ class DPO(PairModule):
         self.precomputed = PrecomputedReference.of(
             self.reference, settings.precompute_reference, settings.reference_cache
         )
-
-    @property
-    def needs_reference(self) -> bool:
-        read = any(preference_checks.reads_reference(function) for function in self.preference.values())
-        return read and not isinstance(self.reference, ReferenceFree)
 
     def columns(self, batch: PairBatch, scores: TextScores) -> Columns:
         columns = policy_columns(batch, scores, tail_weight=self.tail_weight)

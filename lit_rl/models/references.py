@@ -214,6 +214,10 @@ class AdapterBase(Fixed):
                 parameter.requires_grad_(flag)
 
 
+FROZEN_COPIES: dict[Literal["cpu"] | None, FrozenCopy] = {None: FrozenCopy(), "cpu": FrozenCopy("cpu")}
+"""The two frozen copies, which hold nothing: `Auto` asks for one at every step."""
+
+
 class Auto(Held, Fixed):
     """`AdapterBase` where the policy carries adapters that change nothing yet (``model.lora``), else `FrozenCopy`.
 
@@ -224,11 +228,11 @@ class Auto(Held, Fixed):
     """
 
     def module(self, policy: nn.Module) -> Scorer | None:
-        return None if carries_fresh_adapter(policy) else FrozenCopy(self.device).module(policy)
+        return None if carries_fresh_adapter(policy) else FROZEN_COPIES[self.device].module(policy)
 
     @contextmanager
     def scoring(self, policy: nn.Module, module: Scorer | None) -> Iterator[Scorer]:
-        reference: Reference = AdapterBase() if module is None else FrozenCopy(self.device)
+        reference: Reference = AdapterBase() if module is None else FROZEN_COPIES[self.device]
         with reference.scoring(policy, module) as scorer:
             yield scorer
 
