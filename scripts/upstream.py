@@ -193,7 +193,7 @@ OWN_SIGNATURES = {
         "lit_rl/algorithms/rollouts/identity.py",
         "lit_rl/environments/tools.py",
     ),
-    *("lit_rl/core/fingerprints.py", "lit_rl/environments/environment_base.py"),
+    *("lit_rl/core/declared_settings.py", "lit_rl/core/fingerprints.py", "lit_rl/environments/environment_base.py"),
     *("lit_rl/rewards/token_rewards.py", "lit_rl/rewards/contract.py"),
 }
 """Files that read signatures of lit_rl's own functions, or of the user's."""
