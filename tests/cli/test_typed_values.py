@@ -9,6 +9,7 @@ import sys
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra._internal import hydra as internals
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException
@@ -176,7 +177,7 @@ def test_a_word_that_is_composed_twice_means_the_same(word, text, tmp_path, monk
 def test_a_command_that_is_no_sweep_is_composed_once(words, flags, times, tmp_path, monkeypatch):
     """The config is the one of Hydra, which composes twice: to find out whether it is a sweep, and for the run."""
     (tmp_path / "config.yaml").write_text("text: a\n")
-    plain, counted = internals.ConfigLoaderImpl, []
+    counted: list[dict[str, object]] = []
 
     def counting(self, *arguments, **named):
         counted.append(named)
@@ -191,10 +192,10 @@ def test_a_command_that_is_no_sweep_is_composed_once(words, flags, times, tmp_pa
         return mode, OmegaConf.to_container(config)
 
     monkeypatch.setattr(sys, "argv", ["lit-rl", *words, *flags])
+    monkeypatch.setattr(internals, "ConfigLoaderImpl", ConfigLoaderImpl)  # earlier commands of this process put theirs
     mode, expected = of_run(["hydra.mode=RUN"])
-    load = plain.load_configuration
-    monkeypatch.setattr(plain, "load_configuration", counting)
-    monkeypatch.setattr(internals, "ConfigLoaderImpl", plain)
+    load = ConfigLoaderImpl.load_configuration
+    monkeypatch.setattr(ConfigLoaderImpl, "load_configuration", counting)
     upstream.compose_with(Composer().load)
     once, config = of_run([] if times == 1 else ["hydra.mode=RUN"])
     assert (mode, once) == (None, RunMode.RUN if times == 1 else None)
