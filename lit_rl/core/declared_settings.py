@@ -38,17 +38,18 @@ class Allowed:
         Raises:
             ConfigError: names the key, the value and what is allowed.
         """
-        number = isinstance(value, Number) and not isinstance(value, bool)
+        kind = type(value)
+        number = issubclass(kind, Number) and kind is not bool
         if (value is None and self.null) or (self.other and not number):
             return
         if self.range is None or (self.words and not number):
             numbers = [] if self.range is None else [f"a {'whole ' * self.range.whole}number"]
             one_of(key, value, [*numbers, *self.words, *[None] * self.null])
             return
-        if self.range.whole and (isinstance(value, bool) or not isinstance(value, Integral)):
+        if self.range.whole and (kind is bool or not issubclass(kind, Integral)):
             name, example = key.rpartition(".")[2], int(max(8, self.range.low))
             raise ConfigError(
-                f"{key} is {value!r:.60}, a {type(value).__name__}. Write a whole number, such as {name}={example}."
+                f"{key} is {value!r:.60}, a {kind.__name__}. Write a whole number, such as {name}={example}."
             )
         in_range(key, value, **self.range.bounds)
 
@@ -109,10 +110,11 @@ def setting_key(constructor: Any, kind: type, name: str) -> str:
 @functools.cache
 def declared_by(kind: Any) -> dict[str, Allowed]:
     """Return what the annotations of a constructor allow, by name; of a dataclass, those of its fields."""
+    owners = kind.__mro__
     if not is_dataclass(kind):
         return declared_parameters(inspect.unwrap(kind.__init__))
     found: dict[str, Allowed | None] = {}
-    for owner in reversed(kind.__mro__):  # each field as the module reads it that declares it
+    for owner in reversed(owners):  # each field as the module reads it that declares it
         names = vars(sys.modules[owner.__module__])
         for name, text in vars(owner).get("__annotations__", {}).items():
             found[name] = declared(_resolve(text, names))
