@@ -40,7 +40,7 @@ class Allowed:
         """
         kind = type(value)
         number = issubclass(kind, Number) and kind is not bool
-        if (value is None and self.null) or (self.other and not number):
+        if (kind is type(None) and self.null) or (self.other and not number):
             return
         if self.range is None or (self.words and not number):
             numbers = [] if self.range is None else [f"a {'whole ' * self.range.whole}number"]
