@@ -313,7 +313,8 @@ _MAY_SWEEP = re.compile(r"^(-m$|--mu)|^[+~]*hydra[./]|,|\(")
 class Composer:
     """The composing of one command line, which Hydra asks for twice: to find out whether it is a sweep, and to run it.
 
-    The second time takes a second of a start. So where no word can be a sweep, the first config is the one of the run.
+    The second time takes half a second of a start. So where no word can make a sweep, the first config is the one of
+    the run.
     """
 
     def __init__(self) -> None:

@@ -29,8 +29,6 @@ class Allowed:
     range: Range | None = None
     words: tuple[str, ...] = ()
     null: bool = False
-    other: bool = False
-    """True if the annotation has other types too, of which nothing is checked."""
 
     def check(self, key: str, value: Any) -> None:
         """Refuse a value that is none of these.
@@ -39,12 +37,14 @@ class Allowed:
             ConfigError: names the key, the value and what is allowed.
         """
         kind = type(value)
-        number = issubclass(kind, Number) and kind is not bool
-        if (kind is type(None) and self.null) or (self.other and not number):
+        if kind is type(None) and self.null:
             return
-        if self.range is None or (self.words and not number):
-            numbers = [] if self.range is None else [f"a {'whole ' * self.range.whole}number"]
-            one_of(key, value, [*numbers, *self.words, *[None] * self.null])
+        is_number = issubclass(kind, Number) and kind is not bool
+        if self.range is None or (self.words and not is_number):
+            choices = [*self.words, None] if self.null else [*self.words]
+            if self.range is not None:
+                choices.insert(0, "a whole number" if self.range.whole else "a number")
+            one_of(key, value, choices)
             return
         if self.range.whole and (kind is bool or not issubclass(kind, Integral)):
             name, example = key.rpartition(".")[2], int(max(8, self.range.low))
@@ -128,7 +128,7 @@ def declared_parameters(function: Callable[..., Any]) -> dict[str, Allowed]:
 
 
 def declared(annotation: Any) -> Allowed | None:
-    """Return what an annotation allows; None if it declares neither a range nor words."""
+    """Return what an annotation allows; None if it declares neither a range nor words, or has other types too."""
     allowed = Allowed()
     options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     for option in options:
@@ -142,8 +142,8 @@ def declared(annotation: Any) -> Allowed | None:
         elif notes:
             allowed = replace(allowed, range=notes[0])
         else:
-            allowed = replace(allowed, other=True)
-    return allowed if allowed.range is not None or (allowed.words and not allowed.other) else None
+            return None
+    return allowed if allowed.range is not None or allowed.words else None
 
 
 def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from lit_rl.models.vision_processor import VisionProcessor
 
 
+WeightType = Literal["float32", "bfloat16", "float16", "auto"]
+"""The type of a model's weights; "auto" is the one that they are stored in."""
+
+
 @dataclass(frozen=True)
 class ForwardOptions(ModelSpeedups):
     """Choices for computing a forward pass. Every choice gives the same numbers, but for rounding.
@@ -139,7 +143,7 @@ class LanguageModel:
     def __init__(
         self,
         name: str = "tiny",
-        dtype: Literal["float32", "bfloat16", "float16", "auto"] | None = None,
+        dtype: WeightType | None = None,
         attn_implementation: str | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
@@ -160,7 +164,7 @@ class LanguageModel:
         allow_changed: bool = False,
     ) -> None:
         self.name = name
-        self.dtype = "float32" if dtype is None else dtype
+        self.dtype: WeightType = "float32" if dtype is None else dtype
         self.dtype_was_set = dtype is not None
         self.attn_implementation = attn_implementation
         self.revision = revision
@@ -445,7 +449,7 @@ class LanguageModel:
             loading.add_embeddings(base, self.new_tokens)
         return base
 
-    def held_in(self, dtype: str) -> LanguageModel:
+    def held_in(self, dtype: WeightType) -> LanguageModel:
         """Return the description of the same model with weights of this type."""
         other = copy.copy(self)
         other.dtype = dtype

@@ -549,9 +549,10 @@ class OtherModel(Held, Fixed):
     def _load(self, model: LanguageModel, policy: Any) -> PreTrainedModel:
         check_causal(model.name, model.config)
         self._check_vocabulary(model, policy)
+        dtype: Any = str(policy.dtype).removeprefix("torch.")
         alike = LanguageModel(
             model.name,
-            dtype=str(policy.dtype).removeprefix("torch."),  # pyright: ignore[reportArgumentType]
+            dtype=dtype,
             attn_implementation=policy.config._attn_implementation,
             **self._settings,
         )

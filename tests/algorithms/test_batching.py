@@ -233,7 +233,8 @@ def test_a_rollout_that_nobody_sized_divides_into_what_the_user_cut_it_into(grou
     by_number = isinstance(cut, int)
     slices = 1 if split == "auto" else split
     trainer = SimpleNamespace(accumulate_grad_batches=cut if by_number else 1)
-    micro_batches = MicroBatches(None if by_number else cut[0] * group_size, split)
+    micro_batches = MicroBatches(None if by_number else cut[0] * group_size)
+    micro_batches.split_groups = split
     parts = minibatches * micro_batches.parts_of_groups(trainer, group_size)
     prompts = fit_step_rows(10_000, 32, parts * ranks) or 32
     whole = plan(

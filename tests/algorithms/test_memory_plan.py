@@ -415,7 +415,8 @@ def test_what_the_user_set_on_the_trainer_is_kept():
 
 def test_a_resumed_plan_is_applied_whatever_memory_is_free():
     generator, trainer = NativeGenerator(), a_trainer()
-    micro_batches = MicroBatches("auto", texts=2)
+    micro_batches = MicroBatches("auto")
+    micro_batches.texts = 2
     micro_batches.generator = generator
     split(micro_batches, trainer, replace(memory(), budget=2**40))
     assert trainer.accumulate_grad_batches == 1
@@ -427,7 +428,8 @@ def test_a_resumed_plan_is_applied_whatever_memory_is_free():
 
 
 def test_a_validation_alone_is_bounded_by_memory_too():
-    micro_batches = MicroBatches("auto", texts=1)
+    micro_batches = MicroBatches("auto")
+    micro_batches.texts = 1
     micro_batches.generator = NativeGenerator()
     assert micro_batches.asks_plan and micro_batches.most_texts is None
     micro_batches.fit_decoding(

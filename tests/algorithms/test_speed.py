@@ -106,7 +106,7 @@ def line(costs: RunCosts, *, devices: int = 1, **given: Any) -> dict[str, float]
     trainer = SimpleNamespace(world_size=devices, precision="32-true", strategy=strategy)
     costs.memory.held = given.pop("held", {})
     default = {"seconds": {"generate": 1.0, "update": 2.0}}
-    return costs.line(given.pop("ranks", Ranks()), trainer, "float32", **{**default, **given})
+    return costs.take_metrics(given.pop("ranks", Ranks()), trainer, "float32", **{**default, **given})
 
 
 def test_a_line_by_hand(monkeypatch):

@@ -347,16 +347,14 @@ class MicroBatches:
 
     Args:
         size: Rows of a micro-batch (`algo.micro_batch_size`); "auto" asks the memory plan; None leaves it to Lightning.
-        split_groups: Slices of a group that micro-batches hold whole; "auto" leaves them to the plan.
-        texts: Texts of a row that are scored without gradient as many at once as fit; 0: the caller bounds them.
     """
 
-    def __init__(
-        self, size: int | Literal["auto"] | None, split_groups: int | Literal["auto"] = 1, *, texts: int = 0
-    ) -> None:
+    def __init__(self, size: int | Literal["auto"] | None) -> None:
         self.size: int | Literal["auto"] | None = size
-        self.split_groups: int | Literal["auto"] = split_groups
-        self.texts = texts
+        self.split_groups: int | Literal["auto"] = 1
+        """Slices of a group that micro-batches hold whole; "auto" leaves them to the plan."""
+        self.texts = 0
+        """Texts of a row that is scored without gradient, of which as many at once as fit; 0: they are not bounded."""
         self.memory_gb: float | None = None
         """Memory that a process may use, in GiB (`plan.memory_gb`); None: what is free."""
         self.plan: MicroBatchPlan | None = None
@@ -369,6 +367,7 @@ class MicroBatches:
         """The most texts in a forward pass without gradient: in validation or of a reference a batch is as large as
         the data module makes it. None: all."""
         self._asked: StepRows | None = None
+        """The step that `begin` was given, of which the plan is."""
         self._budgets: tuple[int | None, int | None] | None = None
 
     # ------------------------------------------------------------------ the user's settings
@@ -446,8 +445,8 @@ class MicroBatches:
             )
         if self._asked not in (None, step):  # another fit, of other batches
             trainer.accumulate_grad_batches, self.plan = accumulate, None
-        self._asked = self.step = step
-        self.step = replace(step, sequences=self.decoded_at_once)  # which reads the step's
+        self._asked = step
+        self.step = replace(step, sequences=self._at_once(step.sequences))
 
     def split(self, trainer: Any, memory: Memory | None) -> None:
         """Split the step of `begin`, unless the Trainer has the plan already, and set the Trainer's micro-batches.
@@ -507,7 +506,9 @@ class MicroBatches:
     @property
     def decoded_at_once(self) -> int:
         """The number of sequences of the step that are decoded together."""
-        sequences = 0 if self.step is None else self.step.sequences
+        return 0 if self.step is None else self._at_once(self.step.sequences)
+
+    def _at_once(self, sequences: int) -> int:
         at_once = None if self.generator is None else self.generator.rows_a_batch
         return sequences if at_once is None else min(at_once, sequences)
 

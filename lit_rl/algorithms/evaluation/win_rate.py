@@ -81,7 +81,7 @@ class ComparedModel:
         if against == BASE:
             return self.policy
         with rename_keys(_AS_EVALUATION):
-            return LanguageModel(against, dtype=self.policy.dtype)  # pyright: ignore[reportArgumentType]
+            return LanguageModel(against, dtype=self.policy.dtype)
 
     @torch.no_grad()
     def answers(self, against: str, drawing: ComparedDrawing, options: Any = None) -> list[ComparedAnswer]:

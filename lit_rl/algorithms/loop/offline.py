@@ -246,7 +246,7 @@ class OfflineModule(PolicyModule, ABC):
         generating = self.take_generation_seconds()
         metrics = self._records.line(self.ranks, self.coefficients(), self._rates, generating, kept=kept)
         seconds = {"generate": generating, "update": metrics["time/update"]}
-        metrics |= self.costs.line(self.ranks, self.trainer, self.model.dtype, seconds=seconds)
+        metrics |= self.costs.take_metrics(self.ranks, self.trainer, self.model.dtype, seconds=seconds)
         log_to_loggers(self.trainer, metrics, step)
         self.publish_metrics(metrics, step)
 

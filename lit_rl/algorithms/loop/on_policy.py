@@ -599,7 +599,9 @@ class OnPolicyModule(GeneratingModule, ABC):
         )
         seconds = {**self.stopwatch.seconds, "update": metrics["time/update"]}
         sampled = self._records.rollout_tokens
-        return metrics | self.costs.line(self.ranks, self.trainer, self.model.dtype, seconds=seconds, sampled=sampled)
+        return metrics | self.costs.take_metrics(
+            self.ranks, self.trainer, self.model.dtype, seconds=seconds, sampled=sampled
+        )
 
     # ------------------------------------------------------------------ checkpoints
 

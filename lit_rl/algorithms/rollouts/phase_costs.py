@@ -244,10 +244,10 @@ class RunCosts:
         costs = [flops.of(own if place else spans, scored) for place, flops in enumerate(self.flops)]
         return float(sum(cost.training for cost in costs) + reads * sum(cost.forward for cost in costs[:1]))
 
-    def line(
+    def take_metrics(
         self, ranks: Ranks, trainer: Any, dtype: str, *, seconds: Mapping[str, float], sampled: float = 0.0
     ) -> dict[str, float]:
-        """Return the metrics since the last line, and begin anew. A collective.
+        """Return the metrics since the last log line, and begin anew. A collective.
 
         Args:
             ranks: The ranks of the run.
@@ -259,9 +259,9 @@ class RunCosts:
         held, devices = {phase: self.memory.held.get(phase, 0) for phase in PHASES}, trainer.world_size
         half = "16" in str(trainer.precision) or dtype in ("bfloat16", "float16")
         peak = peak_of(trainer.strategy.root_device, half=half)
-        now, shares = time.perf_counter(), ranks.objects((self._done, held))
+        now, of_ranks = time.perf_counter(), ranks.objects((self._done, held))
         total, most = UpdateWork(), dict.fromkeys(PHASES, 0)
-        for done, bytes_by_phase in shares:
+        for done, bytes_by_phase in of_ranks:
             total = total.plus(done)
             most = {phase: max(size, bytes_by_phase[phase]) for phase, size in most.items()}
         spent = {phase: taken for phase, taken in seconds.items() if taken > 0}
