@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -265,8 +266,27 @@ def test_a_checked_constructor_keeps_its_signature_and_pythons_own_errors():
     assert pickle.loads(pickle.dumps(Stroll(2))) == Stroll(2)
 
 
+PER_EPOCH = Portion | Sequence[Portion]
+
+
+def test_one_number_or_one_for_each_epoch():
+    allowed = declared(PER_EPOCH)
+    for value in (0.5, [0.5], (0, 1, 0.2)):
+        allowed.check("algo.mixture_coef", value)
+    for value, refusal in (
+        (1.5, r"algo\.mixture_coef=1\.5 is out of range: allowed is \[0, 1\]"),
+        ([0.5, -0.1], r"algo\.mixture_coef=-0\.1 is out of range"),
+        ([], r"algo\.mixture_coef=\[\] has no number"),
+        ([None], r"algo\.mixture_coef=None is no number"),
+        ("0.5, 1", r"algo\.mixture_coef='0\.5, 1' is no number"),
+    ):
+        with pytest.raises(ConfigError, match=refusal):
+            allowed.check("algo.mixture_coef", value)
+
+
 def test_a_record_makes_what_it_was_made_of():
-    for annotation in (AtLeastOne, Portion | None, Literal["a", "b"], AtLeastOne | Literal["auto"] | None):
+    kinds = (AtLeastOne, Portion | None, Literal["a", "b"], AtLeastOne | Literal["auto"] | None, PER_EPOCH | None)
+    for annotation in kinds:
         allowed = declared(annotation)
         assert allowed is not None and Allowed.restore(allowed.record) == allowed
 

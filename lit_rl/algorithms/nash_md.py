@@ -41,7 +41,6 @@ class NashMD(JudgedModule):
         self.mixture_coef = settings.mixture_coef
         preference_checks.check_two_policies(type(self).__name__, self.group_size, self.reference)
         preference_checks.check_native_generator(self.generator)
-        preference_checks.check_per_epoch("algo.mixture_coef", settings.mixture_coef, high=1, open_low=False)
 
     # ------------------------------------------------------------------ generate -> judge
 

@@ -34,7 +34,6 @@ class XPO(JudgedPairs):
         super().__init__(config=settings)
         self.alpha = settings.alpha
         preference_checks.check_two_policies(type(self).__name__, self.group_size, self.reference)
-        preference_checks.check_per_epoch("algo.alpha", settings.alpha, open_low=False)
 
     def draw_rollout(self, batch: PromptBatch) -> Completions:
         """Generate a completion of the policy and one of the reference for each prompt."""

@@ -416,9 +416,10 @@ def _names_code(tree: Any) -> bool:
 
 
 def _check_value(value: Any, asked: Mapping[str, Any]) -> None:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        return
     key, allowed = asked["key"], Allowed.restore(asked)
+    plain = (str, int, float, list) if allowed.many else (str, int, float)
+    if isinstance(value, bool) or not isinstance(value, plain):
+        return
     if key.startswith("trainer."):  # as Lightning reads it
         value = str(value).lower() if key == "trainer.strategy" else str(value)
     if allowed.words or not isinstance(value, str):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from math import inf
 from numbers import Integral, Number
@@ -24,11 +24,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Allowed:
-    """The values that an annotation allows: numbers in a range, words, and null."""
+    """The values that an annotation allows: numbers in a range, lists of them, words, and null."""
 
     range: Range | None = None
     words: tuple[str, ...] = ()
     null: bool = False
+    many: bool = False
+    """True if a list of such numbers is allowed too, as in ``Positive | Sequence[Positive]``: one for each epoch."""
 
     def check(self, key: str, value: Any) -> None:
         """Refuse a value that is none of these.
@@ -38,6 +40,12 @@ class Allowed:
         """
         kind = type(value)
         if kind is type(None) and self.null:
+            return
+        if self.many and isinstance(value, Sequence) and kind is not str:
+            if not value:
+                raise ConfigError(f"{key}=[] has no number. Set one number, or a list with one for each epoch.")
+            for number in value:
+                replace(self, many=False, null=False).check(key, number)
             return
         is_number = issubclass(kind, Number) and kind is not bool
         if self.range is None or (self.words and not is_number):
@@ -58,13 +66,15 @@ class Allowed:
         """The same as plain data, from which `restore` makes it."""
         bounds = {} if self.range is None else vars(self.range)
         given = {name: value for name, value in bounds.items() if value is not False and value != inf}
-        return given | ({"words": list(self.words)} if self.words else {}) | ({"null": True} if self.null else {})
+        flags = {name: True for name in ("null", "many") if getattr(self, name)}
+        return given | ({"words": list(self.words)} if self.words else {}) | flags
 
     @classmethod
     def restore(cls, record: Mapping[str, Any]) -> Allowed:
         """Return what a `record` was made of."""
         bounds = {name: record[name] for name in Range.__match_args__ if name in record}
-        return cls(Range(**bounds) if bounds else None, tuple(record.get("words", ())), record.get("null", False))
+        flags = {name: record[name] for name in ("null", "many") if name in record}
+        return cls(Range(**bounds) if bounds else None, tuple(record.get("words", ())), **flags)
 
 
 def checked(key: str) -> Callable[[type[T]], type[T]]:
@@ -135,6 +145,8 @@ def declared(annotation: Any) -> Allowed | None:
         notes = [note for note in annotated_metadata(option) if isinstance(note, Range | OneOf)]
         if option is type(None):
             allowed = replace(allowed, null=True)
+        elif get_origin(option) is Sequence and get_args(option)[0] in options:
+            allowed = replace(allowed, many=True)
         elif get_origin(option) is Literal and all(isinstance(word, str) for word in get_args(option)):
             allowed = replace(allowed, words=get_args(option))
         elif notes and isinstance(notes[0], OneOf):

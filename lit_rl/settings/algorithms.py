@@ -365,7 +365,7 @@ class JudgedConfig(OnPolicyConfig):
     """Judge of which of two completions is better: a judge of `lit_rl.rewards`, or a function. None compares
     the summed rewards. With more than two completions a prompt it compares every pair. It also gives the win
     rates of validation (`eval.win_rate_against`)."""
-    beta: float | Sequence[float] = 0.1
+    beta: Positive | Sequence[Positive] = 0.1
     """Strength of the KL to the reference, above 0; or a list, one for each epoch, the last for all after it."""
     missing_eos_penalty: Positive | None = None
     """Penalty on the reward of a completion that `max_new_tokens` truncated, before it is judged. None: no
@@ -378,7 +378,7 @@ class JudgedConfig(OnPolicyConfig):
 class JudgedPairsConfig(JudgedConfig):
     """Settings of online methods with a judge and a loss of pairs."""
 
-    beta: float | Sequence[float] = 0.1
+    beta: Positive | Sequence[Positive] = 0.1
     """Scale of the implicit reward beta (log pi - log pi_ref), above 0; or a list, one for each epoch."""
     preference: Callable | dict[str, Callable] = imported("lit_rl.ops.preference_losses.sigmoid")
     """The loss of a pair, or several by name, which are added with their weights (MPO, 2411.10442)."""
@@ -401,7 +401,7 @@ class NashMDConfig(JudgedConfig):
     judge: Judge | Callable[..., Any] | None = None
     """Judge of which of two completions is better. None compares the summed rewards, with probabilities 0 and
     1; `RewardJudge(soft=True)` gives the Bradley-Terry probability."""
-    mixture_coef: float | Sequence[float] = 0.5
+    mixture_coef: Portion | Sequence[Portion] = 0.5
     """`c`, in [0, 1]: 0 is the policy itself, 1 the reference; or a list, one for each epoch."""
 
 
@@ -409,7 +409,7 @@ class NashMDConfig(JudgedConfig):
 class XPOConfig(JudgedPairsConfig):
     """Settings of exploratory preference optimisation."""
 
-    alpha: float | Sequence[float] = 1e-05
+    alpha: NotNegative | Sequence[NotNegative] = 1e-05
     """Weight of the exploration bonus, at least 0; or a list, one for each epoch, the last for all after it."""
 
 

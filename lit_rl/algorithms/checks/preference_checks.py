@@ -14,7 +14,7 @@ from lit_rl.algorithms.checks.argument_checks import try_settings
 from lit_rl.algorithms.signatures import name_of, unwrap
 from lit_rl.algorithms.terms.groups import BestOfGroup, DynamicSampling, GroupSelection
 from lit_rl.core.declared_settings import annotated_metadata, annotations_of
-from lit_rl.core.errors import ConfigError, did_you_mean, in_range
+from lit_rl.core.errors import ConfigError, did_you_mean
 from lit_rl.generation.generator import Generator
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models.references import Reference, ReferenceFree
@@ -213,19 +213,6 @@ def check_judge_rewards(judge: Judge, rewards: Sequence[str], missing_eos_penalt
             f"algo.missing_eos_penalty={missing_eos_penalty} is subtracted from rewards, but the judge does not read "
             "them. Set it to null, or judge=reward."
         )
-
-
-def check_per_epoch(key: str, value: float | Sequence[float], *, high: float = float("inf"), open_low: bool) -> None:
-    """Check a setting that is one number, or one for each epoch.
-
-    Raises:
-        ConfigError: the number, or one of the numbers of the epochs, is out of range, or there is none.
-    """
-    values = list(value) if isinstance(value, Sequence) else [value]
-    if not values:
-        raise ConfigError(f"{key}=[] has no number. Set one number, or a list with one for each epoch.")
-    for number in values:
-        in_range(key, number, low=0, high=high, open_low=open_low)
 
 
 def check_two_policies(name: str, group_size: int, reference: Reference) -> None:

@@ -54,7 +54,6 @@ class JudgedModule(OnPolicyModule, ABC):
             name, settings.group_size, settings.split_groups, self.groups, self.reward_functions.names
         )
         preference_checks.check_judge_rewards(self.judge, self.reward_functions.names, settings.missing_eos_penalty)
-        preference_checks.check_per_epoch("algo.beta", settings.beta, open_low=True)
 
     learns_by_judge = True
     compares_in_step = True
