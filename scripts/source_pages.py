@@ -350,6 +350,13 @@ _NAMES_HEAD = (
 )
 _ACTOR = ("actor", "rollout", "ref", "model")
 """What the page on verl writes without the `actor_rollout_ref` in which it stands."""
+_CONFIGS = {
+    "Fields of GRPO, RLOO and online DPO": ["GRPOConfig", "RLOOConfig", "OnlineDPOConfig"],
+    "Fields of all data-set methods": ["methods that learn from a data set"],
+    "Fields inherited from transformers.TrainingArguments": ["the others"],
+    "Fields of ScriptArguments": ["ScriptArguments"],
+}
+"""Configs that a table is about, where its heading names none."""
 
 
 def rows_of(page: str) -> Iterator[tuple[str, list[str]]]:
@@ -362,15 +369,19 @@ def rows_of(page: str) -> Iterator[tuple[str, list[str]]]:
             yield heading, [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
 
 
-def typed(here: str) -> str:
-    """Return what to type."""
+def typed(here: str, place: int = 0, fields: int = 1) -> str:
+    """Return what to type; for one of several fields with as many keys, its own."""
     words = re.findall(r"`([^`]+)`", here)
+    keys = [word for word in words if "=" not in word]
+    if fields > 1 and len(keys) == fields:
+        words = [word for word in words if "=" in word or word == keys[place]]
     return " ".join(word if "=" in word else f"{word}=..." for word in words) or here
 
 
 def note(differs: str) -> str:
-    """Return the first sentence of what differs, in brackets; without what only the page can show."""
-    text = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", differs).replace("`", "").replace("\\|", "|")
+    """Return the first sentence of what differs, in brackets; without defaults, and what only the page can show."""
+    text = re.sub(r"^(`[^`]+`, )*here `[^`]+`(, `[^`]+`)*(: |$)", "", differs)
+    text = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", text).replace("`", "").replace("\\|", "|")
     text = re.sub(r"(^|, )see (the .*|above)", "", re.split(r"(?<=\w)\. ", text)[0].rstrip("."))
     return f" ({text})" if text else ""
 
@@ -381,13 +392,12 @@ def names_of_trl() -> dict[str, str]:
     for heading, cells in rows_of("from-trl.md"):
         if not heading.startswith("Fields "):
             continue
-        configs = re.findall(r"\w+Config", heading) or ["GRPOConfig", "RLOOConfig"]
-        for name in re.findall(r"`([^`]+)`", cells[0]):
-            if heading.startswith("Fields inherited"):
-                configs = ["the others"]
-            answers = found.setdefault(name, {})
-            said, of = answers.get(typed(cells[2]), ("", []))
-            answers[typed(cells[2])] = (said or note(cells[4]), [*of, *configs])
+        configs = _CONFIGS.get(heading) or re.findall(r"\w+Config", heading)
+        names = re.findall(r"`([^`]+)`", cells[0])
+        for place, name in enumerate(names):
+            answers, here = found.setdefault(name, {}), typed(cells[1], place, len(names))
+            said, of = answers.get(here, ("", []))
+            answers[here] = (said or note(cells[2]), [*of, *configs])
     return {name: _joined(answers) for name, answers in found.items()}
 
 

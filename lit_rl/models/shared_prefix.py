@@ -60,7 +60,7 @@ from lit_rl.ops.fused_head import Distribution
 from lit_rl.ops.sampling_distribution import History
 
 WORTH = 0.15
-"""Share of a pass's tokens that must be saved: two calls cost more than one (measured in docs/benchmarks.md)."""
+"""Share of a pass's tokens that must be saved: two calls cost more than one."""
 
 
 @dataclass(frozen=True)

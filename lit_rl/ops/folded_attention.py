@@ -39,7 +39,7 @@ COLUMNS = 32
 WORTH = 2**15
 """Scores of one prompt's queries and one key head, at least, for which products of their own are worth their calls.
 
-Below, attention over repeated keys was faster on two threads of a CPU, twice so at 500 (docs/speed.md).
+Below, attention over repeated keys was faster on two threads of a CPU, twice so at 500.
 """
 
 ALIGNED = 32

@@ -21,9 +21,8 @@ prompts of P tokens, completions of lengths T_i:
     optimizer   30 N / beta                                     AdamW in float32, bfloat16 weights written
     reference   a third of `train`, where a loss reads one
 
-The FLOPs are those of `lit_rl.models.model_costs`, of which a run's `mfu` is made too. Useful FLOPs here, of which the
-benchmark's model FLOPs utilisation is made, count each row with its own prompt, T_tok = sum (P + T_i), as contenders
-differ in whether they share it. So sharing a prompt may push it over what the hardware executes.
+The FLOPs are those of `lit_rl.models.model_costs`, of which a run's `mfu` is made too. Useful FLOPs here count
+each row with its own prompt, T_tok = sum (P + T_i), as contenders differ in whether they share it.
 """
 
 from __future__ import annotations
@@ -431,12 +430,8 @@ class Work:
 
     @property
     def useful_flops(self) -> float:
-        """Return what MFU counts: every row with its own prompt, dead groups too."""
+        """Return those of every row with its own prompt, dead groups too."""
         return train_flops(self.dims, self.prompts, self.prompt_tokens, self.lengths, shared=False)
-
-    @property
-    def decode_bytes(self) -> float:
-        return sum(decode_bytes(self.dims, self.prompts, self.prompt_tokens, self.lengths)) if self.generates else 0.0
 
     def bound(self, flops: float, bytes_: float) -> Bound:
         """Return the bound on a machine with these rates a second."""

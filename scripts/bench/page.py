@@ -30,26 +30,19 @@ HEAD = (
     """\
 # Benchmarks
 
-Whole optimizer steps of lit_rl compared with TRL 1.16.0: the same model, prompts, lengths, rewards, optimizer and loss,
-alternating on one machine. The benchmark generates this page from its results, the JSON files in `docs/benchmarks/`.
+{answer}Whole optimizer steps, with the same model, prompts, lengths, rewards, optimizer and loss, alternating on one
+machine. The benchmark generates this page from its results in `docs/benchmarks/`.
 
-| command | what it measures | on two quiet cores |
+| command | what it measures | time |
 |---|---|---|
 """
-    "| `make bench` | GRPO, 4 prompts x 8 completions, 64 + 64 tokens, a policy of 6 million parameters; each "
-    "technique switched off in turn | under 20 minutes, estimated |\n"
-    "| `make bench-full` | the same, and prompts of 256 tokens, variable lengths, half-dead groups, the shape of a "
-    "0.5B model, DPO, SFT, small decoding batches, slow rewards, micro-batches of a data set, two processes, scaling "
-    "| about five hours, estimated |\n"
-    "| `make bench-gpu` | the test on one GPU: whether training is sound, whether its kernels equal a CPU's float32, "
-    "the 0.5B shape compared with TRL, metrics that others publish | (one GPU: at most nine minutes) |\n"
+    "| `make bench` | GRPO with 6 million weights, 4 prompts x 8 completions, 64 + 64 tokens; each technique switched "
+    "off in turn | under 20 minutes on two quiet cores, estimated |\n"
+    "| `make bench-full` | the same, and longer prompts, variable lengths, half-dead groups, the 0.5B shape, DPO, SFT, "
+    "small decoding batches, slow rewards, micro-batches, two processes, scaling | about five hours, estimated |\n"
+    "| `make bench-gpu` | the test on one GPU | at most nine minutes |\n"
     """
-The letters before a workload's name denote its kind: C1 is GRPO with the policy of 6 million parameters, C2 the
-shape of a 0.5B model, C3 a data set (DPO, SFT). A1 to A4 measure techniques that matter in one workload only (small
-decoding batches, slow rewards, micro-batches of pairs and of texts), and M1 is two processes. "Without: a technique" is
-lit_rl with that technique switched off.
-
-To run some workloads and contenders of a suite, in fewer rounds (`--list` prints their names; see `bench.run --help`):
+Some workloads and contenders only, in fewer rounds (`--list` prints their names; see `bench.run --help`):
 
 ```text
 PYTHONPATH=scripts .venv/bin/python -m bench.run full --peer-python .venv-peer/bin/python --kept --rounds 2 --steps 3 \\
@@ -61,66 +54,39 @@ PYTHONPATH=scripts .venv/bin/python -m bench.run full --peer-python .venv-peer/b
 METHOD = f"""\
 ## How it is measured
 
-- **Same work.** Random weights from a fixed seed, one checkpoint folder for all; prompts from one file, in one order;
-  AdamW at 1e-6, clipping at 1, a constant schedule, no checkpoints and no loggers on either side. Every completion ends
-  at a length from a file: with *fixed* lengths none ends early, *variable* ones are lognormal, with mean 0.4 of
-  the longest before capping. In *half-dead* workloads every second prompt has equal rewards in its group.
-- **Gate.** Every contender takes its first step on the same given completions, in its real training loop.
-  Log-probs, loss and gradient are compared with TRL in float32: 1e-4 nats in float32, 2e-2 in bfloat16, a cosine of at
-  least 0.999. In deep models TRL itself deviates more in bfloat16; a contender may then deviate 1.5 times as much as
-  TRL, and the workload says so. If one deviates more, the workload has no results. With LoRA no gradient is
-  compared, and for pairs and texts no log-probs: these enter their loss and gradient.
-- **Turns.** Each contender is a process with pinned threads that trains one step on request, so warm-up is excluded
-  and contenders alternate (A B C, then C B A). The value of a turn is the median of its steps, a result the median of
-  turns, a ratio the ratio of such medians, with the lowest and highest ratio of a round in brackets; the "middle half"
-  contains half of all timed steps. If other processes took over {FOREIGN:.0%} of the processor in a turn, the round is
-  repeated, once or twice at most. `make bench-full` starts a process for each turn; in `make bench` the processes
-  measured last wait for the next round, in at most half of the memory. Each workload says which was used.
-- **Commit.** Each workload names the commit it was measured on (a plus: with changed files) and the
-  day. Rows of one table may be from different commits, but never from different machines or versions.
-- **Ours.** Only the precision is set, and whatever a contender's name says; all other settings are the defaults of
-  `train.py`.
-- **TRL.** "default" is its default config, which computes in bfloat16. On a processor without bfloat16 units per step
-  would take minutes, so there it is float32, and named so. "tuned" is the fastest of all settings measured for a
-  workload, including the default. lit_rl's waiting threads spin briefly and then sleep, and its processes
-  keep freed memory (`train.py` sets both); TRL can be measured with sleeping threads, with spinning
-  ones, and with the thread and memory settings of `train.py`; each workload lists the settings used.
-  bfloat16 weights under AdamW at 1e-6 hardly change (updates are rounded away); they still count as a tuning.
-  With LoRA TRL trains other parameters, so it is used for no ratio.
-- **The limit.** Matrix rate and memory bandwidth are measured first, again for each command, since the cores of a
-  shared machine are not always equally fast. The bound of a step is the time of its minimal work at these rates
-  (`scripts/bench/bounds.py` has the formulas); the share of the limit is the bound divided by the seconds. MFU counts
-  useful FLOPs of the training only, of every row from its first token on: if rows share a prompt that is computed once,
-  it may exceed 100 %. HFU counts executed FLOPs of the whole step, MBU the bytes that decoding must read.
+- **Workloads.** C1 is GRPO with 6 million weights, C2 the 0.5B shape, C3 a data set, M1 two processes. Weights are
+  random. Every completion ends at a length from a file: *fixed* lengths are equal, *variable* ones lognormal. In
+  *half-dead* workloads every second prompt has equal rewards in its group.
+- **Same result.** Every contender takes its first step on given completions. It must be within 1e-4 nats of TRL in
+  float32, 2e-2 in bfloat16 (or 1.5 times TRL's own deviation, where that is more), with a cosine of gradients of at
+  least 0.999; otherwise the workload has no results. With LoRA no gradient is compared, and for pairs and texts no
+  log-probs.
+- **Turns.** Contenders alternate (A B C, then C B A), with pinned threads and after warm-up. A result is the median
+  over turns of their median step; a ratio has the lowest and highest ratio of a round in brackets. A round in which
+  other processes took over {FOREIGN:.0%} of the processor is repeated, once or twice at most. Rows may be from
+  different commits (a plus: with changed files), never from different machines.
+- **lit_rl** has the defaults of `train.py`, and what its name says.
+- **TRL.** "default" is its default config, which computes in bfloat16 (on a processor without bfloat16 units:
+  float32). "tuned" is the fastest of all settings measured, including the default. In bfloat16 weights under AdamW at
+  1e-6 most updates are rounded away; such a setting still counts. With LoRA TRL trains other parameters, so it is
+  used for no ratio.
+- **The limit** is the time of the minimal work of a step at the measured matrix rate and memory bandwidth
+  (`scripts/bench/bounds.py`). "Of the limit" is that time divided by the seconds.
 """
 
 NOT_YET = "*Not yet run here.* The command above writes the results."
 
 ON_ONE_GPU = """\
-`bash scripts/gpu/prove.sh OUT` is the test that needs a real GPU: at most nine minutes, without a network,
-on a machine that has PyTorch, transformers and Lightning (`scripts/gpu/wheels.sh`, run elsewhere, collects the rest).
-It runs each stage in its own process with its own time limit, and compares the results with bounds that were fixed
-before any GPU was used. In a checkout without git history, `PROOF_COMMIT` names the commit. `make bench-gpu` runs it
-from `.venv`, and writes this section.
+`bash scripts/gpu/prove.sh OUT` tests on a real GPU whether training is sound, whether kernels equal a CPU's float32,
+and how fast the 0.5B shape trains compared with TRL. It needs at most nine minutes, PyTorch, transformers and
+Lightning, and no network (`scripts/gpu/wheels.sh`, run elsewhere, collects the rest). Bounds were fixed before any
+GPU was used. In a checkout without git history, `PROOF_COMMIT` names the commit. `make bench-gpu` runs it from
+`.venv`, and writes this section.
 """
 NO_CARD = """\
 **The test has not run on a GPU yet: no statement of this site about a GPU's speed or memory was measured on one.** vLLM
-on a GPU is not part of the test.
-
-The test was rehearsed: `PROOF_SMALL=1 PRETEND=2 bash scripts/gpu/prove.sh OUT`, small shapes on the tests' simulated
-GPU, with the CPU's kernels, on two cores with other load (2026-11-28; Python 3.11.7, torch 2.13.0,
-transformers 5.19.0, lightning 2.6.6, trl 1.16.0). This shows only that the stages run, not that they pass on a GPU.
-
-| stage | seconds of the rehearsal | checks passed | not run | time limit on a GPU, seconds |
-|---|---|---|---|---|
-| imports before the first | 12 | | | 25 |
-| machine | 4 | | | 30 |
-| sound | 66 | 36 of 36 | 0 | 70 |
-| kernels | 48 | 46 of 46 | 12: CUDA kernels, NCCL, Triton | 75 |
-| main_command | 21 | 1 of 1 | 1: Triton | 120 |
-| trl (on the CPU) | 19 | 1 of 1 | 0 | 110 |
-| figures | 37 | | 0 | 60 |
-| step_trace | 18 | | 1: a profile needs a GPU | 45 |
+on a GPU is not part of the test. A rehearsal in small shapes on the tests' simulated GPU (`PROOF_SMALL=1 PRETEND=2`,
+2026-11-28) shows only that its stages run.
 """
 
 
@@ -132,7 +98,28 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     """
     cpu = "\n".join(_kind(results["cpu"], "cpu")) if "cpu" in results else NOT_YET + "\n"
     gpu = markdown(results["gpu"]) if results.get("gpu") else NO_CARD
-    return "\n".join([HEAD, f"## On a CPU\n\n{cpu}", f"## On one GPU\n\n{ON_ONE_GPU}\n{gpu}", METHOD])
+    measured = results["cpu"]["benchmarks"] if "cpu" in results and results["cpu"]["suite"] != "smoke" else []
+    head = HEAD.format(answer=_answer(measured))
+    return "\n".join([head, f"## On a CPU\n\n{cpu}", f"## On one GPU\n\n{ON_ONE_GPU}\n{gpu}", METHOD])
+
+
+def _answer(results: Sequence[Result]) -> str:
+    """Return how many times as fast ours is in bfloat16, over all workloads."""
+    compared = [
+        result
+        for result in results
+        if result["series"] is None and summary.is_compared(result) and BF16_TRUE in result["contenders"]
+    ]
+    if not compared:
+        return ""
+    ranges = []
+    for which in (summary.default, summary.tuned):
+        found = sorted(summary.ratio(result, str(which(result)), BF16_TRUE).middle for result in compared)
+        ranges.append(f"{found[0]:.1f} to {found[-1]:.1f}")
+    return (
+        f"On the CPU below, lit_rl with `bf16-true` is {ranges[0]} times as fast as TRL 1.16.0 with its defaults, and\n"
+        f"{ranges[1]} times as fast as TRL with the fastest settings found.\n"
+    )
 
 
 def _kind(run: Mapping[str, Any], kind: str) -> Iterator[str]:
@@ -146,6 +133,7 @@ def _kind(run: Mapping[str, Any], kind: str) -> Iterator[str]:
         yield f"![Times as fast as TRL](images/benchmarks/{kind}_ratios.png)\n"
     for result in whole:
         yield from _benchmark(result)
+    yield from _settings(whole)
     for axis in ("completions", "tokens"):
         if points := summary.series(run["benchmarks"], axis):
             yield from _series(points, axis)
@@ -171,20 +159,18 @@ def _machine(run: Mapping[str, Any]) -> Iterator[str]:
 
 def _overview(results: Sequence[Result]) -> Iterator[str]:
     """Yield a row for each of our contenders that has every technique on."""
-    columns = ("", "", "s per step", "TRL default / lit_rl", "TRL tuned / lit_rl", "by CPU time")
-    yield f"| {' | '.join((*columns, 'peak memory / TRL default', 'rounds', 'commit'))} |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    columns = ("", "", "s per step", "TRL default / lit_rl", "TRL tuned / lit_rl", "peak memory / TRL default")
+    yield f"| {' | '.join(columns)} |"
+    yield "|---|---|---|---|---|---|"
     for result in results:
         default, tuned = summary.default(result), summary.tuned(result)
         assert default is not None and tuned is not None
         for number, ours in enumerate(summary.ours(result)):
             theirs = [_ratio(summary.ratio(result, name, ours)) for name in (default, tuned)]
-            cpu = [f"{summary.ratio(result, name, ours, 'cpu').middle:.2f}" for name in (default, tuned)]
             memory = summary.peak(result, ours) / summary.peak(result, default)
             yield (
                 f"| {'' if number else result['workload']['name']} | {ours} "
-                f"| {summary.spread(result, ours).middle:.2f} | {' | '.join(theirs)} | {', '.join(cpu)} "
-                f"| {memory:.2f} | {result['rounds']} | {_commit(result)} |"
+                f"| {summary.spread(result, ours).middle:.2f} | {' | '.join(theirs)} | {memory:.2f} |"
             )
     yield ""
 
@@ -202,7 +188,6 @@ def _benchmark(result: Result) -> Iterator[str]:
     yield from _contenders(result)
     yield from _ablations(result)
     yield from _gate(result)
-    yield from _settings(result)
 
 
 def _described(workload: Workload, result: Result) -> str:
@@ -223,11 +208,11 @@ def _described(workload: Workload, result: Result) -> str:
     rounds = f"{_count(result['rounds'], 'round')} of {_count(result['steps'], 'step')}"
     waits = "processes wait between their turns" if result["resident"] else "each turn is a fresh process"
     rates = " and ".join(_rates(result["rates"]))
+    bound = summary.limit(result, result["rates"])
+    others = f" Other processes took over {FOREIGN:.0%} of the processor in {loud} of {turns} turns." if loud else ""
     return (
-        f"{workload.method.upper()}, shape {workload.shape}: {what}. {rounds}, alternating, after {result['warmups']} "
-        f"for warm-up; {waits}; {result['minutes']:.0f} minutes. The machine reached {rates}. Other processes took "
-        f"over {FOREIGN:.0%} of the processor in {loud} of {turns} turns; load average {result['load'][0]:.1f} before "
-        f"and {result['load'][1]:.1f} after. {result['date']}, commit {_commit(result)}.{_counted(result)}\n"
+        f"{workload.method.upper()}, shape {workload.shape}: {what}. {rounds}; {waits}; {result['date']}, commit "
+        f"{_commit(result)}. The machine reached {rates}; the limit is {bound.step:.3g} s.{others}\n"
     )
 
 
@@ -239,35 +224,25 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-def _counted(result: Result) -> str:
-    """Return which settings of TRL the ratios are over."""
-    default, tuned = summary.default(result), summary.tuned(result)
-    return f' "TRL default" is `{default}`, "TRL tuned" `{tuned}`.' if default and tuned else ""
+def _label(result: Result, name: str) -> str:
+    """Return the name of a contender; of the peer's two that ratios are over, what those say."""
+    if name == summary.default(result):
+        return "TRL default"
+    return "TRL tuned" if name == summary.tuned(result) else name
 
 
 def _contenders(result: Result) -> Iterator[str]:
-    tokens, bound = summary.generated_tokens(result), summary.limit(result, result["rates"])
-    columns = ("", "s per step (rounds)", "middle half of steps", "CPU s", "generate, reward, train, optimize")
-    more = ("tokens/s generated, trained", "peak GB", "of the limit", "MFU, HFU, MBU")
-    yield f"| {' | '.join((*columns, *more))} |"
-    yield "|---|---|---|---|---|---|---|---|---|"
-    for name, one in result["contenders"].items():
-        if one["technique"] is not None:
-            continue
-        parts, share = summary.phases(result, name), summary.shares(result, name, result["rates"])
-        split = ", ".join(f"{parts[phase]:.2f}" for phase in ("generate", "reward", "train", "optimize"))
-        low, high = summary.quartiles(result, name)
-        rates = [tokens / parts["generate"] if tokens else None, summary.trained_tokens(result) / parts["train"]]
-        yield (
-            f"| {name} | {_seconds(summary.spread(result, name))} | {low:.3g} to {high:.3g} "
-            f"| {summary.spread(result, name, 'cpu').middle:.2f} | {split} "
-            f"| {', '.join('-' if rate is None else f'{rate:,.0f}' for rate in rates)} | {_memory(result, name)} "
-            f"| {share.step:.1%} | {', '.join(map(_share, (share.mfu, share.hfu, share.mbu)))} |"
-        )
-    yield (
-        f"\nThe bound is {bound.step:.3g} s: prefill {bound.prefill:.2g}, decode {bound.decode:.2g}, train "
-        f"{bound.train:.2g}, reference {bound.reference:.2g}, optimizer {bound.optimizer:.2g}.\n"
-    )
+    parts = {name: summary.phases(result, name) for name, one in result["contenders"].items() if not one["technique"]}
+    order = ("generate", "reward", "train", "optimize")
+    there = [phase for phase in order if any(round(part[phase], 2) for part in parts.values())]
+    yield f"|  | s per step (rounds) | {', '.join(there)}: s | peak GB | of the limit |"
+    yield "|---|---|---|---|---|"
+    for name, part in parts.items():
+        split = ", ".join(f"{part[phase]:.2f}" for phase in there)
+        share = summary.share_of_limit(result, name, result["rates"])
+        seconds = _seconds(summary.spread(result, name))
+        yield f"| {_label(result, name)} | {seconds} | {split} | {_memory(result, name)} | {share:.1%} |"
+    yield ""
 
 
 def _ablations(result: Result) -> Iterator[str]:
@@ -275,46 +250,59 @@ def _ablations(result: Result) -> Iterator[str]:
     base = next((name.partition(", without: ")[0] for name in off), None)
     if base not in result["contenders"]:
         return
-    yield f"| {base} without | s per step | times as slow | by CPU time | peak GB |"
+    yield f"| {base} without | its switch | s per step | times as slow | peak GB |"
     yield "|---|---|---|---|---|"
-    yield f"| (all on) | {_seconds(summary.spread(result, base))} | 1 | 1 | {_memory(result, base)} |"
+    usual = result["contenders"][base]["settings"]["overrides"]
     for name, technique in off.items():
-        cpu = summary.ratio(result, name, base, "cpu").middle
+        words = [word for word in result["contenders"][name]["settings"]["overrides"] if word not in usual]
         yield (
-            f"| {technique} | {_seconds(summary.spread(result, name))} | {_ratio(summary.ratio(result, name, base))} "
-            f"| {cpu:.2f} | {_memory(result, name)} |"
+            f"| {technique} | `{' '.join(words)}` | {summary.spread(result, name).middle:.3g} "
+            f"| {_ratio(summary.ratio(result, name, base))} | {_memory(result, name)} |"
         )
     yield ""
 
 
 def _gate(result: Result) -> Iterator[str]:
-    yield "| gate | dtype | log-probs, nats | 1 - cosine of gradients | norms | loss | first step after, s |"
-    yield "|---|---|---|---|---|---|---|"
-    for name, one in result["contenders"].items():
-        found = one["gate"]
-        far = {key: "" if found[key] is None else f"{found[key]:.1e}" for key in ("logprobs", "norm", "loss")}
-        cosine = "" if found["cosine"] is None else f"{max(0.0, 1 - found['cosine']):.1e}"
-        yield (
-            f"| {name} | {one['dtype']} | {far['logprobs']} | {cosine} | {far['norm']} | {far['loss']} "
-            f"| {one['first_step']:.0f} |"
-        )
-    yield ""
+    """Yield how far the first steps were from those of TRL in float32, at most."""
+    gates = [(one["dtype"], one["gate"]) for one in result["contenders"].values()]
+    far: dict[str, dict[str, float]] = {"nats": {}, "by 1 - cosine of gradients": {}}
+    for dtype, gate in gates:
+        cosine = None if gate["cosine"] is None else max(0.0, 1 - gate["cosine"])
+        for most, value in zip(far.values(), (gate["logprobs"], cosine), strict=True):
+            if value is not None:
+                most[dtype] = max(most.get(dtype, 0.0), value)
+    furthest = [
+        f"{', '.join(f'{value:.1e} ({dtype})' for dtype, value in most.items())} {what}"
+        for what, most in far.items()
+        if most
+    ]
+    yield f"Furthest from TRL in float32: {'; '.join(furthest)}."
     widest = max((one["gate"].get("allowed", 0.0) for one in result["contenders"].values()), default=0.0)
     if widest > LIMITS["bfloat16"].logprobs:
         yield (
             f"Here the gate was wider than [in other workloads](#how-it-is-measured): {widest:.1e} nats in bfloat16, "
-            f"1.5 times the deviation of TRL itself, instead of {LIMITS['bfloat16'].logprobs:.0e}.\n"
+            f"1.5 times the deviation of TRL itself, instead of {LIMITS['bfloat16'].logprobs:.0e}."
         )
+    yield ""
 
 
-def _settings(result: Result) -> Iterator[str]:
-    yield "Settings in addition to the workload's:\n"
-    for name, one in result["contenders"].items():
-        parts = [
-            json.dumps(one["settings"][key], sort_keys=True) for key in ("config", "lora") if key in one["settings"]
-        ]
-        told = " and LoRA ".join(parts) or " ".join(one["settings"]["overrides"])
-        yield f"- {name}: {f'`{told}`' if told not in ('', '{}') else 'none'}"
+def _settings(results: Sequence[Result]) -> Iterator[str]:
+    """Yield what each contender has in addition to its workload's settings; techniques have their switch above."""
+    told: dict[tuple[str, str], list[str]] = {}
+    for result in results:
+        for name, one in result["contenders"].items():
+            if one["technique"] is None:
+                settings = one["settings"]
+                parts = [json.dumps(settings[key], sort_keys=True) for key in ("config", "lora") if key in settings]
+                words = " and LoRA ".join(parts) or " ".join(settings["overrides"])
+                if words not in ("", "{}"):
+                    told.setdefault((name, words), []).append(result["workload"]["name"])
+    yield "### Settings of the contenders\n"
+    yield "In addition to the workload's:\n"
+    names = [name for name, _ in told]
+    for (name, words), where in told.items():
+        of = f" ({'; '.join(where)})" if names.count(name) > 1 else ""
+        yield f"- {name}{of}: `{words}`"
     yield ""
 
 

@@ -49,15 +49,6 @@ def ratio(result: Result, slower: str, faster: str, what: str = "seconds") -> Sp
     return Spread(middle, min(rounds), max(rounds))
 
 
-def quartiles(result: Result, name: str) -> tuple[float, float]:
-    """Return two seconds: a quarter of all timed steps took less than the first, a quarter more than the second."""
-    steps = [seconds for turn in result["contenders"][name]["turns"] for seconds in turn["seconds"]]
-    if len(steps) < 2:
-        return steps[0], steps[0]
-    low, _, high = statistics.quantiles(steps, n=4, method="inclusive")
-    return low, high
-
-
 def fastest(result: Result, *roles: str) -> str | None:
     """Return the name of the peer's fastest setting of some roles, "default" or "tuned"; None where none takes part."""
     names = [name for name, one in result["contenders"].items() if one["role"] in roles]
@@ -106,20 +97,6 @@ def work_of(result: Result) -> list[Work]:
     return [Work.of(workload, first + number) for number in range(count)]
 
 
-@dataclass(frozen=True)
-class Shares:
-    """The nearness of a contender to the limit, each in [0, 1] (MFU may be over what is executed)."""
-
-    step: float
-    """Bound of the step over its seconds: the step efficiency."""
-    mfu: float
-    """Useful FLOPs of the training over its seconds and the machine's rate."""
-    hfu: float | None
-    """Executed FLOPs of the step over its seconds and the machine's rate."""
-    mbu: float | None
-    """Bytes that decoding has to read over its seconds and the machine's rate."""
-
-
 def limit(result: Result, machine: Mapping[str, Any]) -> Bound:
     """Return the bound of the median rollout."""
     bounds = [work.bound(*rates(machine)) for work in work_of(result)]
@@ -131,32 +108,9 @@ def rates(machine: Mapping[str, Any]) -> tuple[float, float]:
     return max(machine["flops"].values()), max(machine["copy"], machine["read"])
 
 
-def shares(result: Result, name: str, machine: Mapping[str, Any]) -> Shares:
-    """Return those of one contender."""
-    flops, bytes_ = rates(machine)
-    seconds, parts = spread(result, name).middle, phases(result, name)
-    works, executed = work_of(result), result["contenders"][name].get("flops")
-    useful = statistics.median(work.useful_flops for work in works)
-    read = statistics.median(work.decode_bytes for work in works)
-    return Shares(
-        step=limit(result, machine).step / seconds,
-        mfu=useful / (parts["train"] * flops),
-        hfu=executed / (seconds * flops) if executed else None,
-        mbu=read / (parts["generate"] * bytes_) if read and parts["generate"] else None,
-    )
-
-
-def generated_tokens(result: Result) -> float:
-    """Return the median of a rollout; 0 where nothing is generated."""
-    works = work_of(result)
-    return statistics.median(sum(work.lengths) for work in works) if works[0].generates else 0
-
-
-def trained_tokens(result: Result) -> float:
-    """Return tokens of prompts and completions of a step, each row with its own prompt and without padding; the
-    median."""
-    works = work_of(result)
-    return statistics.median(len(work.lengths) * work.prompt_tokens + sum(work.lengths) for work in works)
+def share_of_limit(result: Result, name: str, machine: Mapping[str, Any]) -> float:
+    """Return the bound of a contender's step over its seconds."""
+    return limit(result, machine).step / spread(result, name).middle
 
 
 def noisy(result: Result, allowed: float) -> tuple[int, int]:

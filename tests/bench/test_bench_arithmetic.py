@@ -99,7 +99,7 @@ def test_variable_lengths_have_the_mean_that_they_should() -> None:
 def test_a_dead_group_is_generated_and_not_trained() -> None:
     work, dead = (Work.of(Workload("w", shape="tiny", dead=dead), 1) for dead in (False, True))
     assert dead.train_flops == pytest.approx(work.train_flops / 2)
-    assert (dead.decode_bytes, dead.useful_flops) == (work.decode_bytes, work.useful_flops)
+    assert dead.useful_flops == work.useful_flops and dead.bound(1e11, 1e10).decode == work.bound(1e11, 1e10).decode
 
 
 def test_figures_are_medians_of_medians_and_ranges_are_of_rounds() -> None:
@@ -117,7 +117,6 @@ def test_figures_are_medians_of_medians_and_ranges_are_of_rounds() -> None:
     assert summary.ratio(found, DEFAULT, OURS) == summary.Spread(9.5 / 2.5, 9 / 3, 10 / 2)
     assert summary.ratio(found, DEFAULT, OURS, "cpu") == summary.ratio(found, DEFAULT, OURS)
     assert summary.spread(found, OURS, "cpu").middle == 5
-    assert summary.quartiles(found, OURS) == (2, 3)
     assert summary.tuned(found) == "tuned a" and summary.default(found) == DEFAULT and summary.ours(found) == [OURS]
     assert summary.tuned(result(C1, {OURS: contender([[1, 1, 1]])})) is None
     assert summary.peak(found, OURS) == 1e9 + 1
@@ -130,15 +129,11 @@ def test_the_tuned_peer_is_its_fastest_of_all() -> None:
     assert summary.tuned(result(C1, {"quick": quick, "slow": slow, "other": other})) == "quick"
 
 
-def test_shares_of_the_limit() -> None:
+def test_the_share_of_the_limit() -> None:
     found = result(C1, {OURS: contender([[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]])})
-    work, share = Work.of(C1, 2), summary.shares(found, OURS, MACHINE)
     assert summary.phases(found, OURS) == pytest.approx({"generate": 1, "reward": 0, "optimize": 0.2, "train": 0.8})
-    assert share.step == pytest.approx(work.bound(1e11, 1e10).step / 2)
-    assert share.mfu == pytest.approx(work.useful_flops / (0.8 * 1e11))
-    assert share.hfu == pytest.approx(2e9 / (2 * 1e11))
-    assert share.mbu == pytest.approx(work.decode_bytes / (1 * 1e10))
-    assert summary.generated_tokens(found) == 32 * 64 and summary.trained_tokens(found) == 32 * (64 + 64)
+    share = summary.share_of_limit(found, OURS, MACHINE)
+    assert share == pytest.approx(Work.of(C1, 2).bound(1e11, 1e10).step / 2)
 
 
 def test_every_suite_begins_with_a_reference_and_names_each_once() -> None:

@@ -25,6 +25,7 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
         OURS: contender([[2.0] * 3, [2.0] * 3]),
         f"{OURS}, without: tricks": contender([[3.0] * 3, [3.0] * 3], technique="tricks"),
     }
+    who[f"{OURS}, without: tricks"]["settings"]["overrides"].append("c=d")
     more = [result(replace(C1, prompts=4 * n), {OURS: who[OURS]}, series="completions", factor=n) for n in (8, 1)]
     found = run(result(C1, who), result(DPO, who), *more)
     (tmp_path / "results").mkdir()
@@ -32,12 +33,11 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
     page.write(tmp_path / "results", tmp_path / "page.md", tmp_path / "pictures")
     text = (tmp_path / "page.md").read_text()
     assert (
-        "| C1, prompt 64 | lit_rl, float32 | 2.00 | **4.50** (4.00 to 5.00) | **3.00** (3.00 to 3.00) | 4.50, 3.00 "
-        "| 1.00 | 2 | 012345678 |" in text
+        "| C1, prompt 64 | lit_rl, float32 | 2.00 | **4.50** (4.00 to 5.00) | **3.00** (3.00 to 3.00) | 1.00 |" in text
     )
-    assert '"TRL default" is `TRL, default`, "TRL tuned" `TRL, float32`.' in text
-    assert f"| {DEFAULT} | 9 (8 to 10) | 8 to 10 | 18.00 | 4.50, 0.00, 3.60, 0.90 | 455, 1,138 |" in text
-    assert "| tricks | 3 (3 to 3) | **1.50** (1.50 to 1.50) | 1.50 | 1.00 |" in text
+    assert "| generate, train, optimize: s |" in text and "| TRL default | 9 (8 to 10) | 4.50, 3.60, 0.90 |" in text
+    assert "| TRL tuned | 6 (6 to 6) |" in text and '- TRL, default: `{"bf16": false}`' in text
+    assert "| tricks | `c=d` | 3 | **1.50** (1.50 to 1.50) | 1.00 |" in text
     assert "avx512_bf16; without amx_bf16" in text and "took over 5% of the processor in 4 of 8 turns" in text
     assert text.index("| x 1 |") < text.index("| x 8 |")
     assert page.NO_CARD in text, "there is no result of a GPU"
@@ -62,10 +62,7 @@ def test_a_benchmark_that_stays_is_held_against_the_machine_of_its_own_time() ->
     slower["machine"] = slower["machine"] | {"flops": {"float32": 2e10, "bfloat16": 4e10}}
     after = page.page({"cpu": merged(slower, run(one))})
     part = before.partition("### C1, prompt 64")[2].partition("###")[0]
-    assert (
-        part
-        and after.partition("### C1, prompt 64")[2].partition("###")[0].strip() == part.partition("## On")[0].strip()
-    )
+    assert part and after.partition("### C1, prompt 64")[2].partition("###")[0] == part
 
 
 def test_a_wider_gate_and_code_that_differs_from_its_commit_are_told() -> None:

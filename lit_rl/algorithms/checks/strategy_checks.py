@@ -1,6 +1,6 @@
 """Checks of precision, DeepSpeed and tensor parallelism: combinations that are not proven are refused by name.
 
-docs/scale.md has the table of what was proven, and by which test.
+docs/scale.md has the tables of what was tested.
 
 Narrow weights without float32 masters could not be trained: between neighbours of bfloat16 lies 1/256 to 1/128 of a
 weight, and AdamW moves a weight by about the learning rate; after 10 steps at 1e-6 in bfloat16 alone, 1.9 % of the
