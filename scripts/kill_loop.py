@@ -9,10 +9,10 @@ nothing killed: weights, optimizer, metrics and samples, bit for bit.
     python scripts/kill_loop.py --server http://127.0.0.1:8000   # against vLLM, which `lit-rl serve model=tiny` started
 
 A round starts the run in a new folder, kills it with SIGKILL up to `--kills` times, each time at a place of `PLACES`,
-goes on with `ckpt_path=last`, and lets it finish. In docs/reliability.md 15 minutes beside other work were 11 rounds of
-`--ranks 2`, and 19 of `--engine`. Of two ranks either is killed alone, and the other has to end by itself within
-seconds, or both at once; rank 0 starts the others, as Lightning does it. With `--ranks` they have to be its children,
-which end with it: start this script by itself, and not from what forks processes in its place, as tests/warm.py does.
+goes on with `ckpt_path=last`, and lets it finish. Of two ranks either is killed alone, and the other has to end by
+itself within seconds, or both at once; rank 0 starts the others, as Lightning does it. With `--ranks` they have to be
+its children, which end with it: start this script by itself, and not from what forks processes in its place, as
+tests/warm.py does.
 The engine of `--engine` is a process of its own (`EngineApart`), which gets the weights through a pipe: vLLM is not
 needed. That of `--server` is vLLM's own, which outlives every kill and serves the run that goes on; the run that
 nothing kills is made twice first, to see whether it is the same twice. Rank 0 is forked from this process, which has

