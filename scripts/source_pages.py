@@ -328,15 +328,24 @@ def written(text: str) -> str:
     return f"{bare[:at]}{table(modules)}\n\n{bare[at:]}"
 
 
-DETAIL = re.compile(r"(?<=\w)(?:: |; | \(|, (?:with|which|so|as|by|from|in|for|because|without|read|known|made|not) )")
+DETAIL = re.compile(
+    r"(?<=[\w`])(?:: |; | \(|, and (?=[^,]*$)|, (?:with|which|so|as|by|from|in|for|because|without|read|known|made|not) )"
+)
 """Where a sentence goes into detail."""
 
 
 def gist(sentence: str) -> str:
-    """Return a sentence up to where it goes into detail, if four words or more are before that; no code is cut."""
-    ends = (found.start() for found in DETAIL.finditer(sentence))
-    kept = (sentence[:end] for end in ends if sentence.count("`", 0, end) % 2 == 0)
-    return next((text for text in kept if len(text.split()) > 3), sentence.removesuffix("."))
+    """Return a sentence up to where it goes into detail, if four words or more are before that.
+
+    Code is not cut, and a list keeps its last part.
+    """
+    text = sentence.replace("``", "`").removesuffix(".")
+    kept = [
+        text[: found.start()]
+        for found in DETAIL.finditer(text)
+        if text.count("`", 0, found.start()) % 2 == 0 and not (found[0] == ", and " and "," in text[: found.start()])
+    ]
+    return next((part for part in kept if len(part.split()) > 3), text)
 
 
 def modules_page() -> str:
