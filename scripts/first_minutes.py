@@ -5,8 +5,8 @@
     python scripts/first_minutes.py --venv .venv --only typo            # a word of who types, or of the command
     python scripts/first_minutes.py --venv .venv --page docs/first-minutes.md   # writes its table into that page
 
-A row is a command: seconds until its first line and until it ended, its exit code; the last line, where that is not 0, or what was
-slow.
+A row is a command: seconds until its first line and until it ended, its exit code, and its last line where that is not
+0, or what was slow.
 Slow is a first line after 2 s or an error after 5 s. Which command is being played is said on stderr.
 The script leaves with 1 where an exit code is not the expected one or where a traceback was printed.
 """

@@ -329,7 +329,8 @@ def written(text: str) -> str:
 
 
 DETAIL = re.compile(
-    r"(?<=[\w`])(?:: |; | \(|, and (?=[^,]*$)|, (?:with|which|so|as|by|from|in|for|because|without|read|known|made|not) )"
+    r"(?<=[\w`])(?:: |; | \(|, and (?=[^,]*$)"
+    r"|, (?:with|which|so|as|by|from|in|for|because|without|read|known|made|not) )"
 )
 """Where a sentence goes into detail."""
 
