@@ -5,7 +5,8 @@
     python scripts/first_minutes.py --venv .venv --only typo            # a word of who types, or of the command
     python scripts/first_minutes.py --venv .venv --page docs/first-minutes.md   # writes its table into that page
 
-A row is a command: seconds until its first line, seconds until it ended, its exit code, what was slow, its last line.
+A row is a command: seconds until its first line and until it ended, its exit code, and its last line where that is not
+0, or what was slow.
 Slow is a first line after 2 s or an error after 5 s. Which command is being played is said on stderr.
 The script leaves with 1 where an exit code is not the expected one or where a traceback was printed.
 """
@@ -306,15 +307,17 @@ def _says_something(line: str) -> bool:
     return any(character.isalnum() for character in line)
 
 
-HEAD = ("| who | command | first line (s) | seconds | exit | slow | last line |", "|---|---|---:|---:|---:|---|---|")
+HEAD = ("| who | command | first line (s) | seconds | exit | ended with, or slow |", "|---|---|---:|---:|---:|---|")
 
 
 def row(played: Played) -> str:
+    """Return its row: with its last line where the exit code is not 0, otherwise with what was slow."""
     last = played.last_line
     last = (last if len(last) <= 90 else last[:87] + "...").replace("|", "\\|").replace("`", "'")
     command = played.typed.command.replace("|", "\\|")
     numbers = f"{played.first:.1f} | {played.seconds:.1f} | {played.code}"
-    return f"| {played.typed.who} | `{command}` | {numbers} | {played.slow} | `{last}` |"
+    said = f"`{last}`" if played.code else played.slow
+    return f"| {played.typed.who} | `{command}` | {numbers} | {said} |"
 
 
 def table(played: list[Played]) -> str:
