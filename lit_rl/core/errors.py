@@ -224,7 +224,8 @@ def check_function_setting(key: str, value: object, *, optional: bool) -> None:
         or_none = ", or None" if optional else ""
         raise ConfigError(
             f"{key} is {value!r:.60}. Allowed is a function of tensors{or_none}: one of lit_rl.ops, such as "
-            "lit_rl.clipped_policy_loss for loss, functools.partial of one, or your own (docs/architecture.md)."
+            "lit_rl.clipped_policy_loss for loss, functools.partial of one, or your own "
+            "(docs/configuration.md#your-own-files)."
         )
 
 
