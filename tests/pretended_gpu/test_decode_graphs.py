@@ -26,7 +26,6 @@ pytestmark = pytest.mark.all
 
 SAMPLINGS = {
     "plain": Sampling(max_new_tokens=40),
-    "greedy": Sampling(max_new_tokens=40, temperature=0),
     "history": Sampling(
         max_new_tokens=40,
         min_new_tokens=3,
@@ -87,8 +86,6 @@ def same_bits(one: Completions, other: Completions) -> bool:
     ("kind", "talks", "batch_size"),
     [
         ("plain", False, None),
-        ("plain", False, 6),
-        ("greedy", False, None),
         ("history", False, None),
         ("stop", False, 6),
         ("stop", True, None),

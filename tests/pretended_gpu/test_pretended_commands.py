@@ -20,7 +20,6 @@ COMMANDS = {
     "eval_of_the_cpu": ["eval", "run_dir={cpu}", "ckpt_path=last", *ON_DEVICE],
     "chat": ["chat", "run_dir={run}"],
     "doctor": ["doctor"],
-    "doctor_hf": ["doctor", "generator=hf"],
     "doctor_hf_continuous": ["doctor", "generator=hf_continuous"],
     "replay": ["replay", "run_dir={run}", "replay.losses=[run,dapo]"],
     "best_of_n": ["best-of-n", "eval.group_size=2", "run_dir={folder}/best", *SMALL],
@@ -77,7 +76,7 @@ def test_a_command_runs_on_the_device(
         assert "cuda:1  Pretended GPU" in said.out
 
 
-@pytest.mark.parametrize("subcommand", ["fit", "validate", "predict"])
+@pytest.mark.parametrize("subcommand", ["fit", "predict"])
 def test_lightnings_command_line_runs_on_the_device(
     subcommand: str, root: Path, command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

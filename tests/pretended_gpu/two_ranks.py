@@ -33,21 +33,11 @@ GAME = [
     "reward=environment", "algo=ppo", "algo.group_size=4", "algo.minibatches=2", "algo.critic_lr=0.3",
     "algo.reward_beta=0.05", "algo/selection=top_entropy",
 ]  # fmt: skip
-METHODS = {name: SHAPES[name] for name in ("grpo", "dpo", "sft")} | {
+METHODS = {name: SHAPES[name] for name in ("grpo", "dpo")} | {
     "grpo_ema": ["reference=ema" if word.startswith("reference=") else word for word in SHAPES["grpo"]],
     "ppo": [*GAME, *SGD],
-    "reward_model": ["algo=reward_model", "data.task.max_operand=9", "data.task.val_rows=4", "data.batch_size=8", *SGD],
 }
-RUNS = [
-    ("ddp", "grpo"),
-    ("ddp", "dpo"),
-    ("ddp", "reward_model"),
-    ("fsdp", "grpo_ema"),
-    ("fsdp", "ppo"),
-    ("fsdp", "sft"),
-    ("tp", "grpo"),
-    ("tp", "dpo"),
-]
+RUNS = [("ddp", "grpo"), ("ddp", "dpo"), ("fsdp", "grpo_ema"), ("fsdp", "ppo"), ("tp", "grpo")]
 
 
 def run(name: str, method: str, folder: Path, *, resume: bool = False, **settings: Any) -> None:

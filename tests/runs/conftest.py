@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torchvision_beside  # noqa: F401  # before transformers, which looks for torchvision once
 import warm
-from dist_equal import end_group, in_processes
+from dist_equal import Ones, end_group, in_processes
 from hydra.core.global_hydra import GlobalHydra
 
 from lit_rl import cli
@@ -73,6 +74,19 @@ def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         for kind in dist_jobs.dist_mesh.OTHERS:
             dist_jobs.dist_mesh.other_family(kind, folder / kind)
     return in_processes(dist_jobs.__file__, folder, *wanted)
+
+
+@pytest.fixture(scope="module")
+def two(request: pytest.FixtureRequest, two_ranks: Path) -> Path:
+    """What two processes left behind of the list `dist_NAME.py`, for `test_dist_NAME.py`."""
+    return two_ranks / request.module.__name__.removeprefix("test_dist_")
+
+
+@pytest.fixture(scope="module")
+def one(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ones:
+    """`one(name)`: what one process does of the same list."""
+    jobs = importlib.import_module(request.module.__name__.removeprefix("test_"))
+    return Ones(jobs.run, tmp_path_factory.mktemp("one"))
 
 
 @pytest.fixture

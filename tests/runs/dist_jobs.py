@@ -25,7 +25,6 @@ import dist_samples
 import dist_scorers
 import dist_shipping
 import dist_terms
-import dist_verdicts
 import dist_vision
 import dist_worlds
 import dist_written
@@ -35,7 +34,6 @@ LISTS = {
     "alarms": dist_alarms.main,
     "broken": dist_broken.main,
     "episodes": dist_episodes.main,
-    "formulas": dist_terms.formulas,
     "masters": dist_masters.main,
     "mesh": dist_mesh.main,
     "mesh_of_four": dist_mesh.four,
@@ -49,7 +47,6 @@ LISTS = {
     "scorers": dist_scorers.main,
     "shipping": dist_shipping.main,
     "terms": dist_terms.main,
-    "verdicts": dist_verdicts.main,
     "vision": dist_vision.main,
     "worlds": dist_worlds.main,
     "worlds_of_four": dist_worlds.four,

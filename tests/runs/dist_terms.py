@@ -93,7 +93,11 @@ def shapes() -> dict[str, tuple[Any, dict[str, Any]]]:
                 "correction": engine_mismatch.token_truncate,
             },
         ),
-        **{f"step-{name}": (kind, {"iterations": 2, **fresh(terms)}) for name, (kind, terms) in TWO_STEPS.items()},
+        **{
+            f"step-{name}": (kind, {"iterations": 2, **fresh(terms)})
+            for name, (kind, terms) in TWO_STEPS.items()
+            if name not in FORMULAS
+        },
     }
 
 
@@ -131,20 +135,13 @@ def run(name: str, folder: Path, devices: int, **more: Any) -> None:
         torch.save({"weights": weights, "metrics": metrics, **seen}, folder / f"{name}.pt")
 
 
-ALIKE = [f"step-{name}" for name in FORMULAS]
 SHARDED = ("ppo", "skipped")
 """Run under FSDP2 too: an actor and a critic, and steps from which one rank learns nothing."""
-APART = [name for name in shapes() if name not in ALIKE]
 
 
 def main(folder: Path) -> None:
-    for name in APART:
+    for name in shapes():
         run(name, folder, 2)
     (folder / "fsdp").mkdir(exist_ok=True)
     for name in SHARDED:
         run(name, folder / "fsdp", 2, strategy=FSDP2Strategy())
-
-
-def formulas(folder: Path) -> None:
-    for name in ALIKE:
-        run(name, folder, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ SMALL = [
     "eval.limit=2",
 ]
 """A run of a few seconds: 32 training prompts, 4 of them a rollout."""
+EVERY_STEP = ["callbacks.checkpoint.every_n_train_steps=1", "callbacks.checkpoint.save_top_k=-1"]
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
@@ -61,8 +63,8 @@ def assert_same_run(a: Path, b: Path) -> None:
     for part in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch"):
         assert_same(first[part], second[part], part)
     assert rows(a) == rows(b)
-    names = sorted(p.name for p in (a / "samples").iterdir())
-    assert names == sorted(p.name for p in (b / "samples").iterdir())
+    names, others = (sorted(path.name for path in (run / "samples").glob("*")) for run in (a, b))
+    assert names == others
     for name in names:
         first_table, second_table = (pyarrow.parquet.read_table(run / "samples" / name) for run in (a, b))
         assert first_table.schema == second_table.schema, name
@@ -79,3 +81,27 @@ def interrupted(whole: Path, again: Path, step: int) -> None:
     summary = json.loads((again / "summary.json").read_text())
     kept = {name: summary[name] for name in ("before", "losses", "prompts") if name in summary}
     (again / "summary.json").write_text(json.dumps({"status": "running", **kept, "seconds": 1.0}))
+
+
+def kept_beside(run_dir: Path) -> dict[str, Any]:
+    """The state of each rank's module in the newest checkpoint, and a moving reference. A half-used rollout has times
+    in it, which differ."""
+    saved = newest(run_dir)
+    return {"reference": saved.get("reference"), "modules": [rank["module"] for rank in saved["lit_rl"]]}
+
+
+def assert_resumes(train: Callable[..., int], folder: Path, overrides: list[str], *steps: int) -> Path:
+    """Train with a checkpoint after each step, and on from each of `steps`: all end with the bits of the whole run.
+
+    Returns:
+        The folder of the whole run.
+    """
+    whole = folder / "whole"
+    assert train(*overrides, *EVERY_STEP, f"run_dir={whole}") == 0
+    for step in steps:
+        again = folder / f"from_{step}"
+        interrupted(whole, again, step)
+        assert train(*overrides, *EVERY_STEP, f"run_dir={again}", "ckpt_path=last") == 0
+        assert_same_run(whole, again)
+        assert_same(kept_beside(whole), kept_beside(again))
+    return whole

@@ -17,8 +17,7 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
     SingleDeviceXLAStrategy,
 )
-from runs_helpers import SMALL, assert_same_run, interrupted, newest
-from tiers import quick
+from runs_helpers import EVERY_STEP, SMALL, assert_same_run, interrupted, newest
 
 import lit_rl.cli.trainer_settings as auto
 from lit_rl import cli
@@ -100,21 +99,15 @@ def test_a_plugin_of_the_users_decides(units, tmp_path):
 
 @pytest.mark.parametrize(
     ("has_units", "more"),
-    quick(
-        [
-            pytest.param(True, [], id="bf16"),
-            pytest.param(False, [], id="float32"),
-            pytest.param(True, ["model.lora.r=2"], id="bf16-lora"),
-            pytest.param(False, ["model.lora.r=2"], id="float32-lora"),
-        ],
-        ["bf16"],
-    ),
+    [
+        pytest.param(True, [], id="bf16"),
+        pytest.param(False, ["model.lora.r=2"], marks=pytest.mark.all, id="float32-lora"),
+    ],
 )
 def test_a_run_goes_on_in_the_precision_it_began_in_on_any_processor(train, tmp_path, capsys, units, has_units, more):
     """To the bit, and the record says which; the command does not."""
     whole, again, precision = tmp_path / "whole", tmp_path / "again", BF16 if has_units else FLOAT32
-    every = ["callbacks.checkpoint.every_n_train_steps=1", "callbacks.checkpoint.save_top_k=-1", "trainer.max_steps=3"]
-    words = [*SMALL, *LOCAL, *every, *more]
+    words = [*SMALL, *LOCAL, *EVERY_STEP, "trainer.max_steps=3", *more]
     units(has_units)
     assert train(*words, f"run_dir={whole}") == 0
     assert capsys.readouterr().out.count(f"precision {precision}: this processor has") == 1

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import dist_broken
 import pytest
-from dist_equal import Ones, assert_equal_runs, left
+from dist_equal import assert_equal_runs, left
 
 from lit_rl.algorithms.optim.broken_steps import LIMIT
 
 pytestmark = [pytest.mark.dist, pytest.mark.all]
-
-
-@pytest.fixture(scope="module")
-def two(two_ranks: Path) -> Path:
-    """What two processes left behind."""
-    return two_ranks / "broken"
-
-
-@pytest.fixture(scope="module")
-def one(tmp_path_factory) -> Ones:
-    return Ones(dist_broken.run, tmp_path_factory.mktemp("one"))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
-import dist_masters
 import pytest
 import torch
-from dist_equal import Ones, left
+from dist_equal import left
 from torch import Tensor
 
 from lit_rl.algorithms.optim.split_adamw import split
@@ -18,16 +16,6 @@ pytestmark = [pytest.mark.dist, pytest.mark.all]
 
 ROUNDING = 2**-7
 """How far a gradient may be from another sum of the same rows, relative: each micro-batch's is rounded to 8 bits."""
-
-
-@pytest.fixture(scope="module")
-def two(two_ranks: Path) -> Path:
-    return two_ranks / "masters"
-
-
-@pytest.fixture(scope="module")
-def one(tmp_path_factory) -> Ones:
-    return Ones(dist_masters.run, tmp_path_factory.mktemp("one"))
 
 
 def moved(run: dict[str, dict[str, Tensor]]) -> Tensor:

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import dist_equal
 import dist_offline
 import pytest
-from dist_equal import Ones, left
+from dist_equal import left
 
 pytestmark = [pytest.mark.dist, pytest.mark.all]
-
-
-@pytest.fixture(scope="module")
-def two(two_ranks: Path) -> Path:
-    """What two processes left behind."""
-    return two_ranks / "offline"
-
-
-@pytest.fixture(scope="module")
-def one(tmp_path_factory) -> Ones:
-    return Ones(dist_offline.run, tmp_path_factory.mktemp("one"))
 
 
 assert_equal_runs = partial(dist_equal.assert_equal_runs, share=2e-4, beyond=2e-6, moved=1e-4)

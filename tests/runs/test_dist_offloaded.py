@@ -13,12 +13,6 @@ from runs_helpers import assert_same
 pytestmark = [pytest.mark.dist, pytest.mark.all]
 
 
-@pytest.fixture(scope="module")
-def two(two_ranks: Path) -> Path:
-    """What two processes left behind."""
-    return two_ranks / "offloaded"
-
-
 def saved(folder: Path, name: str) -> dict:
     return torch.load(folder / f"{name}-step={STEPS}.ckpt", weights_only=True)
 

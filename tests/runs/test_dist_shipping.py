@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +14,6 @@ from lit_rl.models import LanguageModel
 from lit_rl.models.engine_weights import weight_shapes, whole_weights
 
 pytestmark = [pytest.mark.dist, pytest.mark.all]
-
-
-@pytest.fixture(scope="module")
-def two(two_ranks: Path) -> Path:
-    """What two processes left behind."""
-    return two_ranks / "shipping"
 
 
 @pytest.fixture(params=STRATEGIES)

@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import dist_equal
 import dist_terms
 import pytest
-from dist_equal import Ones, left
+from dist_equal import left
 
 pytestmark = [pytest.mark.dist, pytest.mark.all]
-
-
-@pytest.fixture(scope="module")
-def two(two_ranks: Path) -> Path:
-    """What two processes left behind."""
-    return two_ranks / "terms"
-
-
-@pytest.fixture(scope="module")
-def one(tmp_path_factory) -> Ones:
-    return Ones(dist_terms.run, tmp_path_factory.mktemp("one"))
 
 
 assert_equal_runs = partial(dist_equal.assert_equal_runs, share=1e-4, beyond=2e-7, moved=1e-3)
 
 
-@pytest.mark.parametrize("name", dist_terms.APART)
+@pytest.mark.parametrize("name", dist_terms.shapes())
 def test_ddp_equals_one_process(name, two, one):
     assert_equal_runs(one(name), left(two, name))
 
@@ -50,7 +38,7 @@ def test_the_ranks_left_out_different_numbers_of_rows(two):
 
 
 def test_what_is_counted_was_there_to_count(two):
-    metrics = {name: left(two, name)["metrics"] for name in dist_terms.APART}
+    metrics = {name: left(two, name)["metrics"] for name in dist_terms.shapes()}
     assert metrics["dynamic"]["train/groups/drawn"] > 0
     assert metrics["weights"]["train/sampling/truncated"] >= 0 and metrics["weights"]["train/sampling/ess"] < 1
     assert 0 < metrics["kl-cov"]["train/kl_cov/share"] < 0.5

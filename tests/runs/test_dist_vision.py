@@ -15,17 +15,6 @@ from dist_equal import Ones, left
 pytestmark = [pytest.mark.dist, pytest.mark.all]
 
 
-@pytest.fixture(scope="module")
-def two(two_ranks: Path) -> Path:
-    """What two processes left behind."""
-    return two_ranks / "vision"
-
-
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Ones:
-    return Ones(dist_vision.run, tmp_path_factory.mktemp("one"))
-
-
 CASES = [*(("", name) for name in dist_vision.SHAPES), *(("fsdp", name) for name in dist_vision.SHARDED)]
 
 

@@ -6,27 +6,15 @@ A completion's random numbers are named by its row of the data, so they are the 
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import dist_equal
 import dist_written
 import pytest
-from dist_equal import Ones, left
+from dist_equal import left
 
 from lit_rl.algorithms.gkd import writer_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.all]
-
-
-@pytest.fixture(scope="module")
-def two(two_ranks: Path) -> Path:
-    """What two processes left behind."""
-    return two_ranks / "written"
-
-
-@pytest.fixture(scope="module")
-def one(tmp_path_factory) -> Ones:
-    return Ones(dist_written.run, tmp_path_factory.mktemp("one"))
 
 
 assert_equal_runs = partial(dist_equal.assert_equal_runs, share=1e-4, beyond=1e-6, moved=1e-3)

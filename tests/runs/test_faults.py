@@ -79,8 +79,8 @@ def finish(process, run_dir: Path) -> None:
 @pytest.mark.parametrize(
     "how",
     [
-        ["--rounds", "3"],
-        ["--rounds", "1", "--threads", "2", *LARGE],
+        ["--rounds", "2"],
+        pytest.param(["--rounds", "1", "--threads", "2", *LARGE], marks=pytest.mark.exhaustive),
         pytest.param(["--rounds", "2", "--kills", "2", "--ranks", "2", "--seed", "33"], marks=pytest.mark.exhaustive),
         pytest.param(
             ["--rounds", "2", "--kills", "2", "--engine", "--places", "engine sync"], marks=pytest.mark.exhaustive

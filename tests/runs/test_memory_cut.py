@@ -8,7 +8,7 @@ import warnings
 
 import lightning as L
 import pytest
-from runs_helpers import SMALL, assert_same_run, interrupted, newest
+from runs_helpers import EVERY_STEP, SMALL, assert_same_run, interrupted, newest
 
 from lit_rl.algorithms import GRPO
 from lit_rl.algorithms.checks import micro_batching
@@ -20,7 +20,6 @@ from lit_rl.generation.native import NativeGenerator
 from lit_rl.rewards import exact_match
 
 ROWS = ["data.prompts_per_rollout=8", "algo.group_size=4", "trainer.max_steps=4", "data.task.val_rows=4"]
-EVERY_STEP = ["callbacks.checkpoint.every_n_train_steps=1", "callbacks.checkpoint.save_top_k=-1"]
 LITTLE = "plan.memory_gb=0.016"
 """Not enough for a micro-batch of 32 completions of the shipped policy."""
 SCARCE = "plan.memory_gb=0.0102"
@@ -29,7 +28,9 @@ LEAST = "plan.memory_gb=0.00975"
 """Not enough for one completion whose activations are kept."""
 
 
-@pytest.mark.parametrize("memory", [LITTLE, pytest.param(SCARCE, marks=pytest.mark.exhaustive), LEAST])
+@pytest.mark.parametrize(
+    "memory", [LEAST, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (LITTLE, SCARCE))]
+)
 def test_a_resumed_run_keeps_its_cut_whatever_memory_is_free(train, tmp_path, memory):
     whole, again = tmp_path / "whole", tmp_path / "again"
     overrides = [*SMALL, *EVERY_STEP, *ROWS]

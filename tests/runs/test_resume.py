@@ -9,86 +9,162 @@ import sys
 
 import pytest
 import torch
-from runs_helpers import SMALL, assert_same_run, interrupted, newest, rows
+from dist_resumed import PPO
+from dist_resumed import STATEFUL as TERMS
+from runs_helpers import EVERY_STEP, SMALL, assert_resumes, assert_same_run, interrupted, kept_beside, newest, rows
 
-EVERY_STEP = ["callbacks.checkpoint.every_n_train_steps=1", "callbacks.checkpoint.save_top_k=-1"]
-SHAPES = {
-    # one rollout a step; 8 rollouts an epoch, so step 8 is an epoch's last batch
-    "on-policy": [],
-    # 4 optimizer steps a rollout, each of 2 micro-batches; checkpoints fall inside rollouts
-    "mid-rollout": [
-        "algo.minibatches=2",
-        "algo.iterations=2",
-        "trainer.accumulate_grad_batches=2",
-        "algo.beta=0.1",
-        "data.task.max_operand=3",
-        "callbacks.token_samples.every=1",
-    ],
+QUICK = [*SMALL, "trainer.limit_val_batches=0"]
+CRITIC = [*QUICK, *PPO, "trainer.max_steps=8"]
+ROWS = [
+    "data.task.max_operand=5",
+    "data.task.val_rows=4",
+    "data.batch_size=8",
+    "trainer.max_steps=6",
+    "trainer.accumulate_grad_batches=2",
+    "logger=none",
+    "eval.limit=2",
+]
+"""Steps of two micro-batches; 32 training rows, so step 4 is an epoch's last (8 where a pair is two verdicts)."""
+SHAPES: dict[str, tuple[list[str], tuple[int, ...]]] = {
+    # 4 optimizer steps a rollout, of 2 micro-batches each; 2 rollouts an epoch: 3 is inside a rollout, 8 an epoch's end
+    "mid-rollout": (
+        [
+            *(*SMALL, "algo.minibatches=2", "algo.iterations=2", "trainer.accumulate_grad_batches=2", "algo.beta=0.1"),
+            *("data.task.max_operand=3", "data.task.val_rows=8", "callbacks.token_samples.every=1"),
+        ],
+        (3, 8),
+    ),
     # dropout draws from the global generator
-    "dropout": ["+model.init_kwargs.attention_dropout=0.1", "algo.minibatches=2"],
-    "rloo": ["algo=rloo", "algo.minibatches=2", "scheduler=cosine"],
-    # weights, their masters and moments, each in its own type
-    "halves": ["trainer.precision=bf16-true", "optimizer=adamw_split", "algo.minibatches=2"],
-    "masters": ["trainer.precision=bf16-true", "algo.minibatches=2", "optimizer.weight_decay=0.1"],
+    "dropout": (
+        [
+            *(*SMALL, "algo=rloo", "scheduler=cosine", "algo.minibatches=2", "trainer.max_steps=6"),
+            "+model.init_kwargs.attention_dropout=0.1",
+        ],
+        (3,),
+    ),
+    # weights and moments, each in its own type; float32 masters: test_auto_precision.py
+    "halves": (
+        [*SMALL, "trainer.precision=bf16-true", "optimizer=adamw_split", "algo.minibatches=2", "trainer.max_steps=6"],
+        (3,),
+    ),
+    # a critic of its own: test_dist_resumed.py
+    "shared-trunk": (
+        [
+            *(*CRITIC, "algo/critic=shared_trunk", "algo/kl_control=adaptive", "algo.critic_warmup=2"),
+            *("algo.ptx.path={texts}", "algo.ptx.batch_size=3", "algo.ptx_coef=0.2"),
+        ],
+        (3,),
+    ),
+    "critic-adapter": (
+        [
+            *(*CRITIC, "model.lora.r=4", "algo/critic=adapter", "reference=adapter_base"),
+            "algo/critic_scheduler=cosine",
+        ],
+        (3,),
+    ),
+    "dpo-lora": ([*ROWS, "algo=dpo", "model.lora.r=4", "trainer.log_every_n_steps=2"], (3, 4)),
+    "dpo-coupled-moving": (
+        [*ROWS, "algo=dpo", "algo/preference=[aot]", "reference=ema", "+model.init_kwargs.attention_dropout=0.1"],
+        (3,),
+    ),
+    "sft-packed": ([*ROWS, "algo=sft", "data.packing=best_fit", "data.max_length=16", "data.batch_size=4"], (3,)),
+    "bco": ([*ROWS, "algo=bco", "scheduler=cosine"], (3,)),
 }
-
-
-@pytest.fixture(scope="module")
-def whole_runs(tmp_path_factory):
-    return {}
+"""What each run is, and the steps that it is gone on from. Rows that are read as they are needed, and verdicts of KTO:
+test_stream_runs.py."""
 
 
 @pytest.mark.all
 @pytest.mark.parametrize("shape", SHAPES)
 def test_resume_from_any_step_equals_the_uninterrupted_run(shape, train, tmp_path):
-    whole = tmp_path / "whole"
-    overrides = [*SMALL, *EVERY_STEP, *SHAPES[shape]]
-    assert train(*overrides, f"run_dir={whole}") == 0
-    steps = sorted(int(p.stem[5:]) for p in (whole / "checkpoints").glob("*.ckpt"))
-    assert steps == list(range(1, 13))
-    by_tokens = [int(p.stem[7:]) for p in sorted((whole / "samples").glob("tokens_*.parquet"))]
-    assert by_tokens == ([0, 4, 8] if shape == "mid-rollout" else [0, 10])
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"{n}+{n}={2 * n}"}) + "\n" for n in range(7)))
+    words, steps = SHAPES[shape]
+    whole = assert_resumes(train, tmp_path, [word.replace("{texts}", str(texts)) for word in words], *steps)
+    if shape == "mid-rollout":
+        by_tokens = [int(path.stem[7:]) for path in sorted((whole / "samples").glob("tokens_*.parquet"))]
+        assert by_tokens == [0, 4, 8]
+    names = newest(whole)["state_dict"]
+    trained = {"policy", "critic"} if "critic" in " ".join(words) else {"policy"}
+    assert {name.partition(".")[0] for name in names} == trained
+    if "model.lora.r=4" in words:
+        assert all("lora_" in name or "head" in name for name in names)
 
-    for step in (1, 3, 6, 8, 11) if shape == "mid-rollout" else (3, 8):
-        again = tmp_path / f"from_{step}"
-        interrupted(whole, again, step)
-        assert train(*overrides, f"run_dir={again}", "ckpt_path=last") == 0
-        assert_same_run(whole, again)
+
+def test_everything_that_holds_a_state_goes_on_from_the_middle_of_a_rollout(train, tmp_path):
+    whole = assert_resumes(train, tmp_path, [*QUICK, *TERMS, "trainer.accumulate_grad_batches=2"], 7)
+    table = [row for row in rows(whole) if "train/reward" in row]
+    # all of it was at work, so all of it was compared
+    assert table[-1]["train/replay/groups"] > 0 and table[-1]["train/groups/drawn"] > 0
+    assert len({row["train/kl_coef"] for row in table}) == len({row["train/entropy_coef"] for row in table}) == 3
+    saved = kept_beside(whole)
+    (module,) = saved["modules"]
+    assert set(module["terms"]) == {"kl_control", "reward_norm", "entropy", "groups", "replay"}
+    assert module["terms"]["groups"]["position"] > 0 and module["terms"]["reward_norm"]["count"] > 0
+    assert module["terms"]["replay"]["groups"] and saved["reference"]
+
+
+OTHERS = {
+    "no-critic": (["algo=ppo"], ["algo/critic=shared_trunk"], ["not of this model", "unexpected", "critic."]),
+    "no-reference": (["algo.beta=0.1"], ["reference=ema"], ["lacks its weights", "reference=EMA"]),
+    "no-norm": (["algo.beta=0.1"], ["algo/reward_norm=running"], ["algo.reward_norm", "RunningNorm"]),
+    "other-control": (["algo.beta=0.1"], ["algo/kl_control=adaptive"], ["AdaptiveKL"]),
+    "other-groups": (["algo/groups=top", "algo.groups.keep=2"], ["algo/groups=dynamic"], ["algo.groups"]),
+}
+
+
+@pytest.mark.all
+def test_a_checkpoint_of_other_terms_is_refused(train, tmp_path, capsys):
+    for name, (first, second, fragments) in OTHERS.items():
+        run = tmp_path / "-".join(first).replace("/", "-")
+        if not run.exists():
+            assert train(*QUICK, "trainer.max_steps=1", f"run_dir={run}", *first) == 0
+        (run / "summary.json").unlink(missing_ok=True)
+        kept = [word for word in first if not word.startswith("algo/groups") and ".keep" not in word]
+        assert train(*QUICK, "trainer.max_steps=2", f"run_dir={run}", "ckpt_path=last", *kept, *second) == 7, name
+        said = capsys.readouterr().err
+        assert "Traceback" not in said and all(each in said for each in [*fragments, "config.yaml"]), said
 
 
 LARGE = [
-    *("trainer.precision=32-true", "data.prompts_per_rollout=32", "algo.group_size=16", "algo.iterations=2"),
-    *("trainer.max_steps=2", "trainer.limit_val_batches=0"),
+    *("trainer.precision=32-true", "data.prompts_per_rollout=32", "algo.group_size=16", "trainer.max_steps=2"),
+    "trainer.limit_val_batches=0",
 ]
 """Rows enough for torch to share single operations out over its threads: 32,768 numbers each."""
 
 
-def test_on_two_threads_equal_commands_are_one_run_and_so_is_a_resumed_one(two_threads, train, tmp_path):
-    whole, twin, again = tmp_path / "whole", tmp_path / "twin", tmp_path / "again"
-    overrides = [*SMALL, *EVERY_STEP, *LARGE]
-    assert train(*overrides, f"run_dir={whole}") == train(*overrides, f"run_dir={twin}") == 0
-    assert_same_run(whole, twin)
-    interrupted(whole, again, 1)
-    assert train(*overrides, f"run_dir={again}", "ckpt_path=last") == 0
-    assert_same_run(whole, again)
+def test_on_two_threads_what_is_done_again_has_the_same_bits(two_threads, train, tmp_path):
+    """The second rollout and its step: drawn and learned from once in the whole run, and once by the resumed one."""
+    assert_resumes(train, tmp_path, [*SMALL, *LARGE], 1)
 
 
 @pytest.mark.all
-@pytest.mark.parametrize(
-    "words",
-    [
-        [*("rloo", "ppo_adapter", "grpo_tools", "grpo_images"), "--set", "algo.group_size=16"],
-        ["dpo", "sft", "kto", "reward_model", "gkd", "online_dpo"],
-        pytest.param(["grpo_two_ranks"], marks=pytest.mark.dist),
-    ],
-    ids=["rollouts", "rows", "two ranks"],
-)
-def test_on_two_threads_runs_of_every_kind_repeat_and_so_do_resumed_ones(words, root):
-    """Of `scripts/same_bits.py`, which has more of them: LoRA, images and tools are here."""
-    script = [sys.executable, str(root / "scripts" / "same_bits.py"), "repeat", "--threads", "2", "--only", *words]
+@pytest.mark.parametrize("kind", ["ppo_adapter", "grpo_tools", "grpo_images", "sft", "reward_model", "online_dpo"])
+def test_on_two_threads_every_kind_of_run_does_the_same_again(
+    kind, two_threads, train, root, tmp_path, modules_here, monkeypatch
+):
+    """Of `scripts/same_bits.py`: adapters and a critic, tools, images, packed rows, whole texts, pairs it writes."""
+    monkeypatch.syspath_prepend(str(root / "scripts"))
+    import same_bits
+
+    for name, text in same_bits.FILES.items():
+        (tmp_path / name).write_text(text)
+    (run,) = (each for each in same_bits.runs(quick=True) if each.name == kind)
+    words = [word.replace("{work}", str(tmp_path)) for word in run.overrides]
+    if kind not in same_bits.OFFLINE:  # two steps a rollout
+        words += ["algo.iterations=1"]
+    if kind in {*same_bits.GENERATES, *same_bits.EPISODES}:
+        words += ["algo.group_size=16"]
+    assert_resumes(train, tmp_path, [*words, "trainer.max_steps=4"], 1)
+
+
+@pytest.mark.exhaustive
+def test_runs_of_every_kind_repeat(root):
+    """The script itself, with each run twice in new processes, two ranks among them."""
+    names = ["rloo", "dpo", "kto", "gkd", "grpo_two_ranks"]
+    script = [sys.executable, str(root / "scripts" / "same_bits.py"), "repeat", "--threads", "2", "--only", *names]
     said = subprocess.run([*script, "--python", sys.executable], capture_output=True, text=True)
     hashes = dict(line.split() for line in said.stdout.splitlines()[1:])
-    names = words[: words.index("--set")] if "--set" in words else words
     assert set(hashes) == {*names, *(f"{name}-resumed" for name in names)}, said.stdout + said.stderr
     assert said.returncode == 0 and "DIFFERENT" not in hashes.values(), said.stdout + said.stderr
 
@@ -96,7 +172,7 @@ def test_on_two_threads_runs_of_every_kind_repeat_and_so_do_resumed_ones(words, 
 @pytest.mark.all
 def test_the_comparison_can_fail(train, tmp_path):
     """Another seed is another run: weights and metrics differ."""
-    overrides = [*SMALL, "trainer.max_steps=2"]
+    overrides = [*QUICK, "trainer.max_steps=1"]
     train(*overrides, f"run_dir={tmp_path / 'a'}")
     train(*overrides, f"run_dir={tmp_path / 'b'}", "seed=1")
     with pytest.raises(AssertionError):
@@ -147,11 +223,11 @@ def test_last_without_a_checkpoint_starts_anew_and_says_so(train, tmp_path, caps
 @pytest.mark.all
 def test_a_truncated_checkpoint_is_passed_over_for_the_one_before(train, tmp_path):
     whole, again = tmp_path / "whole", tmp_path / "again"
-    overrides = [*SMALL, *EVERY_STEP]
+    overrides = [*QUICK, *EVERY_STEP, "trainer.max_steps=2"]
     assert train(*overrides, f"run_dir={whole}") == 0
     shutil.copytree(whole, again)
     (again / "summary.json").unlink()
-    last = again / "checkpoints" / "step_00000012.ckpt"
+    last = again / "checkpoints" / "step_00000002.ckpt"
     last.write_bytes(last.read_bytes()[: last.stat().st_size // 2])
     assert train(*overrides, f"run_dir={again}", "ckpt_path=last") == 0
     assert_same_weights(whole, again)
@@ -187,9 +263,9 @@ def test_a_checkpoint_of_another_model_is_refused(train, tmp_path, capsys):
 
 def test_a_checkpoint_of_another_algorithm_is_refused_with_the_way_to_go_on(train, tmp_path, capsys):
     """Also where weights and state would fit, as those of GRPO and RLOO, or of SFT and DPO."""
-    kinds = {"grpo": "GRPO", "rloo": "RLOO", "ppo": "PPO", "sft": "SFT", "dpo": "DPO"}
+    kinds = {"grpo": "GRPO", "rloo": "RLOO", "sft": "SFT", "dpo": "DPO"}
     examples = ["trainer.max_steps=1", "trainer.limit_val_batches=0", "data.batch_size=4", "logger=none"]
-    for algo, others in {"grpo": ("rloo", "sft", "ppo"), "sft": ("grpo", "dpo")}.items():
+    for algo, others in {"grpo": ("rloo", "sft"), "sft": ("dpo",)}.items():
         words = {name: examples if name in ("sft", "dpo") else SMALL for name in (algo, *others)}
         run = tmp_path / algo
         short = [*words[algo], f"algo={algo}", "trainer.max_steps=1", "trainer.limit_val_batches=0"]
@@ -239,3 +315,30 @@ def test_a_finished_run_keeps_one_checkpoint(train, tmp_path):
     for steps, more in ((3, []), (5, ["ckpt_path=last"])):
         assert train(*SMALL, *every, f"trainer.max_steps={steps}", *more) == 0
         assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step_0000000{steps}.ckpt"]
+
+
+@pytest.mark.all
+def test_metrics_are_averages_over_the_steps_of_a_line(train, tmp_path):
+    """One line every three steps: the mean of what three lines say; a run that is not logged logs nothing."""
+    common = [*ROWS, "algo=dpo", "trainer.max_steps=6", "trainer.limit_val_batches=0"]
+    assert train(*common, f"run_dir={tmp_path / 'each'}", "trainer.log_every_n_steps=1") == 0
+    assert train(*common, f"run_dir={tmp_path / 'third'}", "trainer.log_every_n_steps=3") == 0
+    each, third = ([row for row in rows(tmp_path / name) if "train/loss" in row] for name in ("each", "third"))
+    assert [row["step"] for row in each] == [1, 2, 3, 4, 5, 6] and [row["step"] for row in third] == [3, 6]
+    for name in ("train/loss", "train/rewards/margins", "train/logps/chosen", "train/grad_norm"):
+        assert third[0][name] == pytest.approx(sum(row[name] for row in each[:3]) / 3, rel=1e-5), name
+    assert third[1]["train/num_tokens"] == each[5]["train/num_tokens"]
+
+
+@pytest.mark.all
+def test_validation_measures_the_loss_and_writes_to_the_prompts(train, tmp_path):
+    assert train(*ROWS, "algo=dpo", f"run_dir={tmp_path / 'run'}") == 0
+    table = rows(tmp_path / "run")
+    last = next(row for row in reversed(table) if "val/loss" in row)
+    assert 0 < last["val/loss"] < 2 and 0 <= last["val/rewards/accuracies"] <= 1
+    assert any("val/reward" in row for row in table) and any("val_sampled/reward" in row for row in table)
+    assert not any("val_sampled/loss" in row for row in table), "a loss has no decoding"
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["losses"]["before"]["val/loss"] == pytest.approx(0.6931, abs=1e-4)  # the policy is its reference
+    assert summary["losses"]["after"]["val/loss"] == last["val/loss"]
+    assert list((tmp_path / "run" / "samples").glob("val_*.parquet"))

@@ -31,9 +31,7 @@ TERM, INT = signal.SIGTERM, signal.SIGINT
 WHERE: dict[str, tuple[list[str], list[tuple[signal.Signals, int, int]]]] = {
     "in the rollout before a validation": ([], [(TERM, 6, 1)]),
     "in the first batch of a validation": ([], [(TERM, 7, 2)]),
-    "in its last batch": ([], [(TERM, 8, 2)]),
     "in the last rollout of an epoch": ([], [(TERM, 9, 2)]),
-    "in a later validation": ([], [(TERM, 12, 5)]),
     "in the first rollout": ([], [(TERM, 5, 0)]),
     "in the training's own process": (["reward.workers=0"], [(INT, 6, 1), (TERM, 10, 2)]),
 }

@@ -187,7 +187,7 @@ def test_what_libraries_say_of_memory_in_an_error_of_any_kind_is_known(said: str
     assert exit_code_of(RuntimeError(said)) == code
 
 
-@pytest.mark.parametrize("task", ["fit", "eval", "predict"])
+@pytest.mark.parametrize("task", ["fit", "eval"])
 def test_memory_that_runs_out_in_a_decoding_names_what_is_decoded_at_once(
     train, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str
 ) -> None:
@@ -231,9 +231,7 @@ FAILS = ["+callbacks.bad._target_=failing_callbacks.Failing", "allow_targets=[fa
 STEPS = ["trainer.max_steps=4", "trainer.val_check_interval=2"]
 
 
-@pytest.mark.parametrize(
-    "hook", ["on_train_end", "on_fit_end", "teardown", "on_save_checkpoint", "the last validation"]
-)
+@pytest.mark.parametrize("hook", ["on_train_end", "teardown", "on_save_checkpoint", "the last validation"])
 def test_what_was_learned_outlives_an_error_behind_the_last_step(train, tmp_path, capsys, hook) -> None:
     """Of a callback of the user's: the model is written, and the checkpoint, if need be without that callback."""
     folder = tmp_path / "run"
@@ -251,13 +249,12 @@ def test_what_was_learned_outlives_an_error_behind_the_last_step(train, tmp_path
         assert kept == (tmp_path / "whole" / "hf" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("hook", "step"),
-    [("on_train_batch_end", 2), ("on_train_batch_start", 3), ("on_validation_end", 2)],
-)
-def test_a_run_goes_on_from_the_step_behind_which_a_callback_failed(train, tmp_path, hook, step) -> None:
-    """With the weights and the record of a run in which nothing failed; nothing was due to be saved before."""
-    folder, whole = tmp_path / "run", tmp_path / "whole"
+def test_a_run_goes_on_from_the_step_behind_which_a_callback_failed(train, tmp_path) -> None:
+    """With the weights and the record of a run in which nothing failed; nothing was due to be saved before.
+
+    Of other hooks: `test_in_python_too_a_run_goes_on_from_where_an_error_ended_it`.
+    """
+    folder, whole, hook, step = tmp_path / "run", tmp_path / "whole", "on_validation_end", 2
     run = [*SMALL, *STEPS, "callbacks.checkpoint.every_seconds=1000"]
     assert train(*run, *FAILS, f"+callbacks.bad.hook={hook}", f"+callbacks.bad.step={step}", f"run_dir={folder}") == 1
     assert [path.name for path in (folder / "checkpoints").glob("*.ckpt")] == [f"step_{step:08d}.ckpt"]
