@@ -119,6 +119,7 @@ class Watch(L.Callback):
         if self.watching and rest[-1] == 2 * self._slots(pl_module) - 1:
             sys.setprofile(None)
             self.watching = False
+            trainer.should_stop = True
 
     @staticmethod
     def _slots(module: L.LightningModule) -> int:

@@ -93,6 +93,7 @@ def test_a_hook_that_may_not_be_left_is_not_left(several: bool) -> None:
         raise AssertionError("it was asked before")
 
 
+@pytest.mark.parametrize("several", [True], indirect=True)
 def test_what_catches_everything_is_told_again_and_left_at_its_end(several: bool) -> None:
     caught: list[BaseException] = []
     watch = SignalWatch(lambda: signal.SIGUSR2 if interrupts.stop_requested() else None, ranks=1)

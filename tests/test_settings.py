@@ -158,29 +158,6 @@ def test_settings_travel():
     assert pickle.loads(pickle.dumps(lit_rl.GRPOConfig(group_size=4))) == lit_rl.GRPOConfig(group_size=4)
 
 
-TYPED = """
-from lit_rl import GRPO, GRPOConfig, exact_match
-
-GRPO("tiny", exact_match, group_size=4, config=GRPOConfig(beta=0.1))
-GRPO(model="tiny", reward=exact_match, group_size="4")
-GRPO("tiny", exact_match, grup_size=4)
-GRPO("tiny", exact_match, advantage=3)
-"""
-
-
-def test_a_type_checker_knows_every_keyword(tmp_path):
-    """The lines 5 to 7 are wrong, and no other."""
-    pytest.importorskip("basedpyright")  # stacks of other versions come without it
-    file = tmp_path / "typed.py"
-    file.write_text(TYPED)
-    command = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable, "--level", "error", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(lit_rl.__file__).parents[1])
-    lines = [line for line in done.stdout.splitlines() if " - error: " in line]
-    assert [int(line.split(".py:")[1].split(":")[0]) for line in lines] == [5, 6, 7], done.stdout
-    assert '"4"' in lines[0] or "group_size" in lines[0]
-    assert 'No parameter named "grup_size"' in lines[1]
-
-
 def test_what_is_no_function_is_refused_by_its_key():
     for config, name in (
         (lit_rl.GRPOConfig, "loss"),

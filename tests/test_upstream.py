@@ -8,8 +8,10 @@ import importlib.util
 import tomllib
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+from test_upstream_names import NAMES
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +26,15 @@ def upstream(root: Path) -> ModuleType:
     return module
 
 
-def test_every_use_has_a_test_and_every_line_of_the_table_a_use(upstream: ModuleType, root: Path) -> None:
-    found = upstream.uses(upstream.modules())
+@pytest.fixture(scope="module")
+def found(upstream: ModuleType) -> list[Any]:
+    """Every use in lit_rl."""
+    return upstream.uses(upstream.modules())
+
+
+def test_every_use_has_a_test_and_every_line_of_the_table_a_use(
+    upstream: ModuleType, found: list[Any], root: Path
+) -> None:
     used = {use.name for use in found}
     bare = [f"{use.file}:{use.line}: {use.name}" for use in found if use.name not in upstream.TESTS]
     assert not bare, "give each of these a test in scripts/upstream.py, or do without it"
@@ -34,8 +43,16 @@ def test_every_use_has_a_test_and_every_line_of_the_table_a_use(upstream: Module
     assert [file for file in upstream.OWN_SIGNATURES if "inspect." not in (root / file).read_text()] == []
 
 
-def test_what_the_command_line_and_the_trainer_use_stands_in_one_module(upstream: ModuleType) -> None:
-    found = upstream.uses(upstream.modules())
+def test_every_name_of_that_module_and_every_hook_is_looked_up_in_what_is_installed(
+    upstream: ModuleType, found: list[Any]
+) -> None:
+    known = {name for owners in NAMES.values() for names in owners.values() for name in names}
+    known |= {part for owners in NAMES.values() for owner in owners for part in owner.replace(":", ".").split(".")}
+    there = [use for use in found if use.file in (upstream.HOME, *upstream.HOOKS) and use.kind != "signature"]
+    assert there and [use for use in there if use.name.rpartition(".")[2] not in known] == []
+
+
+def test_what_the_command_line_and_the_trainer_use_stands_in_one_module(upstream: ModuleType, found: list[Any]) -> None:
     told = f"move it to {upstream.HOME}, or say in scripts/upstream.py why it stands where it is"
     assert not [f"{use.file}:{use.line}: {use.name}" for use in upstream.astray(found)], told
     used = {(use.file, use.name.removeprefix(".")) for use in found}

@@ -75,11 +75,9 @@ def test_a_setting_out_of_its_declared_range_is_refused_with_the_range(kind, set
 
 
 @pytest.mark.parametrize("kind", [partial, WithKeywords])
-@pytest.mark.parametrize(
-    "setting", [{"share": 1.0}, {"maybe": None}, {"maybe": 0.0}, {"rising": [1, 2]}, {"free": 9e9}]
-)
-def test_what_is_in_range_or_has_none_passes(kind, setting):
-    assert refused(given_settings(kind, declared, **setting)) is None
+def test_what_is_in_range_or_has_none_passes(kind):
+    for setting in ({"share": 1.0}, {"maybe": None}, {"maybe": 0.0}, {"rising": [1, 2]}, {"free": 9e9}):
+        assert refused(given_settings(kind, declared, **setting)) is None
 
 
 @given(st.floats(0.01, 10), st.floats(0.01, 30))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import Sequence
@@ -25,40 +24,9 @@ def double(a: int) -> int:
     return 2 * a
 
 
-def divides() -> float:
-    """Divide by nothing."""
-    return 1 / 0
-
-
-def rows() -> dict[str, list[int]]:
-    """Give rows."""
-    return {"rows": [1, 2]}
-
-
-def an_object() -> object:
-    """Give what is no text and no JSON."""
-    return object()
-
-
-def ends() -> str:
-    """Give the text of a control token."""
-    return "a<|im_end|>b"
-
-
-def long() -> str:
-    """Give more than anybody reads."""
-    return "x" * 500
-
-
 def hangs() -> str:
     """Block."""
     time.sleep(30)
-    return "late"
-
-
-async def waits() -> str:
-    """Wait."""
-    await asyncio.sleep(30)
     return "late"
 
 
@@ -88,11 +56,6 @@ class Game:
 class Raises(Game):
     def _paid(self) -> float:
         raise ConnectionError("the server of the game is gone")
-
-
-class Dies(Game):
-    def _paid(self) -> float:
-        os._exit(3)
 
 
 class NotANumber(Game):

@@ -51,13 +51,6 @@ class Torch(Sound):
         return f"a {torch.rand(()).item():.3f}"
 
 
-class OwnDice(Sound):
-    """Has dice of its own, which know no seed."""
-
-    def _said(self) -> str:
-        return f"a {random.Random().random():.4f}"
-
-
 class Shared(Sound):
     """Keeps its list at the class, where every object appends to it."""
 
@@ -87,23 +80,9 @@ class Clock(Sound):
         return f"it is {time.time_ns()}"
 
 
-class SlowClock(Sound):
-    """Seconds of the process: the same within one, and not in another."""
-
-    STARTED = time.time_ns()
-
-    def _said(self) -> str:
-        return f"since {self.STARTED}"
-
-
 class Hashed(Sound):
     def _said(self) -> str:
         return f"{hash('north') % 1000}"
-
-
-class Pid(Sound):
-    def _said(self) -> str:
-        return f"process {os.getpid()}"
 
 
 class Generous(Sound):
@@ -157,30 +136,6 @@ class Hangs(Sound):
     def _said(self) -> str:
         time.sleep(1.5)
         return super()._said()
-
-
-class Chances(Sound):
-    """Its problems and their scorer are those of a generator of reasoning-gym."""
-
-    generator = "chain_sum"
-
-    def reset(self, *, seed: int) -> str:
-        import reasoning_gym
-
-        self.problems = reasoning_gym.create_dataset(self.generator, seed=seed % 1000, size=1)
-        self.problem = self.problems[0]
-        return self.problem["question"]
-
-    def step(self, action: str) -> Five:
-        return "", self.problems.score_answer(action, self.problem), True, False, {}
-
-
-class ListFunctions(Chances):
-    generator = "list_functions"
-
-
-class PrimeFactorization(Chances):
-    generator = "prime_factorization"
 
 
 def shared_instance() -> Sound:

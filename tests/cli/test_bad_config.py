@@ -29,12 +29,6 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
         2,
         ["algo.group_sise is not a key", "'group_size'", "--cfg job --package algo` lists them"],
     ),
-    ("key-elsewhere", ["algo.lrr=1"], 2, ["algo.lrr is not a key", "optimizer.lr"]),
-    ("key-of-trainer", ["trainer.max_step=3"], 2, ["trainer.max_step is not a key", "'max_steps'"]),
-    ("key-top", ["sede=1"], 2, ["sede is not a key", "'seed'"]),
-    ("key-group-name", ["algorithm=grpo"], 2, ["algorithm", "'algo'"]),
-    ("key-deep", ["model.lora.rank=4"], 2, ["model.lora.rank is not a key", "rslora"]),
-    ("key-added", ["+sampling.topp=0.9"], 2, ["sampling.topp is not a key", "'top_p'"]),
     (
         "key-added-of-many",
         ["+algo.group_siez=4"],
@@ -42,18 +36,13 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
         ["group_siez is not a key of lit_rl.algorithms.GRPO", "'group_size'", "more: `lit-rl train --cfg job` lists"],
     ),
     ("key-added-of-few", ["+optimizer.foo=1"], 2, ["optimizer.foo is not", "AdamW has: betas, eps, lr, weight_decay."]),
-    ("key-of-callback", ["callbacks.samples.evry=2"], 2, ["callbacks.samples.evry is not a key", "'every'"]),
     ("key-of-loss", ["algo.loss.clip_hi=0.3"], 2, ["algo.loss.clip_hi is not a key", "'clip_high'"]),
     ("key-of-nothing", ["+foo=1"], 2, ["foo is no key", "nothing would read it"]),
     ("key-of-logger", ["trainer.logger=true"], 2, ["trainer.logger=True", "logger=csv"]),
     # unknown choices: the list
-    ("choice", ["algo=grp"], 2, ["algo=grp is not a choice", "'grpo'", "lit-rl list algo"]),
-    ("choice-model", ["model=qwen05b"], 2, ["model=qwen05b is not a choice", "'qwen0.5b'", "tiny"]),
     ("choice-nested", ["algo/loss=clip"], 2, ["algo/loss=clip is not a choice", "'clipped'"]),
     ("choice-null", ["experiment=rlo"], 2, ["experiment=rlo is not a choice", "rloo_addition"]),
     ("choice-task", ["task=fitt"], 2, ["task=fitt", "'fit'", "predict"]),
-    ("choice-dtype", ["model.dtype=float31"], 2, ["model.dtype='float31'", "'float32'", "bfloat16"]),
-    ("choice-overlong", ["data.overlong=cut"], 2, ["data.overlong='cut'", "drop, truncate_left, error"]),
     # wrong types: key, type, value
     (
         "type-int",
@@ -61,54 +50,20 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
         2,
         ["algo.group_size=four is not a whole number: type one, such as algo.group_size="],
     ),
-    ("type-float", ["optimizer.lr=1e-6x"], 2, ["optimizer.lr=1e-6x is not a number"]),
-    ("type-fraction", ["sampling.max_new_tokens=1.5"], 2, ["sampling.max_new_tokens=1.5 is not a whole number"]),
-    ("type-bool", ["algo.mask_truncated=maybe"], 2, ["algo.mask_truncated=maybe is not a switch"]),
-    ("type-trainer", ["trainer.max_steps=many"], 2, ["trainer.max_steps=many is not a whole number"]),
-    ("type-null", ["algo.group_size=null"], 2, ["algo.group_size"]),
-    ("type-pair", ["optimizer.betas=0.9"], 2, ["optimizer.betas=0.9 must be two numbers"]),
-    ("type-pair-words", ["optimizer.betas=[a,b]"], 2, ["optimizer.betas[0]='a' is no number"]),
-    ("type-seed", ["seed=x"], 2, ["seed='x' is not a whole number"]),
     ("type-group", ["data=[addition,jsonl]"], 2, ["data"]),
     # group size
     ("group_size1", ["algo.group_size=1"], 2, ["algo.group_size=1", "2 or more"]),
-    *[(f"group_size{n}", [f"algo.group_size={n}"], 2, [f"algo.group_size={n}", "[1, inf]"]) for n in (0, -1)],
-    ("group_size-rloo", ["algo=rloo", "algo.group_size=1"], 2, ["algo.group_size=1", "RLOO", "2 or more"]),
-    ("group_size-eval", ["eval.group_size=0"], 2, ["eval.group_size=0"]),
     # numbers that cannot be learnt with
-    ("lr-zero", ["optimizer.lr=0"], 2, ["optimizer.lr=0", "(0, 1]"]),
-    ("lr-negative", ["optimizer.lr=-1e-6"], 2, ["optimizer.lr=-1e-06", "(0, 1]"]),
     ("lr-nan", ["optimizer.lr=nan"], 2, ["optimizer.lr=nan", "(0, 1]"]),
-    ("lr-huge", ["optimizer.lr=1e3"], 2, ["optimizer.lr=1000", "(0, 1]"]),
-    ("eps", ["optimizer.eps=nan"], 2, ["optimizer.eps=nan"]),
-    ("decay", ["optimizer.weight_decay=inf"], 2, ["optimizer.weight_decay=inf"]),
-    ("clip_val", ["trainer.gradient_clip_val=nan"], 2, ["trainer.gradient_clip_val=nan"]),
-    ("clip_val-negative", ["trainer.gradient_clip_val=-1"], 2, ["trainer.gradient_clip_val=-1"]),
-    ("clip_val-word", ["trainer.gradient_clip_val=abc"], 2, ["gradient_clip_val", "abc"]),
-    ("devices-word", ["trainer.devices=word"], 2, ["trainer.devices='word'", "a number (2)"]),
-    ("devices-negative", ["trainer.devices=-2"], 2, ["trainer.devices=-2: a run needs at least one device"]),
-    ("never-saved", ["callbacks.checkpoint.every_n_train_steps=0"], 2, ["every_n_train_steps=0", "[1, inf]"]),
     ("long-name", ["run_dir=" + "x" * 300], 7, ["run_dir='x", "File name too long"]),
     ("callback-scalar", ["+callbacks.x=3"], 2, ["callbacks.x=3", "callbacks.x._target_="]),
     ("callback-of-trainer", ["trainer.callbacks=[3]"], 2, ["3 is no callback"]),
     ("no-key", ["seed=1", "=3"], 2, ["not key=value"]),
-    ("logger-scalar", ["+logger.x=3"], 2, ["logger.x=3"]),
-    ("histograms", ["callbacks.histograms.every=0"], 2, ["every=0", "[1, inf]"]),
-    ("long-name-below", ["run_dir=new/a/" + "x" * 300 + "/b"], 7, ["run_dir='new/a/x", "File name too long"]),
-    ("deep-name", ["run_dir=" + "x/" * 3000], 7, ["File name too long"]),
     ("nul", ["run_dir='a\0b'"], 7, ["run_dir='a", "embedded null byte"]),
     ("clip-low", ["algo.loss.clip_low=0"], 2, ["algo.loss.clip_low=0", "(0, 1]"]),
-    ("clip-high", ["algo.loss.clip_high=-0.2"], 2, ["algo.loss.clip_high=-0.2", "(0, inf]"]),
     ("clip-delta", ["algo.loss.delta=1.0"], 2, ["algo.loss.delta=1", "(1.2, inf]"]),
-    ("beta", ["algo.beta=-0.1"], 2, ["algo.beta=-0.1", "[0, inf]"]),
-    ("beta-rloo", ["algo=rloo", "algo.beta=-0.1"], 2, ["algo.beta=-0.1", "[0, inf]"]),
-    ("beta-nan", ["algo.beta=nan"], 2, ["algo.beta=nan"]),
-    ("temperature-zero", ["sampling.temperature=0"], 2, ["sampling.temperature=0", "every advantage is 0", "eval."]),
     ("temperature-infinite", ["sampling.temperature=inf"], 2, ["sampling.temperature=inf"]),
-    ("temperature-negative", ["sampling.temperature=-1"], 2, ["sampling.temperature=-1", "[0, inf)"]),
-    ("lora-r", ["model.lora.r=0"], 2, ["model.lora.r=0"]),
     ("lora-and-adapter", ["model.lora.r=4", "model.adapter=x"], 2, ["model.lora", "model.adapter", "one of them"]),
-    ("quantised", ["model.quantization=nf4"], 2, ["model.quantization=nf4", "model.lora"]),
     # truncated sampling and the importance ratio
     ("bad-words", ["sampling.bad_words=[no]"], 2, ["sampling.bad_words=('no',)", "importance ratio"]),
     ("logit-bias", ["sampling.logit_bias={5: -1}"], 2, ["sampling.logit_bias={5: -1.0}", "importance ratio"]),
@@ -121,15 +76,8 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
         ["exactly one of regex, json_schema, grammar, choice", "regex and choice are set"],
     ),
     ("structured-key", ["sampling.structured.json=x"], 2, ["sampling.structured.json is not a key", "json_schema"]),
-    ("top_p-zero", ["sampling.top_p=0"], 2, ["sampling.top_p=0", "(0, 1]"]),
-    ("top_k-negative", ["sampling.top_k=-5"], 2, ["sampling.top_k=-5", "[0, inf]"]),
-    ("top_p-eval", ["eval.top_p=0", "eval.temperature=1"], 2, ["top_p=0", "(0, 1]"]),
-    ("stop", ["sampling.stop=END"], 2, ["sampling.stop='END'", "['END']"]),
     # lengths
-    ("no-tokens", ["sampling.max_new_tokens=0"], 2, ["sampling.max_new_tokens=0", "[1, inf]"]),
     ("min-over-max", ["sampling.min_new_tokens=9"], 2, ["sampling.min_new_tokens=9", "6"]),
-    ("no-rollout", ["data.prompts_per_rollout=0"], 2, ["data.prompts_per_rollout=0", "[1, inf]"]),
-    ("val-fraction", ["data.val_fraction=1"], 2, ["data.val_fraction=1", "[0, 1)"]),
     # endless
     (
         "endless",
@@ -143,12 +91,7 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
     ("no-name", ["model=local"], 2, ["model.name=''", "hub id"]),
     ("no-optimizer", ["optimizer=by_path"], 2, ["optimizer.path", "needs one", "torch.optim.SGD"]),
     ("two-sources", ["data=addition", "+data.path=x.jsonl"], 2, ["data.path", "came: path, task"]),
-    ("seed", ["seed=-1"], 2, ["ConfigError: seed=-1 is out of range", "from 0 to 9223372036854775807"]),
-    ("seed-huge", ["seed=99999999999999999999"], 2, ["seed=99999999999999999999 is out of range"]),
-    ("seed-own", ["algo.seed=99999999999999999999"], 2, ["algo.seed=99999999999999999999 is out of range"]),
     ("interpolation", ["seed=${sampling.topp}"], 2, ["sampling.topp"]),
-    ("no-checkpoint", ["ckpt_path=gone.ckpt"], 2, ["ckpt_path=gone.ckpt", "`last`"]),
-    ("no-folder", ["model=local", "model.name=./gone"], 2, ["model.name='./gone'", "no such folder"]),
     # code from the hub
     (
         "remote-code",
@@ -169,11 +112,8 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
         2,
         ["dtype=float16", "rounded away", "bf16-true", "model.lora.r=16"],
     ),
-    ("watchdog", ["callbacks.watchdog.limit=0"], 2, ["callbacks.watchdog.limit=0", "(0, inf]"]),
-    ("watchdog-all", ["callbacks.watchdog.all_wait=0"], 2, ["callbacks.watchdog.all_wait=0", "(0, inf]"]),
     # what this machine lacks
     ("precision", ["trainer.precision=16-true", "trainer.accelerator=cpu"], 8, ["16-true", "bf16"]),
-    ("precision-mixed", ["trainer.precision=16-mixed", "trainer.accelerator=cpu"], 8, ["=16-mixed", "bf16-mixed"]),
     ("fsdp-one-cpu", ["strategy=fsdp", "trainer.accelerator=cpu", "trainer.devices=1"], 8, ["fsdp", "strategy=auto"]),
     (
         "processes",
@@ -190,11 +130,10 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
     ("spawn", ["trainer.strategy=ddp_spawn", "trainer.devices=2"], 2, ["trainer.strategy=ddp_spawn", "strategy=ddp,"]),
     ("fork", ["trainer.strategy=ddp_notebook"], 2, ["trainer.strategy=ddp_fork (ddp_notebook", "strategy=ddp,"]),
     ("accelerator", ["trainer.accelerator=tpu"], 8, ["torch_xla"]),
-    ("accelerator-word", ["trainer.accelerator=gpuu"], 2, ["gpuu"]),
 ]
 
 
-QUICK_ROWS = {"key", "key-elsewhere", "choice", "choice-nested", "type-int", "group_size1", "lr-nan", "clip-low"}
+QUICK_ROWS = {"key", "choice-nested", "type-int", "group_size1", "lr-nan", "clip-low"}
 QUICK_ROWS |= {"endless", "no-path", "precision", "fp16-weights"}
 """One of each way to be refused: by a schema, by a missing choice, by a constructor, by what the machine lacks."""
 
@@ -217,37 +156,23 @@ def test_rows_that_do_not_divide_over_the_processes_are_refused_before_one_is_st
 # What only the data or the length of its prompts can show: known once the run directory is open, before any weight.
 LATER: list[tuple[str, list[str], list[str]]] = [
     (
-        "indivisible",
-        ["data.prompts_per_rollout=7", "algo.minibatches=2"],
-        ["data.prompts_per_rollout=7", "algo.minibatches=2", "divisible"],
-    ),
-    ("minibatches", ["data.prompts_per_rollout=2", "algo.minibatches=4"], ["algo.minibatches=4", "divisible"]),
-    (
         "accumulation",
         ["data.prompts_per_rollout=2", "trainer.accumulate_grad_batches=4"],
         ["trainer.accumulate_grad_batches=4", "Nearest settings"],
     ),
-    ("slices", ["algo.split_groups=3"], ["algo.split_groups=3", "algo.group_size=2"]),
     ("context", ["sampling.max_new_tokens=4000"], ["sampling.max_new_tokens=4000", "context", "holds"]),
     ("optimizer-path", ["optimizer=by_path", "optimizer.path=torch.optim.SDG"], ["torch.optim.SDG", "'SGD'"]),
-    (
-        "scheduler-path",
-        ["scheduler=by_path", "scheduler.path=torch.optim.lr_scheduler.StepLr"],
-        ["scheduler.path='torch.optim.lr_scheduler.StepLr'", "'StepLR'"],
-    ),
 ]
 
 
-@pytest.mark.parametrize(
-    "arguments, words", quick([pytest.param(*row, id=name) for name, *row in LATER], {"indivisible"})
-)
+@pytest.mark.parametrize("arguments, words", quick([pytest.param(*row, id=name) for name, *row in LATER], {"context"}))
 def test_a_setting_that_does_not_fit_the_others_is_refused(step: Command, cwd, arguments, words):
     refused(step(*arguments, "run_dir=run"), 2, *words)
 
 
 @pytest.mark.all
 def test_a_key_of_ones_own_that_another_refers_to_is_read(step: Command):
-    assert step("+my_rate=1e-3", "optimizer.lr=${my_rate}", "run_dir=run").code == 0
+    assert step("+my_rate=1e-3", "optimizer.lr=${my_rate}", "task=validate", "run_dir=run").code == 0
     refused(step("+my_rate=1e-3", "+my_rate_too=1", "optimizer.lr=${my_rate}"), 2, "my_rate_too is no key")
 
 
@@ -258,13 +183,13 @@ def test_a_word_that_is_no_command(command: Command, cwd):
     assert contents(cwd) == []
 
 
-@pytest.mark.all
 def test_the_three_nearest_batch_settings_work(step: Command):
+    """Here the third; that each of them works is tested of the plan, in algorithms/test_batching.py."""
     outcome = step("data.prompts_per_rollout=7", "algo.minibatches=2", "run_dir=run")
+    refused(outcome, 2, "data.prompts_per_rollout=7", "algo.minibatches=2", "divisible")
     advised = [line.split() for line in outcome.err.splitlines() if line.startswith("  data.prompts_per_rollout")]
-    assert len(advised) == 3 and len({tuple(line) for line in advised}) == 3
-    for number, line in enumerate(advised):
-        assert step(*line, f"run_dir=run{number}").code == 0
+    assert len(advised) == 3
+    assert step(*advised[2], "run_dir=run").code == 0
 
 
 @pytest.mark.all
@@ -324,13 +249,8 @@ class TestRunDirectory:
     def test_that_is_a_file(self, step: Command, cwd: Path):
         (cwd / "taken").write_text("mine")
         refused(step("run_dir=taken"), 7, "run_dir=taken", "is a file")
-        assert contents(cwd) == ["taken"] and (cwd / "taken").read_text() == "mine"
-
-    @pytest.mark.all
-    def test_below_a_file(self, step: Command, cwd: Path):
-        (cwd / "taken").write_text("mine")
         refused(step("run_dir=taken/run"), 7, "run_dir=taken/run")
-        assert contents(cwd) == ["taken"]
+        assert contents(cwd) == ["taken"] and (cwd / "taken").read_text() == "mine"
 
     def test_that_cannot_be_made_leaves_no_folder_above_it(self, tmp_path: Path):
         folder = RunDir(tmp_path / "new" / "a" / ("x" * 300))
@@ -340,14 +260,6 @@ class TestRunDirectory:
         assert all(path.is_dir() for path in made)
         folder.withdraw([folder.path, *made], "train/")
         assert contents(tmp_path) == []
-
-    def test_of_a_finished_run(self, step: Command, cwd: Path):
-        assert step("run_dir=run").code == 0
-        before = {path: path.stat().st_mtime_ns for path in (cwd / "run").rglob("*")}
-        refused(step("run_dir=run"), 2, "run_dir=run", "a finished run", "ckpt_path=last")
-        outcome = step("run_dir=run", "ckpt_path=last")
-        assert outcome.code == 0 and "nothing to do" in outcome.out
-        assert {path: path.stat().st_mtime_ns for path in (cwd / "run").rglob("*")} == before
 
     @pytest.mark.all
     @pytest.mark.parametrize("summary", [b'{"status": "fin', b"[1]", b"\x00\xff"], ids=["torn", "list", "bytes"])
@@ -362,44 +274,34 @@ class TestRunDirectory:
         (cwd / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
         refused(step("run_dir=run"), 2, "did not finish", "ckpt_path=last")
 
-    @pytest.mark.all
-    @pytest.mark.parametrize("name", ["two words", "größe", "a=b", "it's", "x/../y"])
-    def test_with_an_odd_name(self, step: Command, cwd: Path, name):
-        quoted = name.replace("'", "\\'")
-        outcome = step(f"run_dir='{quoted}'")
-        assert outcome.code == 0, outcome.err
-        assert json.loads((cwd / name / "summary.json").read_text())["status"] == "finished"
-        assert (cwd / name / "hf" / "model.safetensors").is_file()
-
-    @pytest.mark.all
-    def test_in_the_users_home(self, step: Command, cwd: Path, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setenv("HOME", str(cwd / "home"))
-        outcome = step("run_dir=~/run")
-        assert outcome.code == 0, outcome.err
-        assert (cwd / "home" / "run" / "summary.json").is_file() and not (cwd / "~").exists()
+    def test_with_an_odd_name_whose_run_finishes_and_repeats_no_token(self, step: Command, cwd: Path, monkeypatch):
+        token = "hf_" + "Ab3" * 12
+        monkeypatch.setenv("HF_TOKEN", token)
+        name = "two words/../größe, a=b; it's"
+        words = ["run_dir='" + name.replace("'", "\\'") + "'", "sampling.stop=['${oc.env:HF_TOKEN}']"]
+        outcome = step(*words)
+        assert outcome.code == 0 and token not in outcome.err + outcome.out, outcome.err
+        run = cwd / name
+        assert json.loads((run / "summary.json").read_text())["status"] == "finished"
+        assert (run / "hf" / "model.safetensors").is_file()
+        assert not [path for path in cwd.rglob("*") if path.is_file() and token.encode() in path.read_bytes()]
+        before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+        refused(step(*words), 2, "a finished run", "ckpt_path=last")
+        outcome = step(*words, "ckpt_path=last")
+        assert outcome.code == 0 and "nothing to do" in outcome.out
+        assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
     @pytest.mark.all
     def test_on_a_disk_that_nobody_may_write(self, step: Command, cwd: Path):
         with small_disk(cwd / "disk", 1_000_000, "ro"):
             refused(step("run_dir=disk/run"), 7, "run_dir=disk/run", "Read-only file system")
 
-    @pytest.mark.all
-    def test_a_token_of_the_environment_in_a_name_is_in_no_file(self, step: Command, cwd: Path, monkeypatch):
-        token = "hf_" + "Ab3" * 12
-        monkeypatch.setenv("HF_TOKEN", token)
-        outcome = step("run_dir=run", "sampling.stop=['${oc.env:HF_TOKEN}']")
-        assert outcome.code == 0, outcome.err
-        written = [path for path in cwd.rglob("*") if path.is_file() and token.encode() in path.read_bytes()]
-        assert not written and token not in outcome.err + outcome.out
-
 
 YAMLS = {
-    "duplicate": ("seed: 1\nseed: 2\n", "seed"),
     "duplicate-deep": ("algo:\n  beta: 0.1\n  beta: 0.2\n", "beta"),
     "tab": ("algo:\n\tbeta: 0.1\n", "line 3"),
     "object": ("seed: !!python/object/apply:os.system ['touch canary']\n", "python/object"),
     "not-yaml": ("algo: [1, 2\n", "line"),
-    "alias": ("algo: {beta: *unknown}\n", "unknown"),
     "list": ("- 1\n- 2\n", "mine"),
     "bomb": (
         "a0: &a0 [x, x, x, x, x, x, x, x]\n"
@@ -407,14 +309,9 @@ YAMLS = {
         "once its aliases",
     ),
     "deep": ("seed: " + "[" * 3000 + "]" * 3000 + "\n", "nested too deeply"),
-    "key-of-nothing": ("lit_rl_version: 99\n", "lit_rl_version is no key"),
     "hydra-callback": (
         "hydra: {callbacks: {x: {_target_: shutil.copyfile, src: a, dst: canary}}}\n",
         "hydra.callbacks.x",
-    ),
-    "hydra-log": (
-        "hydra: {job_logging: {handlers: {x: {class: shutil.copyfile, src: a, dst: canary}}}}\n",
-        "hydra.job_logging.handlers.x.class",
     ),
 }
 
@@ -506,51 +403,30 @@ def test_names_of_columns_and_what_is_still_to_be_given_are_no_secrets():
     )
 
 
-@pytest.mark.parametrize("what", [*TOKEN_FORMS, *CONTEXT_FORMS])
-def test_a_secret_of_a_known_form_is_refused(what: str):
-    for secret in OF_A_FORM[what]:
-        with pytest.raises(ConfigError, match="reward.note holds") as told:
-            typed_secrets.check_secrets(OmegaConf.create({"reward": {"note": ["a", secret]}}))
-        assert what in str(told.value) and secret not in str(told.value)
-
-
-@pytest.mark.parametrize("name", [*SECRET_NAMES, *OF_A_NAME])
-def test_a_secret_by_the_name_of_its_key_is_refused(name: str):
-    with pytest.raises(ConfigError, match=f"reward.headers.{name} holds"):
-        typed_secrets.check_secrets(OmegaConf.create({"reward": {"headers": {name: "geheim1"}}}))
-
-
-@pytest.mark.parametrize("word", HARMLESS)
-def test_words_that_look_like_secrets_are_taken(word: str):
-    typed_secrets.check_secrets(OmegaConf.from_dotlist([word.replace("'", "")]))
+def test_a_secret_is_known_by_its_form_or_by_the_name_of_its_key():
+    for what in (*TOKEN_FORMS, *CONTEXT_FORMS):
+        for secret in OF_A_FORM[what]:
+            with pytest.raises(ConfigError, match="reward.note holds") as told:
+                typed_secrets.check_secrets(OmegaConf.create({"reward": {"note": ["a", secret]}}))
+            assert what in str(told.value) and secret not in str(told.value)
+    for name in (*SECRET_NAMES, *OF_A_NAME):
+        with pytest.raises(ConfigError, match=f"reward.headers.{name} holds"):
+            typed_secrets.check_secrets(OmegaConf.create({"reward": {"headers": {name: "geheim1"}}}))
+    for word in HARMLESS:
+        typed_secrets.check_secrets(OmegaConf.from_dotlist([word.replace("'", "")]))
 
 
 TARGETS = {
     "os.system": ("{_target_: os.system, command: touch canary}", "os.system"),
-    "builtins.eval": ('{_target_: builtins.eval, _args_: [\'open("canary", "w")\']}', "builtins.eval"),
     "partial": ("{_target_: functools.partial, _args_: [{_target_: os.system, command: touch canary}]}", "functools"),
     "partial-flag": ("{_target_: os.system, _partial_: true, command: touch canary}", "os.system"),
     "get_method": ("{_target_: hydra.utils.get_method, path: os.system}", "os.system"),
-    "get_object": ("{_target_: hydra.utils.get_object, path: os.system}", "hydra.utils.get_object"),
-    "instantiate": (
-        "{_target_: hydra.utils.instantiate, config: {_target_: os.system, command: touch canary}}",
-        "hydra.utils.instantiate",
-    ),
     "argument": (
         "{_target_: lit_rl.callbacks.Samples, every: {_target_: os.system, command: touch canary}}",
         "os.system",
     ),
     # a module of ours or of an allowed package imports os: the path begins as allowed and ends elsewhere
     "through-ours": ("{_target_: lit_rl.runs.run_dir.os.system, command: touch canary}", "os.system"),
-    "through-lightning": (
-        "{_target_: lightning.pytorch.trainer.trainer.os.system, command: touch canary}",
-        "os.system",
-    ),
-    "through-torch": ("{_target_: torch.optim.optimizer.functools.partial, _args_: [os.system]}", "functools"),
-    "method-through-ours": (
-        "{_target_: hydra.utils.get_method, path: lit_rl.runs.run_dir.os.system}",
-        "os.system",
-    ),
     "nothing-there": ("{_target_: lit_rl.callbacks.Sample}", "lit_rl.callbacks.Sample"),
     "no-text": ("{_target_: [os, system]}", "_target_"),
 }
@@ -566,15 +442,16 @@ def test_a_target_outside_the_list_is_refused_and_not_run(experiment, cwd, node,
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("key", ["sampling: {stop: ['%s']}", "model: {init_kwargs: {a: '%s'}}"])
-def test_an_escaped_reference_stays_a_text(experiment, cwd, key):
+def test_an_escaped_reference_stays_a_text(experiment, cwd):
     """It is followed once, by the config, where it is checked what came of it; and not again by what builds."""
-    experiment(key % r"\${oc.create:{_target_: os.mkdir, path: canary}}" + "\n", "run_dir=run")
+    key = "sampling: {stop: ['%s']}\nmodel: {init_kwargs: {a: '%s'}}"
+    made = r"\${oc.create:{_target_: os.mkdir, path: canary}}"
+    experiment(key % (made, made) + "\n", "run_dir=run")
     assert not (cwd / "canary").exists()
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("group", ["algo.advantage", "data.map_row", "trainer.profiler", "reward.functions.x"])
+@pytest.mark.parametrize("group", ["data.map_row", "trainer.profiler"])
 def test_a_target_is_checked_wherever_it_stands(step: Command, cwd, group):
     outcome = step(f"++{group}={{_target_: os.system}}")
     refused(outcome, 2, "os.system", group)
@@ -624,17 +501,17 @@ HYDRA_NODES = {
 }
 
 
-@pytest.mark.parametrize("node, word", HYDRA_NODES.values(), ids=HYDRA_NODES)
-def test_what_hydra_would_build_of_its_own_node_is_refused(node, word):
+def test_what_hydra_would_build_of_its_own_node_is_refused():
     nodes = dict.fromkeys(("callbacks", "launcher", "sweeper", "job_logging", "hydra_logging"))
-    config = OmegaConf.merge({"hydra": {**nodes, "job": {"env_set": {}}}}, OmegaConf.create(node))
-    assert isinstance(config, DictConfig)
-    with pytest.raises(ConfigError, match=word):
-        hydra_start.check_hydra_node(config, ["seed=1"])
+    for node, word in HYDRA_NODES.values():
+        config = OmegaConf.merge({"hydra": {**nodes, "job": {"env_set": {}}}}, OmegaConf.create(node))
+        assert isinstance(config, DictConfig)
+        with pytest.raises(ConfigError, match=word):
+            hydra_start.check_hydra_node(config, ["seed=1"])
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("name", ["callback-function", "launcher", "logging-class"])
+@pytest.mark.parametrize("name", ["launcher"])
 def test_hydras_own_node_builds_nothing_of_a_users_file(experiment, cwd, tmp_path, name):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "canary").touch()

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from cli_helpers import Command, refused
-from safetensors.torch import load_file, save_file
 from small_models import save_model, save_tokenizer
 
 pytestmark = pytest.mark.all
@@ -34,13 +33,6 @@ def cut(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:1000])
 
 
-def incomplete(folder: Path) -> None:
-    file = save_model(folder) / "model.safetensors"
-    weights = load_file(file)
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, file, metadata={"format": "pt"})
-
-
 def pickled(folder: Path) -> None:
     torch.save({}, save_tokenizer(folder) / "pytorch_model.bin")
 
@@ -59,14 +51,11 @@ MODELS: dict[str, tuple[Callable[[Path], Any], list[str], int, list[str]]] = {
         2,
         ["encoder-decoder", "causal"],
     ),
-    "classifier": (config(architectures=["Qwen2ForSequenceClassification"]), [], 2, ["Qwen2ForSequenceClassification"]),
     "code": (config(**CODE), [], 2, ["Such code can do anything", "model.trust_remote_code"]),
     "adapter": (adapter, [], 2, ["is an adapter", "model.adapter="]),
     "cut": (cut, [], 7, ["model.safetensors is damaged"]),
-    "incomplete": (incomplete, [], 7, ["lack 1 weights (model.layers.1.mlp.up_proj.weight)"]),
     "pickled": (pickled, [], 7, ["pytorch_model.bin", "safetensors"]),
     "lora": (save_model, ["model.lora.targets=[query]"], 2, ["targets names 'query'", "q_proj"]),
-    "quantised": (save_model, ["model.quantization=nf4"], 2, ["model.quantization=nf4", "model.lora"]),
     "hub": (lambda folder: None, ["model.name=nobody/nothing-at-all"], 8, ["nobody/nothing-at-all", "hf download"]),
 }
 

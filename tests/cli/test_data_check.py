@@ -113,20 +113,19 @@ def test_a_wrong_key_of_the_group_is_named(check, tmp_path):
     refused(check(f"data.path={tmp_path / 'none.jsonl'}", "data.max_length=64"), 3, "no such file")
 
 
-@pytest.mark.parametrize(("name", "typed"), [("texts", False), ("verdicts", True)])
 @pytest.mark.all
-def test_a_file_is_parsed_once(check, tmp_path, monkeypatch, name, typed):
-    rows, group, _ = FILES[name]
+def test_a_file_is_parsed_once(check, tmp_path, monkeypatch):
+    rows = FILES["texts"][0]
     path, parsed = write_jsonl(tmp_path / "mine.jsonl", rows), []
     once = lit_rl.data.readers.parse_object
     monkeypatch.setattr("lit_rl.data.readers.parse_object", lambda line: parsed.append(line) or once(line))
-    outcome = check(f"data.path={path}", *([group] if typed else []))
+    outcome = check(f"data.path={path}")
     assert outcome.code == 0, outcome.err
     assert len(rows) <= len(parsed) <= len(rows) + 2  # and the first line, to tell what it is for
     assert len(set(parsed)) == len(rows)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".tsv", ".parquet", ".json"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet", ".json"])
 def test_the_first_row_is_that_of_the_whole_file_and_the_rest_is_left(tmp_path, monkeypatch, suffix):
     path = tmp_path / f"mine{suffix}"
     pandas.DataFrame({"prompt": ["a", "b"], "completion": ["c", "d"]}).pipe(
@@ -135,7 +134,6 @@ def test_the_first_row_is_that_of_the_whole_file_and_the_rest_is_left(tmp_path, 
             ".json": lambda: frame.to_json(path, orient="records"),
             ".parquet": lambda: frame.to_parquet(path),
             ".csv": lambda: frame.to_csv(path, index=False),
-            ".tsv": lambda: frame.to_csv(path, index=False, sep="\t"),
         }[suffix]()
     )
     rows = load_rows(path)
@@ -227,12 +225,11 @@ def test_the_assistants_turns_are_marked(check, tmp_path):
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("group", ["jsonl", "texts"])
-def test_what_a_template_leaves_out_is_said(check, tmp_path, group):
+def test_what_a_template_leaves_out_is_said(check, tmp_path):
     says = [{"role": role, "content": f"the {role}"} for role in ("system", "user")]
     row = {"prompt": says, "completion": [{"role": "assistant", "content": "yes"}]}
     path = write_jsonl(tmp_path / "mine.jsonl", [row] * 40)
-    data = [f"data.path={path}", f"data={group}", "data.val_fraction=0"]
+    data = [f"data.path={path}", "data=texts", "data.val_fraction=0"]
     deaf, whole = tmp_path / "deaf.jinja", tmp_path / "whole.jinja"
     deaf.write_text("{% for m in messages[1:] %}{{ m.content }}{% endfor %}")
     whole.write_text("{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}:{% endif %}")
@@ -260,15 +257,14 @@ def test_counts_lengths_columns_and_repeats(check, tmp_path):
     assert sum(map(int, bars)) == 42 + 2 * 42  # every prompt, and both completions of each
 
 
-@pytest.mark.parametrize("width", [20, 80])
 @pytest.mark.all
-def test_lines_fit_the_terminal(check, tmp_path, monkeypatch, width):
-    monkeypatch.setenv("COLUMNS", str(width))
+def test_lines_fit_the_terminal(check, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
     rows = [{**row, "prompt": "long " * 300 + row["prompt"]} for row in sums(40, **PAIRS)]
     path = write_jsonl(tmp_path / "mine.jsonl", rows)
     outcome = check(f"data.path={path}", "data=preferences", "data.max_length=null")
     assert outcome.code == 0, outcome.err
-    assert max(map(len, outcome.out.splitlines())) <= width
+    assert max(map(len, outcome.out.splitlines())) <= 20
 
 
 def test_bad_data_ends_with_its_message(check, tmp_path):

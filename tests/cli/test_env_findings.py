@@ -97,10 +97,9 @@ def test_a_sound_game_passes_every_check(game):
     assert len(told) == 8
 
 
-@pytest.mark.parametrize("game", ["OwnDice", "Clock"])
-def test_what_draws_unseeded_or_reads_the_clock_does_not_repeat(game):
+def test_what_draws_unseeded_or_reads_the_clock_does_not_repeat():
     other = [("elsewhere it was otherwise",)] * len(SAID)
-    wrong(repeated(getattr(faulty_games, game), other), "two new objects", "random.Random(seed)")
+    wrong(repeated(faulty_games.Clock, other), "two new objects", "random.Random(seed)")
 
 
 def test_what_an_earlier_episode_left_is_told_from_what_is_drawn():
@@ -197,17 +196,6 @@ def test_a_reward_that_is_nan_an_error_and_a_late_answer_are_said_of_their_call(
     assert len(hung.replies) == 0
 
 
-def test_generators_of_reasoning_gym_that_are_known_to_be_faulty():
-    pytest.importorskip("reasoning_gym")
-    assert findings.check_generators(played(faulty_games.Chances), at_once=False, elsewhere=False).level == "ok"
-    assert findings.check_calls(played(faulty_games.Chances)).level == "ok"
-    wrong(
-        findings.check_generators(played(faulty_games.ListFunctions), at_once=False, elsewhere=False),
-        "Python's (in reset)",
-    )
-    wrong(findings.check_calls(played(faulty_games.PrimeFactorization)), "turn 0", "raised")
-
-
 def test_a_rollout_is_reckoned_from_its_calls():
     first = played(faulty_games.Slow)
     one, all_ = (findings.check_times(first, 30.0, findings.EnvRollout(100, 2, at_once)) for at_once in (1, math.inf))
@@ -229,8 +217,8 @@ def test_nothing_must_not_pay(rewards, level):
 
 
 @pytest.mark.all
-def test_another_process_has_other_hashes_another_id_and_another_time(monkeypatch):
-    names = ["Sound", "Hashed", "Pid", "SlowClock", "Shared"]
+def test_another_process_has_other_hashes(monkeypatch):
+    names = ["Sound", "Hashed", "Shared"]
     paths = {name: f"{faulty_games.__file__}:{name}" for name in names}
     loaded = load_file(Path(faulty_games.__file__), Path(faulty_games.__file__).read_bytes())
     monkeypatch.setattr(loaded.Shared, "moves", [])  # as in a process that begins
@@ -241,11 +229,11 @@ def test_another_process_has_other_hashes_another_id_and_another_time(monkeypatc
     with closing(OtherProcess(settings, parsers, asked)) as elsewhere:
         other = elsewhere.lines(120)
     assert not isinstance(other, str), other
-    assert {name for name, a, b in zip(names, first, other) if a.lines != b} == {"Hashed", "Pid", "SlowClock"}
-    again, there = findings.check_repeats(first[:4], second[:4], other[:4])
+    assert {name for name, a, b in zip(names, first, other) if a.lines != b} == {"Hashed"}
+    again, there = findings.check_repeats(first[:2], second[:2], other[:2])
     assert again.level == "ok"
     wrong(there, "turn 0", "hash()")
-    wrong(next(iter(findings.check_repeats(first[4:], second[4:], other[4:]))), "an earlier episode changes")
+    wrong(next(iter(findings.check_repeats(first[2:], second[2:], other[2:]))), "an earlier episode changes")
 
 
 @pytest.mark.all

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -11,6 +11,7 @@ from lit_rl.cli.build import build, escape_interpolations
 TEXTS = st.text(st.sampled_from("\\${}ab'\" :,.")) | st.text()
 
 
+@settings(max_examples=30)
 @given(TEXTS.filter(lambda text: text != "???"))  # OmegaConf's own word for a value that is missing
 @example(r"\\\${oc.env:HOME}\\")
 def test_whatever_a_text_holds_it_is_the_same_behind_hydra(text: str) -> None:

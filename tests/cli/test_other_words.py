@@ -80,10 +80,10 @@ def test_a_reward_that_was_chosen_stays():
     assert expand_aliases(["experiment=vl_digits", "reward.fn=a:b"])[1] == []
 
 
-@pytest.mark.parametrize("name", other_names.column("may_mean"))
-def test_what_may_be_several_keys_names_them(name):
-    with pytest.raises(ConfigError, match=rf"^{name} is not a key. What it may mean: "):
-        expand_aliases([f"{name}=3"])
+def test_what_may_be_several_keys_names_them():
+    for name in other_names.column("may_mean"):
+        with pytest.raises(ConfigError, match=rf"^{name} is not a key. What it may mean: "):
+            expand_aliases([f"{name}=3"])
 
 
 def test_beta_of_rloo_is_another_one():
@@ -96,42 +96,28 @@ def test_beta_of_rloo_is_another_one():
     ("word", "message"),
     [
         ("algo=grpoo", "algo=grpoo is not a choice. Did you mean 'grpo'? `lit-rl list algo` lists all"),
-        ("algo=GRPO", "algo=GRPO is not a choice. Did you mean 'grpo'?"),
         ("algo=what", "algo=what is not a choice. algo has: alphapo, "),
         ("algo/loss=cipso", "Did you mean 'cispo'"),
         (
             "model=gpt2",
             "A folder, or a model of the hub, is written model=local model.name=gpt2. `lit-rl list model` lists",
         ),
-        ("model=tinyy", "model=tinyy is not a choice. Did you mean 'tiny'? model has: "),
         ("data=pairs.jsonl", "For rows of your own, type data.path=pairs.jsonl. `lit-rl list data` lists all"),
-        ("data=openai/gsm8k", "For rows of your own, type data.path=openai/gsm8k."),
         ("reward=x", "For a function of your own, type reward=./FILE.py:NAME. `lit-rl list reward` lists all"),
         ("reward=mine.py", "For a function of your own, type reward=./mine.py:NAME."),
-        ("logger=[tensorboard,wandbb]", "logger=wandbb is not a choice. Did you mean 'wandb'?"),
         ("algo/preference=[sigmoidd]", "algo/preference=sigmoidd is not a choice. Did you mean 'sigmoid'?"),
         ("trianer.max_steps=3", "trianer.max_steps is not a key. Did you mean 'trainer'"),
-        ("modle=tiny", "modle is not a key. Did you mean 'model'"),
         ("algo.group_siez=4", "algo.group_siez is not a key. Did you mean 'group_size'"),
-        ("trainer.max_step=3", "trainer.max_step is not a key. Did you mean 'max_steps'"),
         ("num_generation=8", "num_generation is not a key. Did you mean 'algo.group_size'?"),
-        ("lora_rs=8", "Did you mean 'model.lora.r'?"),
         ("wandb_=true", "What it may mean: logger=[tensorboard,wandb]"),
-        ("minibatch=2", "Did you mean 'algo.minibatches'?"),
-        ("algorithm=grpo", "algorithm is not a key. Did you mean 'algo'?"),
         ("sampling.topp=0.9", "sampling.topp is not a key. Did you mean 'top_p'"),
         ("algo.num_generations=4", "algo.num_generations is not a key. Did you mean 'algo.group_size'?"),
         ("algo.lr=1e-5", "algo.lr is not a key. Did you mean 'optimizer.lr'?"),
-        ("trainer.epochs=2", "trainer.epochs is not a key. Did you mean 'trainer.max_epochs'?"),
         ("algo.kl_coef=0.1", "algo.kl_coef is not a key. What it may mean: algo.beta, "),
         (
             "scale_rewards=none",
             "Here: algo/advantage=group_normalized (batch is batch_normalized, none is centered). M",
         ),
-        ("reward_weights=[1]", "reward_weights is not a key. reward_weights is TRL's name. Here: reward.weights=..."),
-        ("eval_strategy=no", "Here: trainer.val_check_interval=..."),
-        ("algo.scale_rewards=none", "Here: algo/advantage=group_normalized"),
-        ("use_peft=true", "Here: model.lora.r=..."),
         ("push_to_hub=me/x", "push_to_hub is not a key. push_to_hub is TRL's name. Here: export.push_to_hub=..."),
         (
             "remove_unused_column=1",
@@ -139,8 +125,6 @@ def test_beta_of_rloo_is_another_one():
         ),
         ("actor_rollout_ref.rollout.n=4", "n is verl's key. Here: algo.group_size=... More: docs/from-verl.md"),
         ("algorithm.adv_estimator=gae", "Here: grpo: algo=grpo; gae: algo=ppo;"),
-        ("trainer.total_epochs=2", "Here: trainer.max_epochs=..."),
-        ("data.train_batch_size=8", "Here: data.prompts_per_rollout=..."),
         ("args.learning_rate=1", "args.learning_rate is not a key. Did you mean 'optimizer.lr'?"),
     ],
 )
@@ -188,10 +172,7 @@ def test_keys_that_another_word_brings_are_left_to_hydra(added):
     [
         (["--lr", "1e-4"], "--lr is no option: settings are written key=value, such as optimizer.lr=1e-4"),
         (["-lr", "1e-4"], "-lr is no option: settings are written key=value, such as optimizer.lr=1e-4"),
-        (["--lr", "seed=1"], "such as optimizer.lr=..."),
-        (["--learning-rate=1e-4"], "such as optimizer.lr=1e-4"),
         (["--batch-size", "4"], "What it may mean: data.prompts_per_rollout"),
-        (["--seed", "1"], "such as seed=1"),
         (["--use-peft"], "use_peft is TRL's name. Here: model.lora.r=..."),
     ],
 )
@@ -209,15 +190,11 @@ def test_options_with_dashes_say_how_settings_are_written(typed, meant):
             ["seed=1", "optimizer.lr=", "1e-5"],
             "optimizer.lr= 1e-5 has a space behind the =: write optimizer.lr=1e-5, without",
         ),
-        (["optimizer.lr", "=1e-5"], "write optimizer.lr=1e-5, without spaces."),
         (["seed=1", "optimizer.lr"], "optimizer.lr alone says nothing: write optimizer.lr=..."),
         (["optimizer.lr", "1e-5", "seed=1"], "optimizer.lr alone says nothing: write optimizer.lr=1e-5"),
-        (["optimizer.lr:1e-5"], "optimizer.lr:1e-5 alone says nothing: write optimizer.lr=1e-5"),
-        (["trainer/max_steps=5"], "A key in trainer is written with a point: trainer.max_steps=5."),
         (["trainer[max_steps]=5"], "A key in trainer is written with a point: trainer.max_steps=5."),
         (["seed=1\r"], "'seed=1\\r' ends with the line end of Windows: the script has these."),
         (["run_dir="], "run_dir= has no value after the =; an unset variable of the shell looks like this."),
-        (["data="], "data= has no value after the =; an unset variable of the shell looks like this. Type data=VALUE"),
         (["-m", "seed=1,"], "seed=1, ends with a comma, behind which a value is missing: type seed=1."),
         (["~reward"], "~reward cannot be removed, because other settings use the group. Choose another: reward=NAME."),
     ],

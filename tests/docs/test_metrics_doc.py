@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 Train = Callable[..., int]
 
-COMMON = ["data.prompts_per_rollout=2", "algo.group_size=2", "callbacks=none", "trainer.max_steps=3", "eval.limit=4"]
+COMMON = ["data.prompts_per_rollout=2", "algo.group_size=2", "callbacks=none", "trainer.max_steps=2", "eval.limit=4"]
 
 TERMS = [
     ["algo/correction=token_truncate", "algo/rejection=tokens", "algo.off_policy_threshold=1", "algo.loss.delta=2"],
@@ -27,7 +27,14 @@ TERMS = [
         "algo/replay=buffer",
     ],
     [
-        *("algo/groups=top", "algo.groups.keep=2", "reward=function", "reward.fn=lit_rl.rewards:exact_match"),
+        *(
+            "algo=cispo",
+            "algo.minibatches=1",
+            "algo/groups=top",
+            "algo.groups.keep=2",
+            "reward=function",
+            "reward.fn=lit_rl.rewards:exact_match",
+        ),
         *("reward.on_error=0", "reward.cache=10"),
     ],
     ["experiment=guess", "algo.minibatches=1", "data.task.train_rows=8", "data.task.val_rows=4"],
@@ -36,7 +43,6 @@ TERMS = [
         *("env.max_observation_tokens=8", "sampling.max_new_tokens=4", "reward=environment", "data=jsonl"),
         *("data.path=chats.jsonl", "data.val_path=chats.jsonl", "model.chat_template=chat.jinja"),
     ],
-    ["algo=cispo", "algo.minibatches=1"],
     ["algo=vespo", "algo.minibatches=1"],
     ["algo=clip_cov", "algo.minibatches=1"],
     ["algo=kl_cov", "algo.minibatches=1", "sampling.top_p=0.9"],
@@ -48,7 +54,7 @@ TERMS = [
 """Settings that log something of their own."""
 
 
-OFFLINE = ["eval.limit=4", "callbacks=none", "trainer.max_steps=2", "data.batch_size=4"]
+OFFLINE = ["eval.limit=4", "callbacks=none", "trainer.max_steps=1", "data.batch_size=4"]
 OFFLINE += ["data.task.max_operand=6", "data.task.val_rows=8"]
 
 METHODS = [

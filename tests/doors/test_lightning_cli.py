@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import re
 import shlex
 import shutil
@@ -316,8 +315,6 @@ SPOILT: dict[str, tuple[Callable[[Path, Path], object], str]] = {
         lambda path, sung: torch.save({"state_dict": {}, "a": Canary(sung)}, path),
         "a Python object (posix.mkdir)",
     ),
-    "a pickle": (lambda path, sung: path.write_bytes(pickle.dumps(Canary(sung))), "it is a pickle"),
-    "text": (lambda path, sung: path.write_text("a note\n" * 30), "it is a file of text"),
 }
 
 
@@ -469,34 +466,20 @@ def test_with_keywords_is_the_function_with_its_settings() -> None:
 
 MINE = ["--model.reward=lit_rl.rewards.from_paths", "--model.reward.fn=math:sqrt"]
 REFUSED = {
-    "unknown key of the Trainer": (["--trainer.max_stepss=1"], 2, ["trainer.max_stepss", "'max_steps'"]),
     "unknown key of the algorithm": (["--model.group_sizee=1"], 2, ["model.group_sizee", "'group_size'"]),
-    "unknown key of the policy": (["--model.model=LanguageModel", "--model.model.nam=a"], 2, ["nam", "'name'"]),
-    "unknown key of the data": (["--data.shufle=true"], 2, ["data.shufle", "'shuffle'"]),
     "unknown key of the optimizer": (["--optimizer=AdamW", "--optimizer.lrr=1"], 2, ["optimizer.lrr", "'lr'"]),
     "key at its place in Python": (["--model.optimizer=AdamW"], 2, ["model.optimizer", "--optimizer"]),
     "setting of it there": (["--model.optimizer.lr=1"], 2, ["model.optimizer.lr is", "the top, --optimizer.lr=..."]),
-    "unknown algorithm": (["--model=GRPOO"], 2, ["model=GRPOO", "'GRPO'", "RLOO"]),
     "unknown optimizer": (["--optimizer=AdamWW"], 2, ["optimizer=AdamWW", "'AdamW'"]),
     "wrong type": (["--model.beta=abc"], 2, ["model.beta=abc: allowed is a number."]),
-    "wrong type of one of several": (["--seed_everything=x"], 2, ["seed_everything=x: allowed is ", "a whole number"]),
     "wrong type of the optimizer": (["--optimizer=AdamW", "--optimizer.lr=1e-6x"], 2, ["optimizer.lr=1e-6x: "]),
     "wrong type two classes down": ([*MINE, "--model.reward.timeout=abc"], 2, ["reward.timeout=abc: ", "a number"]),
     "null for a number": (["--model.beta=null"], 2, ["model.beta=null", "float", "0.0"]),
-    "null for a count": (["--model.minibatches=null"], 2, ["model.minibatches=null", "int"]),
     "null for an object": (["--model.sampling=null"], 2, ["model.sampling=null", "Sampling"]),
-    "null of the optimizer": (["--optimizer=AdamW", "--optimizer.lr=null"], 2, ["optimizer.lr=null", "float", "1e-06"]),
-    "null below two classes": ([*MINE, "--model.reward.workers=null"], 2, ["model.reward.workers", "int"]),
     "null for devices": (["--trainer.devices=null"], 2, ["devices", "int > 0"]),
     "out of range": (["--model.beta=-1"], 2, ["beta=-1", "[0, inf]"]),
-    "out of range, nested": (["--model.sampling.top_p=2"], 2, ["sampling.top_p=2", "(0, 1]"]),
-    "a bias": (["--model.sampling.logit_bias={5: -1}"], 2, ["sampling.logit_bias={5: -1.0}", "importance ratio"]),
     "a bias on no id": (["--model.sampling.logit_bias={x: -1}"], 2, ["logit_bias"]),
-    "bad words": (["--model.sampling.bad_words=[never]"], 2, ["sampling.bad_words=('never',)", "importance ratio"]),
-    "a form": (["--model.sampling.structured.regex=a+"], 2, ["sampling.structured=", "a+", "importance ratio"]),
-    "two forms": (["--model.sampling.structured={regex: a, grammar: b}"], 2, ["exactly one of", "regex and grammar"]),
     "no such config": (["--config=nope.yaml"], 2, ["nope.yaml"]),
-    "no such reward": (["--model.reward=lit_rl.rewards.from_paths", "--model.reward.fn=math:sqr"], 2, ["math:sqr"]),
     "no such file of data": (["--data.task=null", "--data.path=no.jsonl", "--trainer.logger=false"], 3, ["no.jsonl"]),
     "no such device": (["--trainer.accelerator=cudaa"], 2, ["cudaa", "cpu"]),
 }  # fmt: skip
@@ -516,10 +499,9 @@ def test_a_mistake_is_one_sentence_with_the_exit_code_of_its_kind(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("word", ["null", "None"])
-def test_null_is_read_below_two_classes(word: str, lit_rl_run: CommandLine) -> None:
+def test_null_is_read_below_two_classes(lit_rl_run: CommandLine) -> None:
     """jsonargparse hands it on as a text, which is no number."""
-    more = [*MINE, f"--model.reward.timeout={word}", "--model.reward.cache=7", f"--model.evaluation.limit={word}"]
+    more = [*MINE, "--model.reward.timeout=null", "--model.reward.cache=7", "--model.evaluation.limit=None"]
     outcome = lit_rl_run("fit", *LEAST, *more, "--print_config")
     assert outcome.code == 0, outcome.err
     model = yaml.safe_load(outcome.out)["model"]["init_args"]
@@ -529,34 +511,17 @@ def test_null_is_read_below_two_classes(word: str, lit_rl_run: CommandLine) -> N
 
 PLACES = {
     "model": "model: SPEC",
-    "reward": "model: {class_path: GRPO, init_args: {model: tiny, reward: SPEC}}",
     "loss": "model: {class_path: GRPO, init_args: {model: tiny, reward: REWARD, loss: SPEC}}",
-    "generator": "model: {class_path: GRPO, init_args: {model: tiny, reward: REWARD, generator: SPEC}}",
     "task": "data: {task: SPEC}",
-    "map_row": "data: {map_row: SPEC}",
     "callback": "trainer: {callbacks: [SPEC]}",
-    "logger": "trainer: {logger: SPEC}",
-    "plugin": "trainer: {plugins: SPEC}",
     "optimizer": "optimizer: SPEC",
 }
-FOREIGN = [
-    "os.system",
-    "subprocess.run",
-    "builtins.eval",
-    "functools.partial",
-    "lit_rl.core.user_functions.importlib.import_module",
-]
 
 
 @pytest.mark.parametrize("place", quick(PLACES, {"callback"}))
-@pytest.mark.parametrize("spec", ["bare", "with arguments"])
-@pytest.mark.all
-def test_a_config_cannot_name_a_function_of_any_package(
-    place: str, spec: str, lit_rl_run: CommandLine, tmp_path: Path
-) -> None:
-    written = {"bare": "os.system", "with arguments": "{class_path: os.system, init_args: {command: touch canary}}"}[
-        spec
-    ]
+def test_a_config_cannot_name_a_function_of_any_package(place: str, lit_rl_run: CommandLine, tmp_path: Path) -> None:
+    bare = place in ("model", "task")
+    written = "os.system" if bare else "{class_path: os.system, init_args: {command: touch canary}}"
     (tmp_path / "theirs.yaml").write_text(
         PLACES[place].replace("SPEC", written).replace("REWARD", "lit_rl.rewards.exact_match")
     )
@@ -566,11 +531,10 @@ def test_a_config_cannot_name_a_function_of_any_package(
     assert not (tmp_path / "canary").exists()
 
 
-@pytest.mark.parametrize("target", quick(FOREIGN, {"os.system"}))
-@pytest.mark.all
-def test_what_is_refused_goes_by_where_it_really_comes_from(target: str, lit_rl_run: CommandLine) -> None:
-    outcome = lit_rl_run("validate", *LEAST, f"--model.reward={target}")
-    assert outcome.code == 2 and "is not on the list" in outcome.err
+def test_what_is_refused_goes_by_where_it_really_comes_from(lit_rl_run: CommandLine) -> None:
+    for target in ("functools.partial", "lit_rl.core.user_functions.importlib.import_module"):
+        outcome = lit_rl_run("validate", *LEAST, f"--model.reward={target}")
+        assert outcome.code == 2 and "is not on the list" in outcome.err
 
 
 def test_yaml_that_makes_objects_is_refused(lit_rl_run: CommandLine, tmp_path: Path) -> None:
@@ -590,7 +554,6 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x]\n" + "".join(
     "key, text, word",
     [
         ("config", BOMB, "once its aliases"),
-        ("config", "seed_everything: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
         ("model", BOMB, "once its aliases"),
     ],
 )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 from lit_rl import RolloutDataModule
 from lit_rl.core.errors import ConfigError
@@ -30,11 +30,13 @@ for rows in ("--data.path=rows.jsonl", "--data.task=lit_rl.data.tasks.Addition")
 @pytest.mark.all
 def test_it_trains(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+1=", "answer": "3"}\n')
-    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path, capture_output=True, text=True)
+    done = warm.run([sys.executable, "-c", SCRIPT], cwd=tmp_path)
     assert done.stdout.count("trained 1 step over --data.") == 2, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("task", ["lit_rl.data.tasks.Addition", Addition, 3])
-def test_what_is_no_task(task: object) -> None:
-    with pytest.raises(ConfigError, match=r"data\.task is .*Allowed is an object whose train\(\) and val\(\) return"):
-        RolloutDataModule(task=task)  # pyright: ignore
+def test_what_is_no_task() -> None:
+    for task in ("lit_rl.data.tasks.Addition", Addition):
+        with pytest.raises(
+            ConfigError, match=r"data\.task is .*Allowed is an object whose train\(\) and val\(\) return"
+        ):
+            RolloutDataModule(task=task)  # pyright: ignore

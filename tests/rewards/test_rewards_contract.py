@@ -91,12 +91,12 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("returned", "told"), BAD.values(), ids=BAD.keys())
-def test_wrong_shapes_are_refused(returned, told):
-    with pytest.raises(RewardError) as error:
-        score(returning(returned))
-    for part in ("'my_reward'", told, "a list of 4 numbers or None"):
-        assert part in str(error.value)
+def test_wrong_shapes_are_refused():
+    for returned, told in BAD.values():
+        with pytest.raises(RewardError) as error:
+            score(returning(returned))
+        for part in ("'my_reward'", told, "a list of 4 numbers or None"):
+            assert part in str(error.value)
 
 
 def never_awaited():
@@ -127,13 +127,13 @@ BAD_ELEMENT = {
 }
 
 
-@pytest.mark.parametrize(("value", "told"), BAD_ELEMENT.values(), ids=BAD_ELEMENT.keys())
-def test_wrong_elements_are_refused_with_their_completion(value, told):
-    with pytest.raises(RewardError) as error:
-        Rewards(returning([0.0, 0.0, value])).score(["p"] * 3, ["one", "two", "x" * 70 + "y" * 70], {})
-    for part in ("'my_reward'", told, "completion 2", "x" * 70 + "y" * 10):
-        assert part in str(error.value)
-    assert "y" * 11 not in str(error.value)
+def test_wrong_elements_are_refused_with_their_completion():
+    for value, told in BAD_ELEMENT.values():
+        with pytest.raises(RewardError) as error:
+            Rewards(returning([0.0, 0.0, value])).score(["p"] * 3, ["one", "two", "x" * 70 + "y" * 70], {})
+        for part in ("'my_reward'", told, "completion 2", "x" * 70 + "y" * 10):
+            assert part in str(error.value)
+        assert "y" * 11 not in str(error.value)
 
 
 def test_message_completions_appear_in_errors_as_text():
