@@ -23,6 +23,18 @@ def all_but_exhaustive(cases: Iterable[Any], kept: Collection[str]) -> list[Any]
     return _split(cases, kept, pytest.mark.exhaustive)
 
 
+def in_turn(**axes: Iterable[Any]) -> pytest.MarkDecorator:
+    """A mark that has each value of each argument in some case, where their product would show nothing more.
+
+    Args:
+        axes: The values of an argument, by its name; the longest says how many cases there are.
+    """
+    values = [list(axis) for axis in axes.values()]
+    most = max(map(len, values))
+    cases = [tuple(axis[at % len(axis)] for axis in values) for at in range(most)]
+    return pytest.mark.parametrize(tuple(axes), cases)
+
+
 def _split(cases: Iterable[Any], kept: Collection[str], mark: Any) -> list[Any]:
     params = [case if hasattr(case, "marks") else pytest.param(case, id=str(case)) for case in cases]
     unknown = set(kept) - {param.id for param in params}
