@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -23,21 +23,16 @@ def all_but_exhaustive(cases: Iterable[Any], kept: Collection[str]) -> list[Any]
     return _split(cases, kept, pytest.mark.exhaustive)
 
 
-def meetings(engines: Collection[str], kept: Collection[str], kinds: Sequence[str], first: Collection[str]) -> Any:
-    """The mark of a law of `engine` and `policy`: one policy with every engine, and two engines with every policy.
-
-    That the other engines answer other policies as these two do, `test_engines_agree_token_for_token` sees of every
-    engine, with every policy; `make test-exhaustive` has the whole product.
+def in_turn(**axes: Iterable[Any]) -> pytest.MarkDecorator:
+    """A mark that has each value of each argument in some case, where their product would show nothing more.
 
     Args:
-        engines: Names of engines, among them `native` and `hf`.
-        kept: Those of them that are not for `make test-exhaustive` alone.
-        kinds: Policies; the first meets every engine that is kept.
-        first: Ids of the pairs that `make test` has.
+        axes: The values of an argument, by its name; the longest says how many cases there are.
     """
-    pairs = [pytest.param(engine, kind, id=f"{engine}-{kind}") for engine in engines for kind in kinds]
-    meet = {f"{engine}-{kind}" for engine in kept for kind in kinds if kind == kinds[0] or engine in ("native", "hf")}
-    return pytest.mark.parametrize(("engine", "policy"), all_but_exhaustive(quick(pairs, first), meet), indirect=True)
+    values = [list(axis) for axis in axes.values()]
+    most = max(map(len, values))
+    cases = [tuple(axis[at % len(axis)] for axis in values) for at in range(most)]
+    return pytest.mark.parametrize(tuple(axes), cases)
 
 
 def _split(cases: Iterable[Any], kept: Collection[str], mark: Any) -> list[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import datasets
 import pytest
+from warm import run
 
 from lit_rl.core.errors import BackendError, ConfigError, DataError
 from lit_rl.data.readers import parse_object
@@ -162,7 +162,7 @@ def test_files_that_are_still_open_when_python_ends_are_no_noise(tmp_path):
         "for stream in kept: stream.take(SourcePosition(), 3)"
     )
     paths = [str(write(kind, tmp_path)) for kind in ("a.jsonl", "a.csv", "a.parquet", "saved", "files")]
-    done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, timeout=120)
+    done = run([sys.executable, "-c", code, *paths], timeout=120)
     assert done.returncode == 0 and "Exception ignored" not in done.stderr
 
 

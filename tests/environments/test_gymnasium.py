@@ -38,17 +38,6 @@ def heard(episode: Any) -> list[str]:
 # ------------------------------------------------------------------ an episode
 
 
-def test_a_way_over_the_ice() -> None:
-    episode = one(texts(lake()), *HOME, prompt="lake ")
-    assert episode.prompt == "lake 0" and heard(episode) == ["4", "8", "9", "13", "14", "15"]
-    assert (episode.end, episode.turns, episode.turn_rewards, episode.reward) == ("done", 6, [0.0] * 5 + [1.0], 1.0)
-
-
-def test_into_the_water() -> None:
-    episode = one(texts(lake()), "2", "1", "1", prompt="lake ")
-    assert (episode.end, episode.turns, episode.reward) == ("done", 2, 0.0) and heard(episode) == ["1", "5"]
-
-
 def test_a_limit_of_the_environment_cuts() -> None:
     episode = one(texts(lake(options={**DRY, "max_episode_steps": 2})), *HOME, prompt="lake ")
     assert (episode.end, episode.turns, episode.reward) == ("cut", 2, 0.0)

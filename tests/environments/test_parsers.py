@@ -54,13 +54,6 @@ def test_what_a_hermes_template_renders_is_read_back(template: str, called: list
     assert turn == ParsedTurn("I will look.", tuple(ToolCall(call["name"], call["arguments"]) for call in calls))
 
 
-@given(each=arguments)
-@pytest.mark.parametrize("template", ["llama3_1", "llama3_2"])
-def test_what_a_llama_template_renders_is_read_back(template: str, each: dict[str, Any]) -> None:
-    turn = Llama3Parser().parse(rendered(template, [{"name": "calc", "arguments": each}]))
-    assert turn == ParsedTurn("", (ToolCall("calc", each),))
-
-
 @given(called=st.lists(arguments, min_size=1, max_size=3))
 def test_both_forms_of_mistral_are_read(called: list[dict[str, Any]]) -> None:
     calls = [{"name": f"tool{i}", "arguments": each, "id": f"call0000{i}"} for i, each in enumerate(called)]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import PeftModel
 from test_models_text_forward import token_batch
+from tiers import in_turn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from lit_rl.core.errors import BackendError, ConfigError
@@ -50,8 +51,7 @@ def test_the_template_its_tokens_and_its_eos_are_taken(make_model, source):
     assert named.tokenizer.eos_token == "<|im_end|>", "what the user names wins"
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("rows", [OLD, 264])
+@in_turn(rows=[OLD, 264], tied=[True, False])
 def test_new_tokens_begin_as_the_mean_and_all_others_stay(make_model, source, rows, tied):
     folder = str(make_model(vocab_size=rows, tie_word_embeddings=tied))
     before, after = LanguageModel(folder).load(), LanguageModel(folder, chat_template=source).load()
@@ -87,8 +87,7 @@ def test_under_lora_the_new_rows_are_trained_and_no_others(make_model, source, t
     assert all(p.grad is None for p in frozen)
 
 
-@pytest.mark.parametrize("lora", [None, Lora(r=2)], ids=["full", "lora"])
-@pytest.mark.parametrize("tied", [True, False])
+@in_turn(tied=[True, False], lora=[None, Lora(r=2)])
 def test_the_export_has_the_new_rows_and_reloads(make_model, source, tmp_path, lora, tied):
     model = LanguageModel(str(make_model(vocab_size=OLD, tie_word_embeddings=tied)), lora=lora, chat_template=source)
     policy = model.load().eval()

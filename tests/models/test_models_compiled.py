@@ -12,6 +12,7 @@ from typing import Any
 import jaxtyping
 import pytest
 import torch
+from tiers import in_turn
 from torch import Tensor, nn
 
 from lit_rl.core.errors import BackendError, ConfigError
@@ -91,11 +92,10 @@ def learned(model: Any, completions: Any, options: ForwardOptions) -> dict[str, 
     "kind, settings, options",
     [
         ("qwen3", {}, ForwardOptions()),
-        ("qwen2", {"lora": Lora(r=4)}, ForwardOptions()),
-        ("qwen2", {"gradient_checkpointing": True}, ForwardOptions(shared_prompts=False)),
+        ("qwen2", {"lora": Lora(r=4), "gradient_checkpointing": True}, ForwardOptions(shared_prompts=False)),
         ("qwen3", {}, ForwardOptions(fused_head=False, shared_prompts=False, folded_attention=False)),
     ],
-    ids=["shared prompts", "lora", "recomputed", "logits"],
+    ids=["shared prompts", "recomputed lora", "logits"],
 )
 def test_a_model_learns_the_same_with_as_many_programs_for_all_its_layers(
     pair, programs, completions, kind, settings, options
@@ -170,15 +170,13 @@ def softmax(compiles: bool, dtype: torch.dtype, distribution: Distribution) -> l
     return [part.detach().float() for part in (found.logprobs, hidden.grad, weight.grad, *others) if part is not None]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "distribution",
-    [
+@in_turn(
+    distribution=[
         Distribution(entropy=True),
         Distribution(temperature=0.7, entropy=True, entropy_gradient=True),
         Distribution(stats=True),
     ],
-    ids=["entropy", "its gradient", "statistics"],
+    dtype=[torch.float32, torch.bfloat16],
 )
 def test_the_compiled_softmax_is_the_same_over_blocks(programs, monkeypatch, dtype, distribution):
     """Own ids in each block of the vocabulary, the last of which is narrower; logits made twice."""

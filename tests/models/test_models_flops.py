@@ -9,6 +9,7 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import in_turn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lit_rl.models.model_costs import Cost, ModelFlops, Span
@@ -95,8 +96,7 @@ LORAS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", LORAS)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@in_turn(family=["llama", "qwen3"], name=LORAS)
 def test_adapters_need_no_gradient_of_frozen_weights_and_none_below_them(family, name):
     from peft import LoraConfig, get_peft_model
 

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from plain_scores import token_logits
+from tiers import in_turn
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from lit_rl.core.errors import ConfigError
@@ -24,8 +25,7 @@ RESPONSES = [[1, 2], [3, 4, 5, 258], [258]]
 KINDS = ["gpt2", "qwen2", "qwen3", "smollm2", "llama3.2", "gemma2"]
 
 
-@pytest.mark.parametrize("lora", [None, Lora(r=2)])
-@pytest.mark.parametrize("kind", KINDS)
+@in_turn(kind=KINDS, lora=[None, Lora(r=2)])
 def test_padding_changes_no_logprob_and_no_entropy(make_model, make_completions, kind, lora):
     if kind == "gpt2" and lora is not None:
         lora = Lora(r=2, targets=["c_attn"])
@@ -109,8 +109,7 @@ def test_what_rows_see_reaches_the_model(make_completions):
     assert torch.equal(spy.seen["pixels"], torch.ones(1, 2))
 
 
-@pytest.mark.parametrize("entropy_gradient", [False, True])
-@pytest.mark.parametrize("cut", [{}, {"top_k": 20, "top_p": 0.9, "min_p": 0.01}], ids=["whole", "truncated"])
+@in_turn(cut=[{}, {"top_k": 20, "top_p": 0.9, "min_p": 0.01}], entropy_gradient=[False, True])
 def test_scores_are_those_of_the_distribution_that_sampling_draws_from(
     make_model, make_completions, cut, entropy_gradient
 ):
@@ -129,8 +128,7 @@ def test_scores_are_those_of_the_distribution_that_sampling_draws_from(
     assert scores.entropy.requires_grad == entropy_gradient
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("cut", [{}, {"top_k": 20}], ids=["whole", "truncated"])
+@in_turn(cut=[{}, {"top_k": 20}], fused=[False, True])
 def test_without_entropies_all_else_has_the_same_bits(make_model, make_completions, cut, fused):
     policy = LanguageModel(str(make_model())).load()
     completions = make_completions(PROMPTS, RESPONSES, left=1, right=1)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from attention_kinds import needs_sdpa
 from live_tensors import Live
+from tiers import in_turn
 
 from lit_rl.core.examples import TokenBatch
 from lit_rl.core.rollout import Sampling
@@ -59,8 +60,7 @@ def test_gradients_of_rollouts(make_model, completions, kind, shared):
     assert_same(one, other)
 
 
-@pytest.mark.parametrize("noise", [0.0, 5.0])
-@pytest.mark.parametrize("kind", KINDS)
+@in_turn(kind=KINDS, noise=[0.0, 5.0])
 def test_gradients_of_texts(make_model, texts, kind, noise):
     """With NEFTune, whose hook on the embedding still runs."""
     model = LanguageModel(str(make_model(kind)), disable_dropout=True).load().double()

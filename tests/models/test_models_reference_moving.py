@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from reference_cases import Two, logprobs, make_policy, score, train_a_little, trained
+from tiers import in_turn
 from torch import nn
 
 from lit_rl.core.errors import ConfigError, StorageError
@@ -134,8 +135,7 @@ def test_mixing_is_the_peers():
 # ------------------------------------------------------------------ what moves
 
 
-@pytest.mark.parametrize("kind", ["full", "fresh", "continued"])
-@pytest.mark.parametrize("device", [None, "cpu"])
+@in_turn(device=[None, "cpu"], kind=["full", "fresh", "continued"])
 def test_a_full_update_gives_the_policy_and_touches_nothing_else(policy_of, completions, kind, device):
     policy = policy_of(kind)
     reference = Mixing(alpha=1, every=1, device=device)
@@ -194,8 +194,10 @@ def test_what_is_frozen_for_a_while_is_still_followed(policy_of):
 # ------------------------------------------------------------------ types
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("reference", [EMA(decay=0), Mixing(alpha=1, every=1)], ids=["ema", "mixing"])
+@in_turn(
+    reference=[EMA(decay=0), Mixing(alpha=1, every=1)],
+    dtype=[torch.bfloat16, torch.float16, torch.float32, torch.float64],
+)
 def test_a_full_update_is_exact_in_every_type(dtype, reference):
     policy = Two(1 / 3, -2 / 7).to(dtype)
     module = reference.module(policy)
@@ -233,10 +235,7 @@ def saved_and_read(state: dict) -> dict:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("at", [0, 1, 3, 4])
-@pytest.mark.parametrize("device", [None, "cpu"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kind", MAKE)
+@in_turn(kind=MAKE, dtype=[torch.bfloat16, torch.float32], device=[None, "cpu"], at=[0, 1, 3, 4])
 def test_a_resumed_reference_goes_on_bit_for_bit(kind, dtype, device, at):
     def run(reference, policy, module, steps):
         for step in steps:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from reference_cases import logprobs, make_policy, score, train_a_little
+from tiers import in_turn
 from transformers import AutoTokenizer
 
 from lit_rl.core.errors import BackendError, ConfigError, StorageError
@@ -44,8 +45,7 @@ def another_model(make_model, tmp_path):
     return tmp_path / "other"
 
 
-@pytest.mark.parametrize("device", [None, "cpu"])
-@pytest.mark.parametrize("kind", ["full", "continued"])
+@in_turn(kind=["full", "continued"], device=[None, "cpu"])
 def test_it_scores_as_the_other_model_does(policy_of, another_model, completions, kind, device):
     policy = policy_of(kind)
     reference = OtherModel(name=str(another_model), device=device)
@@ -57,8 +57,7 @@ def test_it_scores_as_the_other_model_does(policy_of, another_model, completions
     assert not any(p.requires_grad for p in bare.parameters())
 
 
-@pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("kind", ["full", "fresh", "continued"])
+@in_turn(kind=["full", "fresh", "continued"], named=[False, True])
 def test_it_scores_as_the_other_adapter_does(
     policy_of, another_model, another_adapter, tmp_path, completions, kind, named
 ):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from reference_cases import logprobs, make_policy, score
+from tiers import in_turn
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -61,8 +62,7 @@ MAKE = {
 }
 
 
-@pytest.mark.parametrize("kind, dtype", [("full", "bfloat16"), ("continued", "float32")])
-@pytest.mark.parametrize("mode", MAKE)
+@in_turn(mode=MAKE, kind=["full", "continued"], dtype=["bfloat16", "float32"])
 def test_a_sharded_reference_moves_and_resumes_as_a_whole_one_does(pair_of, completions, mesh, kind, dtype, mode):
     one, two = MAKE[mode](), MAKE[mode]()
     plain, sharded = pair_of(kind, dtype=dtype)

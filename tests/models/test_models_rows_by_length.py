@@ -9,6 +9,7 @@ import torch
 from attention_kinds import needs_sdpa
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import in_turn
 
 from lit_rl.core.examples import TokenBatch
 from lit_rl.core.rollout import Sampling
@@ -71,8 +72,7 @@ def calls_of(model):
     return shapes
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "qwen2", "gemma2"])
-@pytest.mark.parametrize("shared", [False, True])
+@in_turn(shared=[False, True], kind=["gpt2", "qwen2", "gemma2"])
 def test_scores_of_completions_and_their_gradients_are_those_of_one_call(
     make_model, make_completions, eager_to_cut, kind, shared
 ):
@@ -116,8 +116,7 @@ def test_scores_of_texts_and_their_gradients_are_those_of_one_call(make_model, e
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("by", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
+@in_turn(packed=[False, True], by=[False, True])
 def test_without_gradient_no_call_has_more_rows_than_it_may(make_model, by, packed):
     model = LanguageModel(str(make_model()), disable_dropout=True).load().double().eval()
     ids = torch.randint(250, (5, 12), generator=torch.Generator().manual_seed(0))

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from attention_kinds import needs_sdpa
+from tiers import in_turn
 from transformers import AutoModelForCausalLM, BloomConfig, Lfm2Config, LlamaConfig, MistralConfig, Qwen3MoeConfig
 
 from lit_rl.core.rollout import Sampling, select
@@ -47,8 +48,7 @@ def assert_same(one, other, *, value, gradient):
         assert float((part - other[2][name]).abs().max()) <= gradient * scale, name
 
 
-@pytest.mark.parametrize("lora", [None, Lora(r=2)], ids=["full", "lora"])
-@pytest.mark.parametrize("kind", KINDS)
+@in_turn(kind=KINDS, lora=[None, Lora(r=2)])
 def test_scores_and_gradients_are_those_of_whole_rows(make_model, completions, kind, lora):
     """In float64: what is left is the float32 in which some models compute norms and softmaxes."""
     needs_sdpa(kind)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attention_kinds import needs_sdpa
+from tiers import in_turn
 from transformers import AutoModelForCausalLM, BloomConfig, GptOssConfig, Lfm2Config, Mamba2Config, Qwen3MoeConfig
 
 from lit_rl.core.errors import ConfigError
@@ -75,8 +76,7 @@ def test_padding_changes_nothing_and_scores_are_the_plain_ones(make_model, kind)
     assert not scores.entropy.requires_grad
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", KINDS)
+@in_turn(kind=KINDS, attention=["sdpa", "eager"])
 def test_packed_texts_score_and_learn_as_they_do_alone(make_model, kind, attention):
     if attention == "sdpa":
         needs_sdpa(kind)
@@ -96,8 +96,7 @@ def test_packed_texts_score_and_learn_as_they_do_alone(make_model, kind, attenti
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@in_turn(attention=["sdpa", "eager"], kind=KINDS)
 def test_families_that_keep_texts_apart_pass(make_model, kind, attention):
     if attention == "sdpa":
         needs_sdpa(kind)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import in_turn
 
 from lit_rl.ops.advantages import (
     batch_normalized,
@@ -24,7 +25,7 @@ from lit_rl.ops.advantages import (
     whiten_tokens,
 )
 
-reproducible = settings(derandomize=True, deadline=None, max_examples=40)
+reproducible = settings(derandomize=True, deadline=None, max_examples=15)
 
 
 def lengths_of(rewards):
@@ -84,12 +85,6 @@ def test_by_hand():
     torch.testing.assert_close(got, torch.tensor([-1.0, 0, 1, -1, -1, 2]) / (rewards.std() + 0.5))
 
 
-def test_leave_one_out_is_what_its_name_says():
-    rewards, group_id = groups_of([0.1, 0.9, 0.4, 0.7])
-    others = torch.stack([rewards[torch.arange(4) != i].mean() for i in range(4)])
-    torch.testing.assert_close(leave_one_out(rewards, group_id), rewards - others)
-
-
 @pytest.mark.parametrize("estimator", [*CENTRED, maxrl])
 @reproducible
 @given(batch=batches)
@@ -109,17 +104,6 @@ def test_opo_sums_to_zero_when_weighted_by_length(batch):
     weighted = lengths * opo(rewards, group_id, lengths)
     for group in group_id.unique():
         assert weighted[group_id == group].sum().item() == pytest.approx(0, abs=1e-4)
-
-
-@reproducible
-@given(batch=batches)
-def test_leave_one_out_is_centered_times_n_over_n_minus_one(batch):
-    rewards, group_id = split(batch)
-    got, base = leave_one_out(rewards, group_id), centered(rewards, group_id)
-    for group in group_id.unique():
-        rows = group_id == group
-        n = int((~rewards[rows].isnan()).sum())
-        torch.testing.assert_close(got[rows], base[rows] * (n / max(n - 1, 1)))
 
 
 @every_estimator
@@ -148,12 +132,6 @@ def test_normalized_advantages_have_no_scale_at_eps_zero(scale):
         torch.testing.assert_close(estimator(rewards * scale, group_id, eps=0.0), estimator(rewards, group_id, eps=0.0))
 
 
-@pytest.mark.parametrize("estimator", [centered, leave_one_out, gpg, raw, with_equal_lengths])
-def test_the_others_scale_with_the_rewards(estimator):
-    rewards, group_id = groups_of([0.0, 1.0, 0.35, 0.2])
-    torch.testing.assert_close(estimator(4 * rewards, group_id), 4 * estimator(rewards, group_id))
-
-
 @every_estimator
 @reproducible
 @given(value=st.floats(-1e6, 1e6, width=32), n=st.integers(1, 9))
@@ -166,8 +144,7 @@ def test_equal_rewards_give_exactly_zero(estimator, value, n):
         assert estimator(rewards, group_id, eps=0.0).eq(0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("base", [0.35, 0.1, 100.35])
+@in_turn(base=[0.35, 0.1, 100.35], dtype=[torch.float32, torch.float64])
 def test_seven_against_one(base, dtype):
     """The one row's advantage is 7 / sqrt(8) whatever the size of the difference; the seven share -1 / sqrt(8)."""
     rewards = torch.tensor([base] * 7 + [base + 0.5], dtype=dtype)
@@ -210,14 +187,6 @@ def test_one_group_never_touches_another(estimator):
     assert torch.equal(estimator(first, group_id)[:3], estimator(second, group_id)[:3])
 
 
-def test_batch_deviation_keeps_an_easy_group_small():
-    """What batch normalisation is for: a group of tiny differences is not blown up to unit size."""
-    rewards, group_id = groups_of([0.0, 1.0, 0.0, 1.0], [0.50, 0.51, 0.50, 0.51])
-    by_group = group_normalized(rewards, group_id)[4:].abs().max()
-    by_batch = batch_normalized(rewards, group_id)[4:].abs().max()
-    assert by_group > 0.8 and by_batch < 0.02
-
-
 @every_estimator
 def test_no_rows_and_dtype(estimator):
     assert estimator(torch.zeros(0), torch.zeros(0, dtype=torch.long)).shape == (0,)
@@ -245,31 +214,9 @@ def test_opo_by_hand():
     torch.testing.assert_close(got, torch.tensor([-baseline, 1 - baseline, 2 - baseline, 0, 0, 0, 0]))
 
 
-@reproducible
-@given(batch=batches)
-def test_opo_is_centred_where_all_have_one_length(batch):
-    torch.testing.assert_close(with_equal_lengths(*split(batch)), centered(*split(batch)))
-
-
 def test_of_two_best_rows_neither_is_missed():
     rewards, group_id = groups_of([1.0, 1.0, 0.0], [1.0, 0.0, 0.0])
     assert pass_at_k(rewards, group_id).ne(0).tolist() == [False, False, False, True, False, False]
-
-
-def test_gpg_does_not_depend_on_what_a_wrong_answer_is_worth():
-    rewards, group_id = groups_of([0.0, 1.0], [0.0, 0.0], [1.0, 1.0, math.nan])
-    torch.testing.assert_close(gpg(2 * rewards - 1, group_id), 2 * gpg(rewards, group_id))
-    assert gpg(rewards, group_id).tolist() == [-0.5 * 6 / 2, 0.5 * 6 / 2, 0, 0, 0, 0, 0]
-    assert gpg(torch.zeros(4), torch.zeros(4, dtype=torch.long)).eq(0).all()
-
-
-@pytest.mark.parametrize("right", [1, 2, 3])
-def test_maxrl_gives_right_answers_together_the_share_that_was_wrong(right):
-    """The sum over right rows is (1 - p) N: rare right answers are not outweighed by their number."""
-    rewards = torch.tensor([1.0] * right + [0.0] * (4 - right))
-    got = maxrl(rewards, torch.zeros(4, dtype=torch.long))
-    assert got[:right].sum().item() == pytest.approx(4 - right)
-    assert got[right:].eq(-1).all()
 
 
 def test_maxrl_says_nothing_where_the_mean_is_not_positive():
@@ -305,14 +252,6 @@ class TestNormalizeThenSum:
         torch.testing.assert_close(got, torch.tensor([-size, size, size, -size]))
         same = normalize_then_sum(rewards, group_id, values, weights[0])
         assert torch.equal(same, normalize_then_sum(rewards, group_id, values, weights[:1].expand(4, 2)))
-
-    def test_no_function_drowns_another(self):
-        """The scale of a function does not matter, where a sum of rewards would follow the larger one."""
-        rewards, group_id = groups_of([0.0, 1.0, 0.25, 0.5])
-        values = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
-        louder = values * torch.tensor([1.0, 1000.0])
-        got = normalize_then_sum(rewards, group_id, louder, torch.ones(2), eps=0.0)
-        torch.testing.assert_close(got, normalize_then_sum(rewards, group_id, values, torch.ones(2), eps=0.0))
 
     def test_rows_without_a_reward_do_not_count_even_if_a_function_gave_them_one(self):
         values = torch.tensor([[0.0, 1.0], [9.0, 9.0], [1.0, 0.5], [0.5, 0.0]])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import in_turn
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation import logits_process as peer
@@ -70,9 +71,7 @@ def test_by_hand():
     assert logprobs.item() == pytest.approx(math.log(3 / 4))
 
 
-@pytest.mark.parametrize("truncation", [NO_TRUNCATION, Truncation(top_k=6, top_p=0.9)], ids=["whole", "truncated"])
-@pytest.mark.parametrize("numbers", [30, 2**22])
-@pytest.mark.parametrize("head", [False, True], ids=["logits", "head"])
+@in_turn(head=[False, True], numbers=[30, 2**22], truncation=[NO_TRUNCATION, Truncation(top_k=6, top_p=0.9)])
 def test_scores_and_gradients_are_those_of_the_processed_logits(
     monkeypatch: pytest.MonkeyPatch, head: bool, numbers: int, truncation: Truncation
 ):

@@ -49,27 +49,11 @@ def test_value_is_unbiased_on_policy(estimator, policies):
     torch.testing.assert_close(expectation(estimator, theta, ref, now, now), reverse_kl(theta, ref))
 
 
-def test_value_of_k2_is_biased_but_right_to_second_order(policies):
-    theta, ref, _ = policies
-    now = theta.detach().log_softmax(-1)
-    assert abs(expectation(k2, theta, ref, now, now) - reverse_kl(theta, ref)) > 0.1 * reverse_kl(theta, ref)
-    near = (now + 1e-3 * (ref - now)).log_softmax(-1)
-    ratio = expectation(k2, theta, near, now, now) / reverse_kl(theta, near)
-    assert ratio.item() == pytest.approx(1, abs=1e-2)
-
-
 def test_corrected_value_is_unbiased_off_policy_where_k3_is_not(policies):
     theta, ref, old = policies
     exact = reverse_kl(theta, ref)
     torch.testing.assert_close(expectation(corrected_k3, theta, ref, old, old), exact)
     assert abs(expectation(k3, theta, ref, old, old) - exact) > 0.05 * exact
-
-
-def test_gradient_of_k1_vanishes_in_expectation(policies):
-    theta, ref, _ = policies
-    now = theta.detach().log_softmax(-1)
-    value = expectation(k1, theta, ref, now, now)
-    torch.testing.assert_close(gradient(value, theta), torch.zeros(7, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("estimator", [k2, corrected_k3])
@@ -84,14 +68,6 @@ def test_gradient_of_corrected_k3_is_that_of_the_reverse_kl_off_policy(policies)
     theta, ref, old = policies
     value = expectation(corrected_k3, theta, ref, old, old)
     torch.testing.assert_close(gradient(value, theta), gradient(reverse_kl(theta, ref), theta))
-
-
-def test_gradient_of_k3_is_that_of_the_forward_kl(policies):
-    theta, ref, _ = policies
-    now = theta.detach().log_softmax(-1)
-    forward = (ref.exp() * (ref - theta.log_softmax(-1))).sum()
-    value = expectation(k3, theta, ref, now, now)
-    torch.testing.assert_close(gradient(value, theta), gradient(forward, theta))
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -131,7 +107,7 @@ SLOPES = {
 differentiated, and that takes `expm1` out of the slope of k3."""
 
 
-@pytest.mark.parametrize("distance", [-30.0, -3.0, 0.0, 1e-3, 3.0, 30.0])
+@pytest.mark.parametrize("distance", [-30.0, 1e-3, 30.0])
 @pytest.mark.parametrize("estimator", SLOPES, ids=lambda estimator: estimator.__name__)
 def test_the_gradient_is_the_formula_far_away_too(estimator, distance):
     """Nothing is clamped or detached that the formula differentiates, alone and as the only term of an objective."""

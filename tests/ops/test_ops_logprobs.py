@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import in_turn
 from token_scores import gather_logprobs, logprobs_and_entropy_with_gradient
 from transformers.generation import logits_process as peer
 
@@ -73,8 +74,7 @@ def both(logits, ids, **settings):
     return sum(logprobs_and_entropy_with_gradient(logits, ids, **settings))
 
 
-@pytest.mark.parametrize("function", [gather_logprobs, both])
-@pytest.mark.parametrize("truncation", [NO_TRUNCATION, CUT])
+@in_turn(truncation=[NO_TRUNCATION, CUT], function=[gather_logprobs, both])
 def test_no_float32_tensor_of_the_size_of_the_logits(monkeypatch, function, truncation):
     """Forward and backward: the largest float32 tensor in flight is one block."""
     monkeypatch.setattr(module, "CPU_BLOCK", 64)
@@ -103,21 +103,10 @@ def test_a_view_of_longer_logits(batch):
     assert torch.equal(gather_logprobs(whole[:, 2:7], ids), gather_logprobs(whole[:, 2:7].contiguous(), ids))
 
 
-def test_adding_a_constant_to_the_logits_changes_nothing(batch):
-    logits, ids, _ = batch
-    torch.testing.assert_close(gather_logprobs(logits + 7.0, ids), gather_logprobs(logits, ids), atol=1e-5, rtol=1e-5)
-
-
 def test_near_certain_tokens_keep_their_digits():
     """log p of about -4.5e-5 beside logits of 30: subtracting a log-sum-exp of 30 would leave two digits."""
     got = gather_logprobs(torch.tensor([[[30.0, 20.0]]]), torch.tensor([[0]])).item()
     assert got == pytest.approx(-math.log1p(math.exp(-10)), rel=2e-3)
-
-
-def test_probabilities_sum_to_one(batch):
-    logits, _, _ = batch
-    every = [gather_logprobs(logits, torch.full((3, 5), token)).exp() for token in range(11)]
-    torch.testing.assert_close(torch.stack(every).sum(0), torch.ones(3, 5))
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
@@ -129,11 +118,6 @@ def test_entropy(batch, temperature):
     torch.testing.assert_close(entropy, expected)
     assert torch.equal(logprobs, gather_logprobs(logits, ids, temperature=temperature))
     assert logprobs.requires_grad and not entropy.requires_grad
-
-
-def test_entropy_of_a_uniform_distribution_is_log_v():
-    _, entropy = logprobs_and_entropy(torch.zeros(1, 1, 50), torch.tensor([[3]]))
-    assert entropy.item() == pytest.approx(math.log(50))
 
 
 def test_excluded_tokens_have_no_part_in_the_entropy():
@@ -187,15 +171,7 @@ def test_gradient_of_the_entropy_alone_by_hand():
     torch.testing.assert_close(logits.grad, torch.tensor([[[expected, -expected]]]))
 
 
-def test_a_uniform_distribution_is_where_entropy_is_highest():
-    logits = torch.zeros(1, 2, 9, requires_grad=True)
-    _, entropy = logprobs_and_entropy_with_gradient(logits, torch.tensor([[3, 4]]))
-    entropy.sum().backward()
-    assert logits.grad.abs().max() < 1e-7
-
-
-@pytest.mark.parametrize("truncation", [NO_TRUNCATION, CUT])
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@in_turn(temperature=[0.6, 1.0], truncation=[NO_TRUNCATION, CUT])
 def test_every_function_gives_the_same_bits(batch, temperature, truncation):
     logits, ids, _ = batch
     settings = {"temperature": temperature, "truncation": truncation}
@@ -289,21 +265,6 @@ def test_truncation_by_hand():
     got.sum().backward()
     rows = [[1 - 5 / 8, -3 / 8, 0, 0], [-5 / 8, 1 - 3 / 8, 0, 0], [-50 / 85, -30 / 85, 0, 1 - 5 / 85]]
     torch.testing.assert_close(logits.grad, torch.tensor([rows]))
-
-
-def test_what_cuts_nothing_changes_nothing(batch):
-    logits, ids, _ = batch
-    cut = gather_logprobs(logits, ids, temperature=0.7, truncation=Truncation(top_k=11))
-    torch.testing.assert_close(cut, gather_logprobs(logits, ids, temperature=0.7), atol=1e-6, rtol=1e-6)
-
-
-def test_the_only_token_that_is_kept_is_certain(batch):
-    logits, _, _ = batch
-    leaf = logits.clone().requires_grad_()
-    logprobs, entropy = logprobs_and_entropy_with_gradient(leaf, logits.argmax(-1), truncation=Truncation(top_k=1))
-    assert (logprobs == 0).all() and (entropy == 0).all()
-    (logprobs + entropy).sum().backward()
-    assert (leaf.grad == 0).all()
 
 
 @given(seed=st.integers(0, 2**31), truncation=truncations)

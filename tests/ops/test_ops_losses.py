@@ -3,11 +3,10 @@
 import inspect
 import math
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lit_rl.ops import policy_losses
 from lit_rl.ops.policy_losses import (
@@ -32,7 +31,7 @@ from lit_rl.ops.policy_losses import (
     up_grpo_loss,
     vespo_loss,
 )
-from lit_rl.ops.reductions import Highest, Lowest, StepTokens, StepTotals, sequence_mean, token_mean
+from lit_rl.ops.reductions import Highest, Lowest, StepTokens
 
 RATIOS = {
     "token": token_ratio,
@@ -103,14 +102,13 @@ def test_the_table_is_complete():
 
 
 @every_loss
-@pytest.mark.parametrize("bad", [1e4, math.nan, math.inf, -math.inf])
-def test_masked_positions_do_not_matter(loss, batch, bad):
+def test_masked_positions_do_not_matter(loss, batch):
     logprobs, old, advantages, mask = batch
     mask = mask.clone()
     mask[3] = False  # a whole row, as for a truncated response
     advantages = advantages.unsqueeze(1).repeat(1, 6)
     clean = run(loss, logprobs, old, advantages, mask)
-    for spoiled in range(3):
+    for spoiled, bad in product(range(3), (math.nan, math.inf)):
         inputs = [x.detach().clone() for x in (logprobs, old, advantages)]
         inputs[spoiled][~mask] = bad
         dirty = run(loss, *inputs, mask)
@@ -191,15 +189,6 @@ def test_gspo_token_follows_the_advantage_of_each_token(batch):
     torch.testing.assert_close(grad, -advantages * mask)
 
 
-@pytest.mark.parametrize("loss", [clipped_policy_loss, sapo_loss, importance_weighted_loss])
-def test_sequence_sum_of_a_row_mean_is_reinforce(loss, batch):
-    """RLOO: the mean over rows of ``-r A`` has the gradient of ``-A sum_t lp``, at ratio 1."""
-    logprobs, _, advantages, mask = batch
-    out, _ = loss(logprobs, logprobs.detach().clone(), advantages, mask, ratio=sequence_sum_ratio)
-    (grad,) = torch.autograd.grad(sequence_mean(out, mask, StepTotals.of(mask)), logprobs)
-    torch.testing.assert_close(grad, -advantages.unsqueeze(1) * mask / 4)
-
-
 @every_loss
 def test_all_masked_gives_zero_attached_to_the_graph(loss, batch):
     logprobs, old, advantages, mask = batch
@@ -213,11 +202,11 @@ def test_all_masked_gives_zero_attached_to_the_graph(loss, batch):
 
 
 @every_loss
-@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
-@pytest.mark.parametrize(("now", "then"), [(-1.0, -1001.0), (-1001.0, -1.0), (0.0, -1000.0), (-1000.0, 0.0)])
-def test_a_log_ratio_of_a_thousand_stays_finite(loss, advantage, now, then):
-    logprobs, old = torch.tensor([[now, -0.5]]), torch.tensor([[then, -0.5]])
-    out, metrics, grad = run(loss, logprobs, old, torch.tensor([advantage]), torch.ones(1, 2, dtype=torch.bool))
+def test_a_log_ratio_of_a_thousand_stays_finite(loss):
+    far = [(-1.0, -1001.0), (-1001.0, -1.0), (0.0, -1000.0), (-1000.0, 0.0)]
+    rows = torch.tensor([[*pair, advantage] for pair in far for advantage in (-1.0, 0.0, 1.0)])
+    logprobs, old = (torch.stack([column, torch.full((12,), -0.5)], dim=1) for column in rows[:, :2].T)
+    out, metrics, grad = run(loss, logprobs, old, rows[:, 2], torch.ones(12, 2, dtype=torch.bool))
     assert out.isfinite().all() and grad.isfinite().all()
     assert all(value.isfinite() for metric in metrics.values() for value in values(metric))
 
@@ -314,60 +303,11 @@ def test_beyond_its_bound_a_token_has_no_gradient(loss, low, high):
         assert slope(low, 1.0) < 0 and slope(1.4, -1.0) > 0, "the way back is open"
 
 
-@given(st.floats(0.05, 20), st.floats(-3, 3), st.sampled_from([None, 3.0]))
-def test_the_clip_is_never_less_than_the_plain_surrogate(ratio, advantage, delta):
-    """Clipping makes the objective pessimistic: a lower bound of r A. The dual clip bounds the loss by delta |A|."""
-    logprobs, mask = torch.tensor([[math.log(ratio)]]), torch.tensor([[True]])
-    out, _ = clipped_policy_loss(logprobs, torch.zeros(1, 1), torch.tensor([advantage]), mask, delta=delta)
-    value, slack = out.item(), 1e-4 * max(1.0, abs(ratio * advantage))
-    if delta is None:
-        assert value >= -ratio * advantage - slack
-    elif advantage < 0:
-        assert value <= delta * abs(advantage) + slack
-
-
-def test_the_weight_of_cispo_stays_where_a_clip_would_drop_the_token(batch):
-    logprobs, _, advantages, mask = batch
-    old = logprobs.detach() - 1.0  # every ratio is e
-    *_, grad = run(partial(cispo_loss, cap=2.0), logprobs, old, advantages, mask)
-    torch.testing.assert_close(grad, -2.0 * advantages.unsqueeze(1) * mask)
-
-
-def test_the_gradient_of_sapo_fades_on_both_sides():
-    ratios = torch.tensor([[0.05, 0.3, 1.0, 2.0, 4.0, 8.0]])
-    gate = {}
-    for sign in (1.0, -1.0):
-        *_, grad = run(sapo_loss, ratios.log(), torch.zeros(1, 6), torch.tensor([sign]), torch.ones(1, 6).bool())
-        gate[sign] = -sign * (grad / ratios)[0]  # the slope by the ratio itself
-        assert gate[sign].argmax() == 2 and gate[sign][2] == pytest.approx(1)
-        assert (gate[sign][:3].diff() > 0).all() and (gate[sign][2:].diff() < 0).all()
-    assert (gate[-1.0][3:] < gate[1.0][3:]).all(), "negative gradients fade sooner"
-
-
-def test_vespo_takes_in_the_weights_of_the_engine_mismatch(batch):
-    """phi of w = r u: weights u that undo the ratio give phi = 1, and outside the mask they do not count."""
-    logprobs, old, advantages, mask = batch
-    weights = (old - logprobs.detach()).exp().masked_fill(~mask, math.nan)
-    _, metrics, grad = run(vespo_loss, logprobs, old, advantages, mask, weights=weights)
-    torch.testing.assert_close(grad, -advantages.unsqueeze(1) * mask, rtol=1e-5, atol=1e-5)
-    assert metrics["vespo/phi_seq_mean"][0].item() == pytest.approx(4)
-    dropped = run(vespo_loss, logprobs, old, advantages, mask, weights=torch.zeros_like(weights))
-    assert dropped[2].abs().max() < 1e-6, "a weight of 0, as of a masked token, closes the whole row"
-
-
-def test_clip_cov_without_its_drop_is_the_clipped_loss(batch):
-    ours = run(partial(clip_cov_loss, band=(1e9, 2e9)), *batch)
-    theirs = run(clipped_policy_loss, *batch)
-    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[2], theirs[2])
-    assert ours[1].pop("clip_cov/share")[0] == 0 and ours[1].keys() == theirs[1].keys()
-
-
-@pytest.mark.parametrize("moved", [0.0, 0.4])
-def test_clip_cov_drops_its_share_on_average_however_the_step_is_cut(moved):
-    """On policy, and where the policy has moved so far that the clip stops a third of the tokens."""
+def test_clip_cov_drops_its_share_on_average_however_the_step_is_cut():
+    """Where the policy has moved so far that the clip stops a third of the tokens."""
     generator = torch.Generator().manual_seed(0)
     logprobs = -3 * torch.rand(16, 64, generator=generator)
-    old = logprobs + moved * torch.randn(16, 64, generator=generator)
+    old = logprobs + 0.4 * torch.randn(16, 64, generator=generator)
     advantages, mask = torch.randn(16, generator=generator), torch.ones(16, 64, dtype=torch.bool)
     step = StepTokens.of(mask, logprobs=logprobs, old_logprobs=old, advantages=advantages)
     loss = partial(clip_cov_loss, share=0.02, band=(0.1, 5.0), step=step)
@@ -394,57 +334,6 @@ def test_kl_cov_takes_the_top_of_the_step_and_not_of_the_micro_batch(batch):
         assert count in (1, 14) or not torch.equal(torch.cat([part[0] for part in alone]), whole[0])
 
 
-def test_a_sequence_level_gives_every_token_the_value_of_its_row(batch):
-    """So that the mean over rows of row means is the mean over rows, and GMPO is what its paper averages."""
-    logprobs, old, advantages, mask = batch
-    for loss in (gmpo_loss, *(LOSSES[f"clipped_policy_loss/sequence_{level}"] for level in ("mean", "sum"))):
-        out = run(loss, *batch)[0]
-        rows = out[:, 0]
-        assert torch.equal(out, rows.unsqueeze(1) * mask)
-        torch.testing.assert_close(sequence_mean(out, mask, StepTotals.of(mask)), rows.mean())
-
-
-def test_a_response_of_one_token_has_the_same_ratio_at_every_level():
-    old, mask = torch.full((3, 1), -1.0), torch.ones(3, 1, dtype=torch.bool)
-    logprobs, advantages = torch.tensor([[-0.5], [-1.1], [-2.0]]), torch.tensor([1.0, -1.0, -1.0])
-    for loss in WITH_RATIO:
-        first = run(loss, logprobs, old, advantages, mask)
-        for ratio in RATIOS.values():
-            other = run(partial(loss, ratio=ratio), logprobs, old, advantages, mask)
-            torch.testing.assert_close(other[0], first[0])
-            torch.testing.assert_close(other[2], first[2])
-
-
-def test_gmpo_with_a_wide_clip_is_the_unclipped_sequence_mean(batch):
-    wide = run(partial(gmpo_loss, clip_low=50.0), *batch)
-    plain = run(partial(importance_weighted_loss, ratio=sequence_mean_ratio), *batch)
-    torch.testing.assert_close(wide[0], plain[0])
-    torch.testing.assert_close(wide[2], plain[2])
-
-
-def test_luspo_weighs_rows_with_their_lengths(batch):
-    from lit_rl.ops.reductions import sequence_total
-
-    logprobs, old, advantages, mask = batch
-    out = run(LOSSES["clipped_policy_loss/sequence_mean"], *batch)[0]
-    expected = sum(out[i, 0] * mask[i].sum() for i in range(4)) / 4
-    torch.testing.assert_close(sequence_total(out, mask, StepTotals.of(mask)), expected)
-
-
-def test_up_grpo_is_reinforce_on_one_side_and_the_dual_clip_on_the_other(batch):
-    logprobs, old, advantages, mask = batch
-    loss = partial(up_grpo_loss, delta=1.3)
-    out, metrics, grad = run(loss, *batch)
-    dual = run(LOSSES["clipped_policy_loss/delta"], *batch)
-    good = (advantages > 0).unsqueeze(1) & mask
-    bad = (advantages < 0).unsqueeze(1) & mask
-    torch.testing.assert_close(grad[good], -advantages.unsqueeze(1).expand_as(mask)[good])
-    assert torch.equal(out[bad], dual[0][bad]) and torch.equal(grad[bad], dual[2][bad])
-    assert metrics["clip_ratio/high_mean"][0] == 0
-    torch.testing.assert_close(metrics["clip_ratio/delta_mean"], dual[1]["clip_ratio/delta_mean"])
-    assert "clip_ratio/delta_mean" not in run(partial(up_grpo_loss, delta=None), *batch)[1]
-
-
 def test_prime_rl_pulls_dropped_tokens_back():
     """The squared log ratio acts where the policy gradient is gone, and beyond the cut of the ratio."""
     for now, then in ((0.8, 0.4), (0.1, 0.5)):
@@ -457,14 +346,3 @@ def test_prime_rl_pulls_dropped_tokens_back():
         partial(prime_rl_loss, kl_tau=0.5), torch.tensor([[-1.0]]), torch.tensor([[-41.0]]), -advantage, mask
     )
     assert grad.item() == pytest.approx(40)
-
-
-def test_a_loss_reduced_over_tokens_is_what_the_module_minimises(batch):
-    """The whole way: loss, reduction, gradient of parameters that all tokens share."""
-    _, old, advantages, mask = batch
-    features = torch.randn(4, 6, 3, generator=torch.Generator().manual_seed(5))
-    for name, loss in LOSSES.items():
-        weight = torch.zeros(3, requires_grad=True)
-        out, _ = loss(old + features @ weight, old, advantages, mask)
-        (grad,) = torch.autograd.grad(token_mean(out, mask, StepTotals.of(mask)), weight)
-        assert grad.isfinite().all() and grad.abs().sum() > 0, name

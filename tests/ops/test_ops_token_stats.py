@@ -18,26 +18,6 @@ def test_by_hand():
     assert out.mean_logit.flatten().tolist() == pytest.approx([5 + log(2) / 3, 0.0], abs=1e-6)
 
 
-def test_a_uniform_distribution_has_the_smallest_sum_of_squares():
-    out = token_stats(torch.zeros(1, 1, 64), torch.tensor([[0]]))
-    assert out.log_sum_sq.item() == pytest.approx(-log(64)) and out.correct.item()
-    assert (token_stats(torch.randn(2, 3, 64), torch.zeros(2, 3, dtype=torch.long)).log_sum_sq >= -log(64)).all()
-
-
-def test_the_sum_of_squares_is_the_mean_probability_of_a_sampled_token():
-    logits = torch.randn(1, 1, 7, dtype=torch.float32)
-    p = logits.softmax(-1).flatten()
-    assert token_stats(logits, torch.tensor([[0]])).log_sum_sq.exp().item() == pytest.approx((p * p).sum().item())
-
-
-def test_shifting_all_logits_moves_only_their_mean():
-    logits, ids = torch.randn(2, 4, 11), torch.randint(0, 11, (2, 4))
-    plain, moved = token_stats(logits, ids), token_stats(logits + 3, ids)
-    assert torch.allclose(plain.log_sum_sq, moved.log_sum_sq, atol=1e-5)
-    assert torch.equal(plain.correct, moved.correct)
-    assert torch.allclose(plain.mean_logit + 3, moved.mean_logit, atol=1e-5)
-
-
 def test_blocks_change_nothing(monkeypatch):
     logits, ids = torch.randn(3, 5, 11), torch.randint(0, 11, (3, 5))
     whole = token_stats(logits, ids)

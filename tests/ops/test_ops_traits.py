@@ -43,7 +43,7 @@ KINDS = {
 }
 REQUIRED = {"constant_mean": {"length": 6}, "unmasked_constant_mean": {"length": 6}}
 
-reproducible = settings(derandomize=True, deadline=None, max_examples=25)
+reproducible = settings(derandomize=True, deadline=None, max_examples=8)
 seeds = st.integers(0, 10_000)
 
 
@@ -66,14 +66,9 @@ def noise_of(seed: int) -> torch.Generator:
 # ---------------------------------------------------------------------- the declaration
 
 
-@pytest.mark.parametrize(
-    ("function", "kind"), [(function, kind) for group, kind in KINDS.items() for function in shipped(group).values()]
-)
-def test_every_shipped_function_declares_its_traits(function, kind):
-    assert traits_of(function, kind) is not None
-
-
-def test_every_group_of_functions_is_found():
+def test_every_shipped_function_declares_its_traits():
+    for group, kind in KINDS.items():
+        assert all(traits_of(function, kind) is not None for function in shipped(group).values()), group
     assert {group: len(shipped(group)) for group in KINDS} == {
         "advantage": 22, "loss": 16, "reduction": 8, "correction": 5, "rejection/statistic": 3, "preference": 17,
     }  # fmt: skip
@@ -208,7 +203,7 @@ def test_a_loss_learns_nothing_without_advantage_where_it_says_so(function, seed
 def test_other_losses_learn_from_some_rows_without_advantage(function):
     declared = traits_of(function, PolicyLossTraits)
     always_zero = declared.zero_without_advantage and declared.but_for is None
-    assert any(learns_from_rows_without_advantage(function, seed) for seed in range(40)) != always_zero
+    assert any(learns_from_rows_without_advantage(function, seed) for seed in range(12)) != always_zero
 
 
 def test_clip_cov_couples_rows():

@@ -94,25 +94,10 @@ def test_chain_equals_transformers_in_its_order(seed: int, temperature: float, k
     equal_up_to_ties(seed, lambda logits: truncation(sampling_distribution.temperature(logits, temperature)), theirs)
 
 
-def test_the_hardest_settings_leave_the_likeliest_token() -> None:
-    logits = random_logits(3)
-    hardest = Truncation(top_k=1, top_p=1e-9, min_p=1.0)
-    assert (hardest(sampling_distribution.temperature(logits, 1e-9)).softmax(-1).amax(-1) > 0.3).all()
-    assert torch.equal(sampling_distribution.top_p(logits, 1e-9).isfinite().sum(-1), torch.ones(4))
-
-
 def test_what_is_off_leaves_the_very_same_tensor() -> None:
     logits = random_logits(0)
     assert NO_TRUNCATION.off
     assert NO_TRUNCATION(sampling_distribution.temperature(logits, 1.0)) is logits
-
-
-@pytest.mark.parametrize("setting", [{"top_k": 4}, {"top_p": 0.9}, {"min_p": 0.1}])
-def test_each_setting_is_in_force_alone(setting: dict) -> None:
-    logits, truncation = random_logits(0), Truncation(**setting)
-    assert not truncation.off
-    ((name, value),) = setting.items()
-    assert torch.equal(truncation(logits), getattr(sampling_distribution, name)(logits, value))
 
 
 @pytest.mark.parametrize("setting", [{"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": -0.1}, {"min_p": 1.1}])

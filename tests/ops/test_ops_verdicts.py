@@ -53,21 +53,6 @@ def test_weights_of_rows():
     assert torch.allclose(bco(ratio, desirable, delta, 0.5, weights), weights * bco(ratio, desirable, delta, 0.5))
 
 
-def test_at_the_baseline_nothing_is_known():
-    ratio, both = torch.full((2,), 1.5), torch.tensor([True, False])
-    assert torch.allclose(kto(ratio, both, torch.tensor(1.5), 0.1), torch.full((2,), 0.5))
-    assert torch.allclose(apo_zero_unpaired(0 * ratio, both, 0.1), torch.full((2,), 0.5))
-    assert torch.allclose(bco(ratio, both, torch.tensor(0.15), 0.1), torch.full((2,), log(2)))
-
-
-def test_the_opposite_verdict_is_the_mirror_image():
-    ratio, desirable = torch.randn(6), torch.rand(6) > 0.5
-    z0 = torch.tensor(0.4)
-    assert torch.allclose(kto(ratio, desirable, z0, 0.3) + kto(ratio, ~desirable, z0, 0.3), torch.ones(6))
-    mirrored = bco(-ratio, ~desirable, -z0, 0.3)
-    assert torch.allclose(bco(ratio, desirable, z0, 0.3), mirrored)
-
-
 def test_unpaired_apo_of_both_completions_is_apo_of_the_pair():
     chosen, rejected, zero, one = torch.randn(4), torch.randn(4), torch.zeros(4), torch.ones(4)
     of_pair = apo_zero(Pairs(chosen, rejected, zero, zero, one, one), 0.7)
@@ -84,11 +69,6 @@ def test_gradients(verdict):
     out = said(verdict, far, torch.tensor([True, True, False, False]), torch.tensor(0.3), 0.6)
     (slope,) = torch.autograd.grad(out.sum(), far)
     assert out.isfinite().all() and slope.isfinite().all()
-
-
-def test_unpaired_apo_is_kto_at_a_baseline_of_0():
-    ratio, desirable = torch.randn(6), torch.rand(6) > 0.5
-    assert torch.equal(apo_zero_unpaired(ratio, desirable, 0.3), kto(ratio, desirable, torch.tensor(0.0), 0.3))
 
 
 @pytest.mark.parametrize("name", ["desirable_weight", "undesirable_weight"])

@@ -1,4 +1,4 @@
-"""GRPO against TRL 1.16: every loss at both levels with each option, pairs of options, advantages, and metrics."""
+"""GRPO against TRL 1.16: every loss with each option, every pair of options, advantages, and metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from oracle_cases import GROUP, ROWS, Case, Outcome, assert_same_step, backward
 from oracle_ours import REDUCTIONS, SCALES, our_grpo, our_rollout, ours, plan_of, value
 from oracle_trl import Oracle, completions_of, theirs
-from tiers import all_but_exhaustive
 from trl.trainer.utils import split_tensor_dict
 
 from lit_rl.algorithms.evaluation.summary_statistics import rollout_metrics
@@ -87,11 +86,28 @@ def plain_step(oracle: Oracle, loss_type: str, level: str, case: Case) -> Outcom
     return theirs(oracle, base(loss_type, level), case, completions_of(oracle, case))
 
 
+REDUCED = ("bnpo", "dr_grpo", "luspo")
+"""Losses that differ from `grpo` and `dapo` by the reduction alone: of the options that the reduction does not read,
+each takes a third."""
+
+
+def levels_of(loss_type: str, name: str) -> tuple[str, ...]:
+    """The level of a loss with an option: both without one, else one of them in turn."""
+    if name == "plain":
+        return ("token", "sequence")
+    at = list(OPTIONS).index(name) if name in OPTIONS else 0
+    if loss_type in REDUCED and name not in ("mask_truncated", "entropy", "kl") and at % 3 != REDUCED.index(loss_type):
+        return ()
+    if loss_type == "vespo" and name not in options("vespo", "sequence"):
+        return ()
+    return (("token", "sequence")[(list(REDUCTIONS).index(loss_type) + at) % 2],)
+
+
 LOSSES = [
     pytest.param(loss_type, level, name, id=f"{loss_type}-{level}-{name}".replace(" ", "_"))
     for loss_type in REDUCTIONS
-    for level in ("token", "sequence")
-    for name in options(loss_type, level)
+    for name in options(loss_type, "token")
+    for level in levels_of(loss_type, name)
 ]
 
 
@@ -116,55 +132,81 @@ def test_loss_and_gradient(grpo: Oracle, loss_type: str, level: str, name: str) 
         assert max(moved.item(), abs(plain.loss - other.loss)) > 1e-3, "the option does nothing here"
 
 
-PAIRS = [
-    pytest.param(loss_type, level, pair, id="-".join((loss_type, level, *pair)).replace(" ", "_"))
-    for loss_type in REDUCTIONS
-    for level in ("token", "sequence")
-    for found in [options(loss_type, level)]
-    for pair in combinations(found, 2)
-    if found[pair[0]]
-    and not found[pair[0]].keys() & found[pair[1]].keys()
-    and set(pair) != {"router", "mask_truncated"}
-]
-"""The two left out differ by design: see `test_the_router_is_balanced_over_truncated_completions_too`."""
+MOST = 4
+"""Options of one step: more would leave few tokens to learn from."""
 
 
-def in_test_all(loss_type: Any, level: Any, pair: Any) -> bool:
-    """Whether `make test-all` compares the pair: with a clipped loss of tokens, or with a weighted loss of sequences.
-
-    The two take turns, so that each option meets others with both. What only some losses have comes with those.
-    `make test-exhaustive` has the whole product.
-    """
-    if "shape" in pair:
-        return level == "token"
-    other = set(pair) <= set(options("dapo", "token")) & set(options("cispo", "sequence"))
-    turn = sum(list(options("dapo", "token")).index(name) for name in pair) % 2 if other else None
-    return (loss_type, level, turn) in {
-        *(("dapo", "token", at) for at in (0, None)), *(("cispo", "sequence", at) for at in (1, None)),
-    }  # fmt: skip
+def go_together(found: dict[str, dict[str, Any]], one: str, other: str) -> bool:
+    """Whether the two name no setting twice. The router and truncated completions differ by design: see
+    `test_the_router_is_balanced_over_truncated_completions_too`."""
+    return not found[one].keys() & found[other].keys() and {one, other} != {"router", "mask_truncated"}
 
 
-@pytest.mark.parametrize(
-    ("loss_type", "level", "pair"),
-    all_but_exhaustive(PAIRS, {str(param.id) for param in PAIRS if in_test_all(*param.values)}),
-)
-def test_pairs_of_options(grpo: Oracle, loss_type: str, level: str, pair: tuple[str, str]) -> None:
-    found = options(loss_type, level)
-    settings = base(loss_type, level) | found[pair[0]] | found[pair[1]]
+def covering(found: dict[str, dict[str, Any]], pairs: set[tuple[str, str]]) -> list[tuple[str, ...]]:
+    """Sets of up to `MOST` options, so that each of the pairs is in one of them."""
+    sets, left = list[tuple[str, ...]](), set(pairs)
+    while left:
+        chosen = list(min(left))
+        while len(chosen) < MOST:
+            fits = [name for name in found if name not in chosen and all(go_together(found, name, c) for c in chosen)]
+            new = {name: sum(tuple(sorted((name, c))) in left for c in chosen) for name in fits}
+            if not any(new.values()):
+                break
+            chosen.append(max(new, key=lambda name: new[name]))
+        sets.append(tuple(chosen))
+        left -= {tuple(sorted(pair)) for pair in combinations(chosen, 2)}  # type: ignore[misc]
+    return sets
+
+
+def sets_of_options() -> list[Any]:
+    """Each pair of options with a clipped loss of tokens or with a weighted loss of sequences, in turn, so that an
+    option meets others with both. What only some losses have meets the others with those."""
+    chosen = []
+    for loss_type, level, turn in (
+        ("dapo", "token", 0),
+        ("cispo", "sequence", 1),
+        ("sapo", "token", None),
+        ("vespo", "token", None),
+    ):
+        found = {name: option for name, option in options(loss_type, level).items() if option}
+        pairs = {tuple(sorted(pair)) for pair in combinations(found, 2) if go_together(found, *pair)}
+        of_it = {
+            pair
+            for pair in pairs
+            if (
+                "shape" in pair
+                if turn is None
+                else sum(map(list(OPTIONS).index, set(pair) & OPTIONS.keys())) % 2 == turn or "delta" in pair
+            )
+        }
+        chosen += [(loss_type, level, names) for names in covering(found, of_it)]  # type: ignore[arg-type]
+    return [pytest.param(*each, id="-".join((each[0], each[1], *each[2])).replace(" ", "_")) for each in chosen]
+
+
+@pytest.mark.parametrize(("loss_type", "level", "names"), sets_of_options())
+def test_options_together(grpo: Oracle, loss_type: str, level: str, names: tuple[str, ...]) -> None:
+    found, settings = options(loss_type, level), base(loss_type, level)
+    for name in names:
+        settings |= found[name]
     assert_same_step(*both(grpo, settings, case_of(settings)), size=1.0)
 
 
-BOUNDS = [(None, 3.0), (None, 1.5), (0.6, None), (0.6, 1.5)]
+BOUNDS = [
+    *(("dapo", name, 0.6, 1.5) for name in OPTIONS if name.endswith(("_truncate", "_mask"))),
+    *(
+        ("dapo", name, low, high)
+        for name in ("token_truncate", "sequence_mask")
+        for low, high in ((None, 1.5), (0.6, None))
+    ),
+    ("vespo", "token_truncate", 0.6, 1.5),
+    ("vespo", "token_mask", 0.6, 1.5),
+]
 
 
-@pytest.mark.parametrize(("low", "high"), BOUNDS)
-@pytest.mark.parametrize("mode", [name for name in OPTIONS if name.endswith(("_truncate", "_mask"))])
-@pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
+@pytest.mark.parametrize(("loss_type", "mode", "low", "high"), BOUNDS)
 def test_bounds_of_the_mismatch_weights(
     grpo: Oracle, loss_type: str, mode: str, low: float | None, high: float | None
 ) -> None:
-    if mode not in options(loss_type, "token"):
-        return
     bounds = {"vllm_importance_sampling_clip_min": low, "vllm_importance_sampling_clip_max": high}
     mine, other = both(grpo, base(loss_type, "token") | OPTIONS[mode] | bounds, Case())
     assert_same_step(mine, other, size=size_of(loss_type))
@@ -201,9 +243,22 @@ def compared(other: Outcome) -> dict[str, list[float]]:
     return {k: found for k, found in other.metrics.items() if k in LOSS_METRICS or k.startswith(LOGGED)}
 
 
-@pytest.mark.parametrize("mode", ["token_mask", "sequence_mask"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", REDUCTIONS)
+@pytest.mark.parametrize(
+    ("loss_type", "level", "mode"),
+    [
+        ("grpo", "token", "token_mask"),
+        ("grpo", "sequence", "sequence_mask"),
+        ("sapo", "token", "sequence_mask"),
+        ("sapo", "sequence", "token_mask"),
+        ("bnpo", "token", "token_mask"),
+        ("dr_grpo", "sequence", "token_mask"),
+        ("dapo", "token", "sequence_mask"),
+        ("cispo", "token", "token_mask"),
+        ("cispo", "sequence", "sequence_mask"),
+        ("vespo", "token", "token_mask"),
+        ("luspo", "sequence", "sequence_mask"),
+    ],
+)
 def test_metrics(grpo: Oracle, loss_type: str, level: str, mode: str) -> None:
     """Where a row has one value, TRL counts rows and we count tokens: the same for rows of one length."""
     found = options(loss_type, level)

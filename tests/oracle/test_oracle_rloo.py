@@ -37,8 +37,12 @@ def both(oracle: Oracle, settings: dict[str, Any], case: Case) -> tuple[Outcome,
     return ours(oracle, our_rloo(settings), case, completions), theirs(oracle, settings, case, completions)
 
 
-@pytest.mark.parametrize("names", [(), *((name,) for name in OPTIONS), *combinations(OPTIONS, 2)], ids="-".join)
-@pytest.mark.parametrize("micro_batches", [1, 2])
+NAMES = [(), *((name,) for name in OPTIONS), *combinations(OPTIONS, 2)]
+
+
+@pytest.mark.parametrize(
+    ("names", "micro_batches"), [((), 1), *((names, 1 + at % 2) for at, names in enumerate(NAMES, start=1))]
+)
 def test_loss_and_gradient(rloo: Oracle, names: tuple[str, ...], micro_batches: int) -> None:
     settings = WIDE | {key: setting for name in names for key, setting in OPTIONS[name].items()}
     mine, other = both(rloo, settings, Case(micro_batches=micro_batches))
@@ -57,7 +61,7 @@ def test_advantages(rloo: Oracle, rewards: dict[str, Any], names: tuple[str, ...
     assert_same_step(*both(rloo, settings, Case(**rewards)))
 
 
-@pytest.mark.parametrize("name", ["clip_high", "kl", "router"])
+@pytest.mark.parametrize("name", ["clip_high", "kl"])
 def test_one_step_a_rollout(rloo: Oracle, name: str) -> None:
     """The policy is the one that took the rollout, so we score it once; TRL scores it twice and finds the same.
 

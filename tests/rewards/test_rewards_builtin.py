@@ -164,18 +164,6 @@ class TestCosineScaledLength:
         tokens, values = ids([row[0] for row in rows]), [row[1] for row in rows]
         assert reward(tokens, completions=[], values=values) == pytest.approx([row[2] for row in rows])
 
-    def test_exceeding_the_length_costs_whatever_the_answer(self):
-        reward = CosineScaledLength(given_values, 10, exceeded=-3.0)
-        assert reward(ids([9, 10, 11]), completions=[], values=[1.0, 1.0, None])[1:] == [-3.0, None]
-
-    @given(st.integers(0, 49), st.booleans())
-    def test_shorter_is_better_where_right_and_worse_where_wrong(self, length, right):
-        one, two = CosineScaledLength(given_values, 50)(
-            ids([length, length + 1]), completions=[], values=[float(right)] * 2
-        )
-        assert one is not None and two is not None
-        assert one > two if right else one < two
-
     def test_asks_for_the_columns_of_the_function_inside(self):
         rewards = Rewards({"cosine": CosineScaledLength(math_answer, 4)})
         with pytest.raises(RewardError, match="'answer'"):

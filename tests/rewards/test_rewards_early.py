@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import in_turn
 
 from lit_rl.core.errors import RewardError
 from lit_rl.rewards import RewardRecipes, Rewards, Scores, from_paths
@@ -106,8 +107,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("told", ORDERS.values(), ids=ORDERS.keys())
-@pytest.mark.parametrize("workers", [1, 3])
+@in_turn(told=ORDERS.values(), workers=[1, 3])
 def test_what_is_said_does_not_depend_on_who_was_over_first(mine: str, told: Sequence[int], workers: int) -> None:
     by_path = from_paths([f"{mine}:alone", f"{mine}:marked"], workers=workers).functions
     functions = {**by_path, "waits": waits, "listed": listed, "whole": lambda completions: [1.0] * 12}
@@ -148,8 +148,7 @@ def test_no_row_is_asked_about_twice_and_a_row_that_came_otherwise_is_asked_anew
     assert sorted(asked) == sorted([*COMPLETIONS, "another text", COMPLETIONS[6]])
 
 
-@pytest.mark.parametrize("name", ["raises", "ends", "text"])
-@pytest.mark.parametrize("told", [ORDERS["some"], ORDERS["all"]], ids=["some", "all"])
+@in_turn(name=["raises", "ends", "text"], told=[ORDERS["some"], ORDERS["all"]])
 def test_a_failure_ends_the_run_in_the_same_words(mine: str, name: str, told: Sequence[int]) -> None:
     """The first row that fails is named, whichever was over first. Only how many completions a call had may differ."""
     said = []

@@ -275,11 +275,6 @@ def repr_sorted(value):
     return "[" + ",".join(map(repr_sorted, value)) + "]" if isinstance(value, list) else repr(value)
 
 
-def test_other_types_are_other_keys():
-    values = [1, 1.0, True, "1", (1,), [1], {"1": 1}, b"1"]
-    assert len({key_of({"x": value}) for value in values}) == len(values)
-
-
 # ---------------------------------------------------------------------- always the same value
 
 

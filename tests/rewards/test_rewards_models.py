@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import in_turn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -98,8 +99,7 @@ def direct(folder: str, texts: list[str], **special: bool) -> list[float]:
         return [model(**reader(text, return_tensors="pt", **special)).logits[0, 0].item() for text in texts]
 
 
-@pytest.mark.parametrize("config", [decoder, encoder, lambda: decoder(pad_token_id=None)], ids=["qwen", "bert", "none"])
-@pytest.mark.parametrize("batch_size", [1, 3, 16])
+@in_turn(batch_size=[1, 3, 16], config=[decoder, encoder, lambda: decoder(pad_token_id=None)])
 def test_scores_are_those_of_transformers_whatever_the_batch(make, config, batch_size):
     folder = make(config())
     scores = RewardModel(folder, batch_size=batch_size)(PROMPTS, COMPLETIONS)

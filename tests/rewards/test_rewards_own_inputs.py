@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiers import in_turn
 
 from lit_rl.core.errors import RewardError
 from lit_rl.rewards import JointRewards, RewardRecipes, Rewards, Scores, TrainerState, from_paths, load_function
@@ -98,9 +99,7 @@ def score(made: Rewards, *, early: bool, seed: int | None = None) -> Scores:
     return scores
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2])
-@pytest.mark.parametrize("name", ["listed", "single", "listed_async", "single_async", "marked"])
-@pytest.mark.parametrize("early", [False, True], ids=["at_the_end", "while_generating"])
+@in_turn(early=[False, True], name=["listed", "single", "listed_async", "single_async", "marked"], workers=[0, 1, 2])
 def test_each_completion_has_copies_of_its_own(mine, name: str, workers: int, early: bool):
     made = from_paths([mine(name)], workers=workers, while_generating=early)
     assert score(made, early=early).total.tolist() == [EACH] * 4

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-import os
 import pickle
-import subprocess
 import sys
 
 import pytest
+from warm import run
 
 from lit_rl.core.errors import ConfigError, RewardError
 from lit_rl.rewards import Rewards, from_paths, load_function
@@ -67,12 +66,12 @@ def test_the_function_keeps_its_name_doc_and_signature(folder):
 def test_a_pickle_loads_in_another_process_and_another_folder(folder, tmp_path_factory):
     data = pickle.dumps(from_paths("./my_reward.py:score"))
     code = (
-        "import pickle, sys; r = pickle.load(sys.stdin.buffer); print(r.score(['p'], ['c'], {'answer': ['a']}).total)"
+        "import pickle; r = pickle.load(open('pickled', 'rb')); print(r.score(['p'], ['c'], {'answer': ['a']}).total)"
     )
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True, cwd=elsewhere, env=environment)
-    assert done.stdout.decode().strip() == "tensor([2.])", done.stderr.decode()
+    (elsewhere / "pickled").write_bytes(data)
+    done = run([sys.executable, "-c", code], cwd=elsewhere)
+    assert done.stdout.strip() == "tensor([2.])", done.stderr
 
 
 def test_an_edit_is_seen_by_the_next_load_and_never_by_a_copy(folder):

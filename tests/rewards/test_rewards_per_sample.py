@@ -50,16 +50,6 @@ def test_only_the_prompt_or_only_the_completion_is_enough():
     assert rewards.score(["aa"], ["bbb"], {}).values.tolist() == [[2.0, 3.0]]
 
 
-def test_it_cannot_reach_the_next_rows_data():
-    def vandal(completion, tags):
-        tags["x"] += 1
-        return tags["x"]
-
-    tags = {"x": 1}
-    assert Rewards(vandal).score(["p", "p"], ["c", "c"], {"tags": [tags, tags]}).total.tolist() == [2.0, 2.0]
-    assert tags == {"x": 1}
-
-
 def test_log_metric_is_a_mean_over_samples_and_log_extra_takes_one_value():
     def my_reward(completion, log_metric, log_extra):
         log_metric("length", len(completion))

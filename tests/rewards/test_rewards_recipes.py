@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rl.core.errors import ConfigError, RewardError
-from lit_rl.rewards import RewardRecipes, Rewards, contains, exact_match
+from lit_rl.rewards import RewardRecipes
 
 RECIPES = {"math": {"number": 2.0}, "chat": {"later": 0.5, "number": -1.0}, "code": {"one": 3.0}}
 
@@ -85,14 +85,6 @@ def test_a_function_sees_only_its_rows():
     assert scores.extras == {"index": [None, 1, None, 3]}
     score(reward, ["b"], [0.0])
     assert len(asked) == 1  # not called without a row
-
-
-def test_one_recipe_for_all_is_the_weighted_sum():
-    functions, weights = {"exact": exact_match, "contains": contains}, {"exact": 1.0, "contains": 0.25}
-    inputs = (["p"] * 3, ["4", "so 4", "5"], {"answer": ["4", "4", None], "source": ["all"] * 3})
-    ours = RewardRecipes(functions, {"all": weights}).score(*inputs)
-    plain = Rewards(functions, weights).score(*inputs)
-    torch.testing.assert_close(ours.total, plain.total, equal_nan=True)
 
 
 def test_spans_carry_the_weight():

@@ -12,6 +12,7 @@ import lightning as L
 import pytest
 import torch
 import vision_worlds
+from tiers import in_turn
 from turn_cases import Scripted, assert_rows_are_what_was_told, reply, rows_of
 from vision_kinds import KINDS, kinds
 from vision_more_toys import MORE_TOYS
@@ -62,8 +63,7 @@ def scored(toy: Toy, rows: Completions, *, shared: bool = True) -> torch.Tensor:
     return found.masked_fill(~rows.response_mask, 0.0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("how", ["native", "places", "hf", "hf-places"])
+@in_turn(how=["native", "places", "hf", "hf-places"], kind=KINDS)
 def test_what_is_said_over_turns_is_what_is_scored(toy_of: Any, kind: str, how: str) -> None:
     toy = toy_of(kind)
     size = 2 if how.endswith("places") else None

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import in_turn
 from torch import Tensor, nn
 from vision_kinds import KINDS
 from vision_seen import Toy, image
@@ -344,8 +345,7 @@ def assert_same_metrics(mine: Outcome, other: Outcome, size: float = 0.0) -> Non
         assert mine.metrics[name] == pytest.approx(values, rel=1e-5, abs=1e-6 + size), name
 
 
-@pytest.mark.parametrize("learn", ["completion", "all"])
-@pytest.mark.parametrize("kind", HELD)
+@in_turn(kind=HELD, learn=["completion", "all"])
 def test_sft(sides_of: Callable[[str], Sides], kind: str, learn: Any) -> None:
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer

@@ -12,6 +12,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from tiers import in_turn
 from vision_kinds import KINDS
 from vision_toys import picture
 
@@ -69,8 +70,7 @@ def exported(module: Any, folder: Path) -> Path:
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("lora", [None, Lora(r=4)], ids=["full", "lora"])
-@pytest.mark.parametrize("kind", KINDS)
+@in_turn(kind=KINDS, lora=[None, Lora(r=4)])
 def test_what_was_trained_is_what_the_export_says(
     toy_folder: Any, kind: str, lora: Lora | None, tmp_path: Path
 ) -> None:
@@ -97,7 +97,8 @@ def test_what_was_trained_is_what_the_export_says(
 
 
 @pytest.mark.all
-def test_digits_are_rewarded_as_they_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("steps", "accuracy"), [(2, 0.0), pytest.param(50, 0.75, marks=pytest.mark.exhaustive)])
+def test_digits_are_rewarded_as_they_are_read(steps: int, accuracy: float, tmp_path: Path) -> None:
     """A reward model of pairs tells right digits from wrong ones, and a policy is trained with it."""
     rows = [
         {
@@ -106,14 +107,14 @@ def test_digits_are_rewarded_as_they_are_read(tmp_path: Path) -> None:
             "chosen": said(row["answer"]),
             "rejected": said(str((int(row["answer"]) + 1 + i % 9) % 10)),
         }
-        for i, row in enumerate(Digits(val_rows=0).train()[:1200])
+        for i, row in enumerate(Digits(val_rows=0).train()[: 24 * steps])
     ]
     module = RewardModeling(LanguageModel("digits"), optimizer=AdamW(lr=1e-3), scheduler=Constant())
-    run = trainer(tmp_path, 50)
-    data = PreferenceDataModule(rows=rows, batch_size=32, val_fraction=0.1)
+    run = trainer(tmp_path, steps)
+    data = PreferenceDataModule(rows=rows, batch_size=16, val_fraction=0.1)
     run.fit(module, datamodule=data)
     (learned,) = run.validate(module, datamodule=data, verbose=False)
-    assert learned["val/accuracy"] > 0.75, learned
+    assert learned["val/accuracy"] >= accuracy, learned
     reward = RewardModel(str(exported(module, tmp_path / "hf")))
     policy = GRPO(
         "digits", Rewards({"model": reward, "right": right}, weights={"right": 0.0}), group_size=4, sampling=SHORT

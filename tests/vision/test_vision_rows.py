@@ -61,11 +61,10 @@ def test_what_is_sampled_is_what_is_scored(toy: Toy) -> None:
     torch.testing.assert_close(logprobs(toy, rows), rows.sampler_logprobs, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.0], ids=["sampled", "greedy"])
-def test_generate_of_transformers_draws_the_same(toy: Toy, temperature: float) -> None:
+def test_generate_of_transformers_draws_the_same(toy: Toy) -> None:
     text = [] if toy.kind == "paligemma" else [("No picture at all?", [])]
     asked = toy.asked(prompts(toy, *text))
-    ours, theirs = (toy.drawn(asked, how, temperature=temperature) for how in (None, HFGenerator()))
+    ours, theirs = (toy.drawn(asked, how) for how in (None, HFGenerator()))
     assert torch.equal(ours.response_ids, theirs.response_ids)
     torch.testing.assert_close(ours.sampler_logprobs, theirs.sampler_logprobs, rtol=1e-4, atol=2e-5)
 
@@ -212,10 +211,8 @@ def test_what_is_not_trained_and_what_adapters_leave_alone(toy: Toy, toy_folder:
         assert "vision" in trained(freeze=[], lora=Lora(r=2, targets=shared))
         pattern = rf".*\.({'|'.join(shared)})"
         assert "vision" not in trained(lora=Lora(r=2, targets=pattern))
-        assert "vision" in trained(freeze=[], lora=Lora(r=2, targets=pattern))
-        for excluded in (r".*\.0\..*", r"(?i).*\.0\..*"):
-            theirs = LoraConfig(r=2, target_modules=pattern, exclude_modules=excluded)
-            assert trained(lora=theirs) == trained(lora=Lora(r=2, targets=pattern))
+        theirs = LoraConfig(r=2, target_modules=pattern, exclude_modules=r"(?i).*\.0\..*")
+        assert trained(lora=theirs) == {"text"}
     alone = next(name for name in sorted(layers["vision"] - layers["text"] - layers.get("projector", set())))
     with pytest.raises(ConfigError, match=r"names layers of frozen parts alone \(.*model\.freeze=\['vision'\]"):
         trained(lora=Lora(r=2, targets=[alone]))

@@ -91,7 +91,7 @@ def test_a_second_file_of_an_image_is_not_written(tmp_path: Path) -> None:
 @pytest.mark.all
 def test_rows_of_a_run_that_goes_on_are_known_by_their_images(tmp_path: Path) -> None:
     def run() -> list[dict[str, Any]]:
-        return written(tmp_path, "digits", RolloutDataModule(task=Digits(), prompts_per_rollout=16, seed=0))
+        return written(tmp_path, "digits", RolloutDataModule(task=Digits(), prompts_per_rollout=4, seed=0))
 
     first = run()
     assert run() == first, "the same rollout again adds no row"

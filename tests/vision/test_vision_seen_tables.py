@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
 import re
-import subprocess
 import sys
 from base64 import b64decode
 from pathlib import Path
@@ -23,7 +21,7 @@ from vision_toys import picture
 
 from lit_rl.algorithms import GRPO
 from lit_rl.callbacks import Samples
-from lit_rl.callbacks.display import Pictures
+from lit_rl.callbacks.display import Pictures, console_table
 from lit_rl.callbacks.output_files import write_parquet
 from lit_rl.core.rollout import Sampling
 from lit_rl.core.visuals import ImageRef
@@ -152,20 +150,11 @@ def test_a_page_names_images_that_are_gone_and_one_of_text_allows_none(photos: A
     assert "img" not in page.split("<style>")[0] and "<img" not in page
 
 
-@pytest.mark.all
-def test_tables_of_text_need_no_pillow(tmp_path: Path) -> None:
-    code = """
-import sys
-from pathlib import Path
-from lit_rl.callbacks.output_files import write_parquet
-from lit_rl.callbacks.samples import Samples
-from lit_rl.callbacks.display import console_table
-sys.modules["PIL"] = None  # torchmetrics imports it where it is there; from here on nothing can
-table = {"prompt": ["1+1="], "completion": ["2"], "reward": [1.0], "advantage": [0.5], "answer": ["2"]}
-write_parquet(table, Path("text.parquet"))
-rows = Samples()._pick(table)
-assert list(rows[0]) == ["prompt", "completion", "reward", "advantage"]
-console_table("rows", rows)
-"""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=environment)
+def test_tables_of_text_need_no_pillow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "PIL"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    table = {"prompt": ["1+1="], "completion": ["2"], "reward": [1.0], "advantage": [0.5], "answer": ["2"]}
+    write_parquet(table, tmp_path / "text.parquet")
+    rows = Samples()._pick(table)
+    assert list(rows[0]) == ["prompt", "completion", "reward", "advantage"]
+    console_table("rows", rows)
