@@ -41,7 +41,7 @@ class Allowed:
         kind = type(value)
         if kind is type(None) and self.null:
             return
-        if self.many and isinstance(value, Sequence) and kind is not str:
+        if self.many and issubclass(kind, Sequence) and kind is not str:
             if not value:
                 raise ConfigError(f"{key}=[] has no number. Set one number, or a list with one for each epoch.")
             for number in value:
