@@ -61,7 +61,7 @@ def test_draw_by_hand() -> None:
     torch.testing.assert_close(logprobs, torch.tensor(expected), atol=1e-6, rtol=0)
 
 
-@settings(max_examples=200)
+@settings(max_examples=25)
 @given(seed=seeds, kept=st.integers(1, 16), u=st.sampled_from([0.0, 2**-24, 0.5, LARGEST - 2**-24, LARGEST]))
 def test_a_token_of_zero_probability_is_never_drawn(seed: int, kept: int, u: float) -> None:
     logits = top_k(random_logits(seed, rows=8, vocabulary=5000), kept)
@@ -70,7 +70,7 @@ def test_a_token_of_zero_probability_is_never_drawn(seed: int, kept: int, u: flo
     torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0], atol=1e-5, rtol=1e-5)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(seed=seeds, size=st.sampled_from([4097, 5120, 9000]), scale=st.sampled_from([0.1, 2.0, 20.0]))
 def test_a_large_vocabulary_is_searched_as_the_whole_cdf_would_be(seed: int, size: int, scale: float) -> None:
     """The token drawn is where the float64 CDF reaches the mass, up to the rounding of a sum in float32."""
@@ -109,7 +109,7 @@ def drawn_by_hand(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     return tokens[:, 0], (logits.gather(-1, tokens) - top - total.log())[:, 0]
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(seed=seeds, size=st.sampled_from([17, 4096, 4097, 5000]), kept=st.sampled_from([1, 3, 17]))
 def test_tokens_are_those_of_the_draw_by_hand(seed: int, size: int, kept: int) -> None:
     logits = top_k(random_logits(seed, rows=8, vocabulary=size), kept)
@@ -176,12 +176,6 @@ def test_nan_gives_nan_and_no_crash() -> None:
         tokens, logprobs = token_sampler.draw(torch.full((1, size), bad), torch.tensor([0.3]))
         assert 0 <= int(tokens) < size
         assert logprobs.isnan().all()
-
-
-def test_greedy_takes_the_lowest_of_equals() -> None:
-    tokens, logprobs = token_sampler.greedy(torch.tensor([[0.0, 2.0, 2.0, 1.0]]))
-    assert tokens.tolist() == [1]
-    assert logprobs.item() == pytest.approx(2 - math.log(1 + 2 * math.e**2 + math.e))
 
 
 def sampler(sampling: Sampling, prompt: list[list[int]], mask: list[list[int]]) -> TokenSampler:
