@@ -88,12 +88,6 @@ def test_a_restored_controller_goes_on_as_it_would_have(make):
     assert fresh.state() == make().state()
 
 
-def test_two_instances_share_nothing():
-    one, two = AdaptiveKL(), AdaptiveKL()
-    one.update(1e9, 100)
-    assert two.factor == 1.0 != one.factor
-
-
 def test_the_state_of_another_controller_is_refused():
     for control, saved in (
         (AdaptiveKL(), {}),

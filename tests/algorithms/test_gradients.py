@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 import torch
 from objective_terms import TWO_STEPS, fresh
-from tiers import quick
+from tiers import in_turn, quick
 
 from lit_rl.algorithms import GRPO, RLOO, Constant, Evaluation
 from lit_rl.algorithms.optim.optimizers import ByPath
@@ -70,7 +70,7 @@ def change_of_weights(
 def test_accumulation_changes_nothing(name, tmp_path):
     whole = change_of_weights(tmp_path, *ALGORITHMS[name])
     assert max(change.abs().max() for change in whole.values()) > 1e-4
-    for accumulate, split in [(2, 1), (8, 1), (8, 2)]:
+    for accumulate, split in [(2, 1), (8, 2)]:
         cut = change_of_weights(tmp_path, *ALGORITHMS[name], accumulate=accumulate, split_groups=split)
         for key, change in whole.items():
             assert (change - cut[key]).norm() <= 2e-5 * change.norm() + 1e-7, (key, accumulate, split)
@@ -91,7 +91,34 @@ QUICK = {
 """One of each kind: losses of sequences and of tokens, a term of the batch, KL, entropy, weights, a critic."""
 
 
-@pytest.mark.parametrize("name", quick(TWO_STEPS, QUICK))
+COUPLED = {
+    "clipped-delta",  # a loss of tokens alone: the others of this kind have their laws in tests/ops
+    "gspo-token",
+    "luspo",
+    "unmasked",
+    "vespo",
+    "dppo-kl",
+    "up-grpo",
+    "cpgd",
+    "gigpo",
+    "process",
+    "kl-sequence-k3",
+    "kl-in-reward",
+    "entropy-adaptive",
+    "top-entropy-per-sequence-and-bonus",
+    "off-policy-mask",
+    "sequence-weights",
+    "unmasked-constant",
+    "shaped",
+    "reinforce-baseline",
+    "remax",
+    "turn-ppo",
+    "ppo-shared",
+}
+"""Those whose loss has a denominator, a sum or a column that no other of `QUICK` has."""
+
+
+@pytest.mark.parametrize("name", quick([name for name in TWO_STEPS if name in QUICK | COUPLED], QUICK))
 def test_accumulation_changes_nothing_off_policy(name, tmp_path):
     algorithm, settings = TWO_STEPS[name]
     whole = change_of_weights(tmp_path, algorithm, settings, steps=2, lr=0.05)
@@ -101,8 +128,7 @@ def test_accumulation_changes_nothing_off_policy(name, tmp_path):
         assert (change - cut[key]).norm() <= 1e-4 * change.norm() + 1e-7, key
 
 
-@pytest.mark.parametrize("accumulate", [1, 8])
-@pytest.mark.parametrize("name", ["grpo", "grpo-sequence", "dr-grpo", "masked", "rloo"])
+@in_turn(name=["grpo", "grpo-sequence", "dr-grpo", "masked", "rloo"], accumulate=[1, 8])
 def test_rows_without_an_advantage_are_left_out_and_change_nothing(name, accumulate, tmp_path):
     algorithm, settings = ALGORITHMS[name]
     settings = {name: value for name, value in settings.items() if name != "beta"}
@@ -158,8 +184,7 @@ def test_grpo_at_ratio_one_is_reinforce_with_group_baselines(tmp_path):
         assert (change[f"policy.{name}"] + gradient).norm() <= 2e-4 * gradient.norm() + 1e-6, name
 
 
-@pytest.mark.parametrize("lora", [None, Lora(r=4)], ids=["full", "lora"])
-@pytest.mark.parametrize("algorithm", [GRPO, RLOO])
+@in_turn(algorithm=[GRPO, RLOO], lora=[None, Lora(r=4)])
 def test_at_the_first_step_ratio_is_one_and_kl_is_zero(algorithm, lora, tmp_path):
     module = algorithm(
         LanguageModel("tiny", lora=lora), exact_match, beta=0.1, reward_beta=0.1, iterations=2, group_size=4,

@@ -256,13 +256,6 @@ def test_a_run_keeps_its_steps_and_epochs_and_shows_the_new_prompts(tmp_path):
     assert flat > 0
 
 
-def test_a_run_is_the_same_twice(tmp_path):
-    one, _ = run(tmp_path, DynamicSampling(64))
-    two, _ = run(tmp_path, DynamicSampling(64))
-    for a, b in zip(one, two):
-        assert a["rows"] == b["rows"] and a["metrics"] == b["metrics"] and torch.equal(a["ids"], b["ids"])
-
-
 def test_what_the_cap_leaves_is_not_learned_from(tmp_path):
     seen, _ = run(tmp_path, DynamicSampling(0))
     plain, _ = run(tmp_path, None)
@@ -320,15 +313,6 @@ def test_kept_are_the_best_scored_ones_and_of_equals_the_earlier(data):
             key=lambda i: (math.isnan(rewards[i]), 0 if math.isnan(rewards[i]) else -points[i], i),
         )
         assert kept[start : start + 4].nonzero().flatten().tolist() == sorted(i - start for i in order[:keep])
-
-
-def test_keeping_all_is_leaving_none_out():
-    alone = Alone(groups=TopOfGroup(4, reward_per_token))
-    selected, *_ = alone.select([1, 2, 3, 4], [1.0, 0.0, 3.0, 0.5])
-    drawn = selected.completions
-    rollout, _ = credited(alone.module, selected)
-    torch.testing.assert_close(rollout.advantages, group_normalized(selected.scores.total, drawn.group_id))
-    assert torch.equal(rollout.loss_mask, drawn.response_mask)
 
 
 def test_reward_per_token_by_hand():

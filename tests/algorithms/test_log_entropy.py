@@ -10,7 +10,7 @@ import torch
 from offline_cuts import MODEL, PAIRS, VERDICTS, data_of, loaded, step_of
 from small_rollouts import trainer
 
-from lit_rl.algorithms import DPO, GKD, GRPO, KTO, SFT, NashMD, OnlineDPO
+from lit_rl.algorithms import DPO, GKD, GRPO, KTO, SFT, NashMD
 from lit_rl.algorithms.terms.regularizers import FixedEntropy
 from lit_rl.core.rollout import Sampling
 from lit_rl.data.example_module import SupervisedDataModule
@@ -51,8 +51,8 @@ def fitted(tmp_path: Any, method: Any, log_entropy: bool, **settings: Any) -> tu
 
 @pytest.mark.parametrize(
     "method",
-    [partial(GRPO, group_size=4, beta=0.1), partial(OnlineDPO, group_size=2), partial(NashMD, group_size=2)],
-    ids=["grpo", "online_dpo", "nash_md"],
+    [partial(GRPO, group_size=4, beta=0.1), partial(NashMD, group_size=2)],
+    ids=["grpo", "nash_md"],
 )
 def test_on_policy_methods_learn_the_same_without_the_metric_and_no_reference_is_asked(tmp_path, passes, method):
     weights = {}

@@ -60,7 +60,6 @@ def weighted() -> dict[str, Any]:
 
 METHODS: dict[str, Any] = {
     "grpo": partial(GRPO, minibatches=2),
-    "grpo-of-all-stateful-terms": lambda *args, **more: GRPO(*args, minibatches=2, **stateful(), **more),
     "grpo-of-all-terms": lambda *args, **more: GRPO(*args, minibatches=2, **stateful(), **weighted(), **more),
     # One step a rollout: the weights against the engine are made in the loss.
     "grpo-weighted-in-loss": lambda *args, **more: GRPO(*args, generator=weighted()["generator"], **more),
@@ -133,7 +132,7 @@ def test_loss_twice_changes_no_state(name: str, tmp_path: Any) -> None:
     assert sum(learned) >= len(learned) / 2, "next to nothing is learned"
 
 
-@pytest.mark.parametrize("name", ["grpo-of-all-stateful-terms", "grpo-of-all-terms", "ppo-of-all-stateful-terms"])
+@pytest.mark.parametrize("name", ["grpo-of-all-terms", "ppo-of-all-stateful-terms"])
 def test_the_run_changes_the_state_of_every_term(name: str, tmp_path: Any) -> None:
     """What `loss` leaves alone does change: between micro-batches, where a rollout is taken or a step is done."""
     module = made(name)

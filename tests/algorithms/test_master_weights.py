@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import in_turn
 from torch import Tensor, nn
 
 from lit_rl.algorithms import AdamW
@@ -71,8 +72,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> None:
         assert one.dtype == two.dtype and torch.equal(one, two)
 
 
-@pytest.mark.parametrize("bucket", [1 << 23, 48, 32], ids=["together", "one by one", "in slices"])
-@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES.keys())
+@in_turn(make=MAKES.values(), bucket=[1 << 23, 48, 32])
 def test_masters_are_what_float32_weights_would_be_and_weights_are_the_masters_rounded(make, bucket, monkeypatch):
     """At every step, to the bit, whether all weights move together, one after another, or a large one in slices."""
     monkeypatch.setattr(master_weights, "BUCKET", bucket)
@@ -102,8 +102,7 @@ def through_a_file(state: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES.keys())
-@pytest.mark.parametrize("at", [0, 5])
+@in_turn(at=[0, 5], make=MAKES.values())
 def test_a_resumed_run_goes_on_to_the_bit(make: Callable[..., Any], at: int):
     whole = weights(torch.bfloat16)
     uncut = with_masters(make, groups(whole))

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import warm
 from live_tensors import Live
 from peft import LoraConfig, get_peft_model
+from tiers import in_turn
 from transformers import AutoModelForCausalLM, GPT2Config, MambaConfig, Qwen2Config
 
 import lit_rl
@@ -165,10 +167,13 @@ def test_folded_attention_is_planned_with_what_it_keeps(response, precision, mon
     assert kept < repeated
 
 
-@pytest.mark.parametrize("logit", [4, 2], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("part", [2**12, 2**20], ids=["in parts", "at once"])
-@pytest.mark.parametrize("block", [2**14, 2**16, 2**20], ids=["small", "larger", "above what is kept"])
-@pytest.mark.parametrize("tokens", [3, 50, 64, 96, 200, 300, 700])
+@pytest.mark.parametrize(
+    ("tokens", "block", "part", "logit"),
+    [
+        (tokens, block, (2**12, 2**20)[at % 2], (4, 2)[at // 2 % 2])
+        for at, (tokens, block) in enumerate(product([3, 50, 64, 96, 200, 300, 700], [2**14, 2**16, 2**20]))
+    ],
+)
 def test_the_head_works_in_the_memory_that_is_planned(monkeypatch, tokens, block, part, logit):
     """Blocks of all tokens and of some, of all of the vocabulary's slices and a narrow last one; kept, and not."""
     vocabulary = 1000
@@ -652,11 +657,10 @@ def test_texts_that_are_learned_beside_the_rows_are_planned_with_their_graph(pre
     assert AuxiliaryTexts(texts=5, rows=32, tokens=80).call(8).rows == 2  # five texts over four micro-batches
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "make", [FrozenCopy, EMA, lambda: Mixing(every=1), lambda: BEMA(every=1), lambda: EMA(device="cpu")],
-    ids=["copy", "ema", "mixing", "bema", "on the cpu"],
-)  # fmt: skip
+@in_turn(
+    make=[FrozenCopy, EMA, lambda: Mixing(every=1), lambda: BEMA(every=1), lambda: EMA(device="cpu")],
+    dtype=[torch.float32, torch.bfloat16],
+)
 def test_averages_of_a_reference_are_planned_beside_it(make, dtype):
     reference, model = make(), AutoModelForCausalLM.from_config(CONFIG).to(dtype)
     numbers = NumberSizes.of("bf16-true" if dtype == torch.bfloat16 else "32-true", 8)

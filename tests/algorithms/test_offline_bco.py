@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from offline_cuts import CUTS, MODEL, VERDICTS, assert_same_step, data_of, loaded, micro_batches, step_of
+from offline_cuts import MODEL, VERDICTS, assert_same_step, data_of, loaded, micro_batches, step_of
 
 from lit_rl.algorithms import BCO
 from lit_rl.algorithms.data_parallel import Ranks
@@ -93,17 +93,6 @@ def test_no_gradient_goes_through_the_shift(module: BCO) -> None:
     step = step_of(module, data)
     assert step.loss == pytest.approx(math.log(2), abs=1e-6)
     assert step.gradient.norm() > 1e-3
-
-
-@pytest.mark.parametrize("cut", CUTS[1:], ids=str)
-@pytest.mark.parametrize("weighted", [False, True])
-def test_the_cut_changes_nothing(cut: tuple[int, int], weighted: bool) -> None:
-    module = loaded(BCO(MODEL, prompt_weights=DensityRatio() if weighted else None))
-    data = data_of(VERDICTS, "verdicts")
-    if weighted:
-        module.match_prompts(data.corpus.train.examples)
-    module.shift.steps, module.shift.value = 3, 0.2  # in the middle of a run
-    assert_same_step(step_of(module, data, *cut), step_of(module, data))
 
 
 def test_the_shift_and_the_weights_go_on_from_a_checkpoint() -> None:

@@ -81,7 +81,7 @@ def test_overfit_batches_learns_the_same_pairs_again_and_again(tmp_path: Path) -
     assert float(runner.callback_metrics["train/rewards/accuracies"]) > 0.8
 
 
-@pytest.mark.all
+@pytest.mark.exhaustive
 def test_rpo_teaches_the_shipped_policy_to_add(tmp_path: Path) -> None:
     """DPO alone tells right sums from wrong ones, and writes right ones less often while it learns to: both fall."""
     module = DPO(

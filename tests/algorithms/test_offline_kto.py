@@ -11,15 +11,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from offline_cuts import CUTS, MODEL, PAIRS, VERDICTS, assert_same_step, data_of, loaded, micro_batches, step_of
+from offline_cuts import MODEL, PAIRS, VERDICTS, data_of, loaded, micro_batches, step_of
 
 from lit_rl.algorithms import KTO
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.examples import TokenBatch
 from lit_rl.models.references import ReferenceFree
 from lit_rl.ops.preference_losses import apo_zero_unpaired, kto
-
-WEIGHTED = partial(kto, desirable_weight=1.5, undesirable_weight=0.7)
 
 
 @pytest.fixture(scope="module")
@@ -30,16 +28,6 @@ def module() -> KTO:
 def with_verdict(module: KTO, verdict: Any) -> KTO:
     module.verdict = verdict
     return module
-
-
-@pytest.mark.parametrize("cut", CUTS[1:], ids=str)
-@pytest.mark.parametrize("verdict", [WEIGHTED, apo_zero_unpaired], ids=["kto", "apo_zero_unpaired"])
-def test_the_cut_changes_nothing(module: KTO, verdict: Any, cut: tuple[int, int]) -> None:
-    data = data_of(VERDICTS, "verdicts")
-    module = with_verdict(module, verdict)
-    found = step_of(module, data, *cut)
-    assert_same_step(found, step_of(module, data))
-    assert (found.metrics["count/chosen"], found.metrics["count/rejected"]) == (5, 3), "rows of the step"
 
 
 def test_the_baseline_is_that_of_the_whole_step(module: KTO) -> None:
@@ -74,33 +62,6 @@ def test_a_verdict_of_ones_own_is_told_by_how_many_arguments_it_takes() -> None:
 
     needs = {with_baseline: True, without: False, everything: True, partial(without, weight=2.0): False}
     assert {verdict: KTO(MODEL, verdict=verdict).couples_rows for verdict in needs} == needs
-
-
-def test_at_the_reference_the_loss_is_half_the_weights() -> None:
-    still = loaded(KTO(MODEL, verdict=WEIGHTED), moved=0.0)
-    step = step_of(still, data_of(VERDICTS, "verdicts"))
-    assert step.loss == pytest.approx(0.5 * (5 * 1.5 + 3 * 0.7) / 8, abs=1e-5)
-    assert step.metrics["kl"] == pytest.approx(0.0, abs=1e-5)
-    assert step.metrics["rewards/margins"] == pytest.approx(0.0, abs=1e-5)
-
-
-def test_the_other_verdict_pulls_the_other_way(module: KTO) -> None:
-    """Where nothing is weighed, loss and reversed loss of a row sum to 1, so that gradients are opposite."""
-    module = with_verdict(module, kto)
-    reversed_rows = [{**row, "label": not row["label"]} for row in VERDICTS]
-    there, back = (step_of(module, data_of(rows, "verdicts")) for rows in (VERDICTS, reversed_rows))
-    assert there.loss + back.loss == pytest.approx(1.0, abs=1e-5)
-    torch.testing.assert_close(there.gradient, -back.gradient, rtol=1e-4, atol=1e-6)
-    assert there.metrics["rewards/margins"] == pytest.approx(-back.metrics["rewards/margins"], abs=1e-6)
-
-
-def test_padding_changes_nothing(module: KTO) -> None:
-    (batch,) = micro_batches(data_of(VERDICTS, "verdicts"))[0]
-    module = with_verdict(module, kto)
-    wide = replace(batch, tokens=padded(batch.tokens), mismatched=padded(batch.mismatched))
-    with torch.no_grad():
-        narrow_loss, wide_loss = module.loss(batch)[0], module.loss(wide)[0]
-    torch.testing.assert_close(wide_loss, narrow_loss, rtol=1e-5, atol=1e-6)
 
 
 def padded(tokens: TokenBatch) -> TokenBatch:

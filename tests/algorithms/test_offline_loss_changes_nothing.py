@@ -62,8 +62,7 @@ def test_every_offline_method_is_here() -> None:
     assert {type(make()) for make in METHODS.values()} == offline
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "validation"])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("training", "accumulate"), [(True, 2), (False, 1)], ids=["training", "validation"])
 @pytest.mark.parametrize("name", METHODS)
 def test_loss_twice_changes_no_state(name: str, accumulate: int, training: bool) -> None:
     module = loaded(METHODS[name]())

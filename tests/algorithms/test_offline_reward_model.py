@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from offline_cuts import MODEL, PAIRS, SWAPPED, loaded
+from offline_cuts import MODEL, PAIRS, loaded
 
 from lit_rl.algorithms import AdamW, Constant, RewardModeling
 from lit_rl.core.errors import ConfigError
@@ -33,15 +32,6 @@ def batch_of(rows: list[dict[str, Any]], part: slice = slice(None), shares: int 
     return train.batch(every[part], every[part], train.totals(every, shares), step=0, slot=0)
 
 
-def gradient_of(module: RewardModeling, batches: list[Any]) -> tuple[float, torch.Tensor]:
-    module.policy.zero_grad()
-    losses = [module.loss(batch)[0] for batch in batches]
-    for loss in losses:
-        loss.backward()
-    total = sum(float(loss.detach()) for loss in losses)
-    return total, torch.cat([p.grad.flatten() for p in module.policy.parameters() if p.grad is not None])
-
-
 def quiet_trainer(folder: Path, steps: int) -> L.Trainer:
     return L.Trainer(
         accelerator="cpu", max_steps=steps, default_root_dir=folder, logger=False, enable_progress_bar=False,
@@ -54,34 +44,6 @@ def module() -> RewardModeling:
     made = loaded(RewardModeling(MODEL, center_coef=0.02))
     made.policy.eval()
     return made
-
-
-@pytest.mark.parametrize("parts", [2, 4])
-def test_the_cut_into_micro_batches_changes_nothing(module: RewardModeling, parts: int) -> None:
-    rows = [row | {"margin": 0.1 * i} for i, row in enumerate(PAIRS)]
-    whole_loss, whole = gradient_of(module, [batch_of(rows)])
-    size = len(rows) // parts
-    cut = [batch_of(rows, slice(i * size, (i + 1) * size), parts) for i in range(parts)]
-    loss, gradient = gradient_of(module, cut)
-    assert loss == pytest.approx(whole_loss, rel=1e-5)
-    torch.testing.assert_close(gradient, whole, rtol=1e-4, atol=1e-6)
-
-
-def test_two_sides_that_are_swapped_flip_the_margin(module: RewardModeling) -> None:
-    _, one = module.loss(batch_of(PAIRS))
-    _, other = module.loss(batch_of(SWAPPED))
-    assert float(one["margin"][0]) == pytest.approx(-float(other["margin"][0]), rel=1e-5)  # pyright: ignore
-    assert float(one["accuracy"][0] + other["accuracy"][0]) == len(PAIRS)  # pyright: ignore
-    assert float(one["mean_reward"][0]) == pytest.approx(float(other["mean_reward"][0]), rel=1e-5)  # pyright: ignore
-
-
-def test_a_head_of_zeros_gives_the_known_constants(module: RewardModeling) -> None:
-    plain = RewardModeling(MODEL)
-    plain.configure_model()
-    torch.nn.init.zeros_(plain.policy.score.weight)
-    assert float(plain.loss(batch_of(PAIRS))[0]) == pytest.approx(math.log(2))
-    margins = [row | {"margin": 3.0} for row in PAIRS]
-    assert float(plain.loss(batch_of(margins))[0]) == pytest.approx(math.log1p(math.exp(3.0)), rel=1e-5)
 
 
 def test_a_reward_does_not_depend_on_its_batch(module: RewardModeling) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from offline_cuts import PAIRS
+from tiers import in_turn
 from torch import Tensor
 
 from lit_rl.algorithms import AdamW, Constant, ProcessRewardModeling, RewardModeling
@@ -160,8 +161,7 @@ def gradient(module: Any, loss: Tensor) -> Tensor:
     return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(trained, found)])
 
 
-@pytest.mark.parametrize("lora", [None, Lora(r=2)], ids=["full", "lora"])
-@pytest.mark.parametrize("kind", METHODS)
+@in_turn(kind=METHODS, lora=[None, Lora(r=2)])
 def test_a_step_adds_its_mean_over_micro_batches(mixture: str, kind: str, lora: Lora | None) -> None:
     make, data_of = METHODS[kind]
     without, with_it = (make(LanguageModel(mixture, lora=lora), router_aux_loss_coef=coef) for coef in (0.0, 0.3))

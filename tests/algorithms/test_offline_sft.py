@@ -13,6 +13,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
+from tiers import in_turn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_rl.algorithms import SFT, AdamW, Constant
@@ -106,8 +107,7 @@ def test_the_cut_into_micro_batches_changes_nothing(settings):
         assert_close(gradient(module, batches), wanted)
 
 
-@pytest.mark.parametrize("settings", [{}, {"neftune_alpha": 5.0}], ids=["nll", "neftune"])
-@pytest.mark.parametrize("packing", ["none", "best_fit"])
+@in_turn(packing=["none", "best_fit"], settings=[{}, {"neftune_alpha": 5.0}])
 def test_padding_changes_nothing(settings, packing):
     module = module_of(**settings)
     batches = list(steps_of(packing=packing, max_length=48))

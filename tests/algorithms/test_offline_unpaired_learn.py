@@ -66,7 +66,7 @@ def test_verdicts_are_told_apart(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("name", all_but_exhaustive(["simpo", "alphapo"], {"simpo"}))
+@pytest.mark.parametrize("name", all_but_exhaustive(["simpo", "alphapo"], ()))
 def test_right_sums_become_likelier_than_wrong_ones(name: str, tmp_path: Path) -> None:
     before, after = run(name, tmp_path, 1e-4)
     assert after["val/loss"] < 0.95 * before["val/loss"]

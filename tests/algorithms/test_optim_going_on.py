@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import in_turn
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, SequentialLR, StepLR
@@ -69,8 +70,7 @@ SCHEDULES: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", SCHEDULES)
+@in_turn(kind=SCHEDULES, dtype=[torch.float32, torch.bfloat16])
 def test_from_where_it_goes_on_the_rate_is_that_of_a_run_with_these_settings(kind: str, dtype: torch.dtype) -> None:
     """A run that ended after five steps goes on to ten, with another rate and weight decay."""
     before, now = SCHEDULES[kind]

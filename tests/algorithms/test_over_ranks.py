@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_rollouts import Ranks as Threads
 from small_rollouts import batch, completions, rollout, scores
+from tiers import in_turn
 
 from lit_rl.algorithms import GRPO
 from lit_rl.algorithms.data_parallel import Ranks
@@ -78,8 +79,9 @@ def joint(widths: list[int]) -> dict[str, torch.Tensor]:
     return out
 
 
-@pytest.mark.parametrize("widths", [[4, 4], [2, 6], [6, 2], [1, 3, 5]])
-@pytest.mark.parametrize("function", [batch_normalized, normalize_then_sum, reinforce_plus_plus])
+@in_turn(
+    function=[batch_normalized, normalize_then_sum, reinforce_plus_plus], widths=[[4, 4], [2, 6], [6, 2], [1, 3, 5]]
+)
 def test_each_rank_gets_its_rows_of_the_joint_answer(function, widths, ranks):
     one = joint(widths)
     offered = {name: column for name, column in one.items() if name not in ("rewards", "group_id")}

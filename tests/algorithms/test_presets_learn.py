@@ -44,13 +44,8 @@ FIRST = {"grpo", "ppo", "online_dpo"}
 """One of each family: `make test` trains these."""
 
 PATHS = FIRST | {
-    "rloo",  # a ratio of whole sequences, no whitening
-    "reinforce_pp",  # a return to go of tokens
-    "remax",  # greedy completions beside the sampled ones
     "raft",  # the best of each group alone
     "dapo",  # groups drawn anew
-    "grpo_replay",  # groups of earlier rollouts
-    "kl_cov",  # a loss that looks at the whole step
     "xpo",  # an opponent that writes too, and a term of its completions
 }
 """One of each path through the code: `make test-all` trains these. The others differ by a function that has laws."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from small_rollouts import batch, completions
 
 from lit_rl.algorithms import GRPO
@@ -39,10 +38,3 @@ def test_each_recipe_weighs_its_functions_after_they_are_normalised():
     size = 0.75**0.5
     sources = ["right", "right", "short", "short"]
     assert advantages(reward, source=sources) == pytest.approx([-size, size, size, -size], abs=1e-3)
-
-
-def test_one_recipe_for_every_row_is_what_plain_weights_are():
-    functions, weights = {"right": right, "short": short}, {"right": 1.0, "short": 0.25}
-    reward = RewardRecipes(functions, {"all": weights})
-    assert advantages(reward, source=["all"] * 4) == advantages(Rewards(functions, weights))
-    assert torch.tensor(advantages(Rewards(functions, weights))).abs().min() > 0.1

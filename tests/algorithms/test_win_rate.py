@@ -191,23 +191,6 @@ def test_it_leaves_the_training_as_it_was(tmp_path: Path):
         assert torch.equal(one, two)
 
 
-def test_in_a_run_that_learns_from_texts(tmp_path: Path):
-    module = SFT(
-        LanguageModel("tiny"),
-        exact_match,
-        sampling=Sampling(max_new_tokens=5),
-        evaluation=Evaluation(win_rate_against="base"),
-        optimizer=AdamW(lr=1e-2),
-        scheduler=Constant(),
-    )
-    data = SupervisedDataModule(task=AdditionText(max_operand=30, val_rows=24), batch_size=8)
-    before = measured(module, tmp_path, data)
-    assert before["win_rate"] == 0.5
-    trainer(tmp_path, max_steps=3).fit(module, datamodule=data)
-    after = measured(module, tmp_path, data)
-    assert after["win_rate"] == pytest.approx((1 + after["reward"] - before["reward"]) / 2, abs=1e-6)
-
-
 # ---------------------------------------------------------------- judges
 
 

@@ -14,78 +14,17 @@ from lit_rl.algorithms.checks.policy_gradient_checks import can_skip_zero_advant
 from lit_rl.algorithms.terms.regularizers import FixedEntropy
 from lit_rl.core.rollout import Rollout
 from lit_rl.ops.policy_losses import (
-    cispo_loss,
-    cispo_two_sided_loss,
-    clip_cov_loss,
     clipped_policy_loss,
-    cpgd_loss,
-    dppo_kl_loss,
-    dppo_tv_loss,
-    gmpo_loss,
-    importance_weighted_loss,
     kl_cov_loss,
-    prime_rl_ipo_loss,
     prime_rl_loss,
     reinforce_loss,
-    sapo_loss,
-    sequence_sum_ratio,
-    up_grpo_loss,
-    vespo_loss,
 )
 from lit_rl.ops.reductions import (
-    constant_mean,
     local_token_mean,
-    sequence_mean,
-    sequence_total,
     token_mean,
-    token_sum,
-    unmasked_constant_mean,
-    unmasked_sequence_mean,
 )
 from lit_rl.ops.selection import top_entropy_per_sequence
 from lit_rl.ops.traits import PolicyLossTraits, ReductionTraits
-
-PROPORTIONAL = [
-    clipped_policy_loss,
-    partial(clipped_policy_loss, ratio=sequence_sum_ratio, delta=3.0),
-    up_grpo_loss,
-    gmpo_loss,
-    cpgd_loss,
-    sapo_loss,
-    vespo_loss,
-    dppo_kl_loss,
-    dppo_tv_loss,
-    cispo_loss,
-    cispo_two_sided_loss,
-    importance_weighted_loss,
-    reinforce_loss,
-]
-PENALISES_EVERY_TOKEN = [prime_rl_loss, prime_rl_ipo_loss]
-COUPLES_ROWS = [clip_cov_loss, kl_cov_loss]
-DIVIDES_BY_THE_STEP = [
-    token_mean,
-    token_sum,
-    sequence_mean,
-    unmasked_sequence_mean,
-    sequence_total,
-    partial(constant_mean, length=6),
-    partial(unmasked_constant_mean, length=6),
-]
-
-
-@pytest.mark.parametrize("loss", PROPORTIONAL)
-def test_losses_that_are_proportional_to_the_advantage_learn_nothing_without_one(loss: Any) -> None:
-    assert can_skip_zero_advantages(loss, token_mean)
-
-
-@pytest.mark.parametrize("reduction", DIVIDES_BY_THE_STEP)
-def test_a_denominator_of_the_step_does_not_see_which_rows_are_computed(reduction: Any) -> None:
-    assert can_skip_zero_advantages(clipped_policy_loss, reduction)
-
-
-@pytest.mark.parametrize("loss", PENALISES_EVERY_TOKEN + COUPLES_ROWS)
-def test_other_losses_learn_from_every_row(loss: Any) -> None:
-    assert not can_skip_zero_advantages(loss, token_mean)
 
 
 def test_a_denominator_of_the_micro_batch_counts_every_row() -> None:

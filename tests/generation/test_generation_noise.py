@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rl.generation.noise import prompt_key, row_keys, uniform
@@ -76,29 +76,6 @@ def test_uniform_reaches_zero_but_never_one() -> None:
     assert lowest == 0
     assert highest == 1 - 2**-24
     assert uniform(keys, 0).dtype == torch.float32
-
-
-def test_every_part_of_the_name_counts_and_none_commutes() -> None:
-    names = [(s, r, row, o) for s in range(8) for r in range(8) for row in range(40) for o in range(8)]
-    keys = [prompt_key(*name) for name in names]
-    rows = row_keys(keys, 8)
-    assert len(set(keys)) == len(names)
-    assert len(rows.unique()) == 8 * len(names)
-
-
-@settings(max_examples=20)
-@given(permutation=st.permutations(range(12)), split=st.integers(1, 11))
-def test_numbers_do_not_depend_on_order_or_split(permutation: list[int], split: int) -> None:
-    keys = row_keys([5, 6, 7], 4)
-    whole = uniform(keys[:, None], torch.arange(6))
-    order = torch.tensor(permutation)
-    parts = torch.cat([uniform(keys[order[:split]], 3), uniform(keys[order[split:]], 3)])
-    torch.testing.assert_close(parts, whole[order, 3], rtol=0, atol=0)
-
-
-def test_group_size_extends_a_group_without_changing_it() -> None:
-    small, large = row_keys([11, 12], 3).view(2, 3), row_keys([11, 12], 8).view(2, 8)
-    assert torch.equal(large[:, :3], small)
 
 
 def draws(axis: str) -> torch.Tensor:

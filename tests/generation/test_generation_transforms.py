@@ -9,7 +9,6 @@ from generation_cases import EOS, PAD, spell
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers.generation import logits_process as peer
 
 from lit_rl.core.rollout import Prompts, Sampling
 from lit_rl.generation import noise, token_sampler
@@ -25,15 +24,6 @@ def random_logits(seed: int, rows: int = 4, vocabulary: int = 17) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(rows, vocabulary, generator=generator)
     return torch.where(torch.rand(rows, vocabulary, generator=generator) < 0.2, logits.round(), logits)  # some ties
-
-
-@given(seed=seeds, penalty=st.floats(0.5, 2))
-def test_repetition_penalty_equals_transformers(seed: int, penalty: float) -> None:
-    logits = random_logits(seed)
-    ids = torch.randint(0, 17, (4, 6), generator=torch.Generator().manual_seed(seed))
-    seen = torch.zeros(4, 17, dtype=torch.bool).scatter(1, ids, True)
-    theirs = peer.RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
-    torch.testing.assert_close(token_sampler.repetition_penalty(logits, seen, penalty), theirs)
 
 
 @pytest.mark.parametrize("value", [1e-6, 1e-30, 1e-40])
@@ -61,7 +51,7 @@ def test_draw_by_hand() -> None:
     torch.testing.assert_close(logprobs, torch.tensor(expected), atol=1e-6, rtol=0)
 
 
-@settings(max_examples=200)
+@settings(max_examples=25)
 @given(seed=seeds, kept=st.integers(1, 16), u=st.sampled_from([0.0, 2**-24, 0.5, LARGEST - 2**-24, LARGEST]))
 def test_a_token_of_zero_probability_is_never_drawn(seed: int, kept: int, u: float) -> None:
     logits = top_k(random_logits(seed, rows=8, vocabulary=5000), kept)
@@ -70,7 +60,7 @@ def test_a_token_of_zero_probability_is_never_drawn(seed: int, kept: int, u: flo
     torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0], atol=1e-5, rtol=1e-5)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(seed=seeds, size=st.sampled_from([4097, 5120, 9000]), scale=st.sampled_from([0.1, 2.0, 20.0]))
 def test_a_large_vocabulary_is_searched_as_the_whole_cdf_would_be(seed: int, size: int, scale: float) -> None:
     """The token drawn is where the float64 CDF reaches the mass, up to the rounding of a sum in float32."""
@@ -109,7 +99,7 @@ def drawn_by_hand(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     return tokens[:, 0], (logits.gather(-1, tokens) - top - total.log())[:, 0]
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(seed=seeds, size=st.sampled_from([17, 4096, 4097, 5000]), kept=st.sampled_from([1, 3, 17]))
 def test_tokens_are_those_of_the_draw_by_hand(seed: int, size: int, kept: int) -> None:
     logits = top_k(random_logits(seed, rows=8, vocabulary=size), kept)
@@ -151,22 +141,6 @@ def test_a_row_does_not_depend_on_how_many_are_drawn_at_once(monkeypatch: pytest
         assert torch.equal(whole, parts)
 
 
-@pytest.mark.parametrize("size", [3, 300, 4000, 4500])
-def test_drawn_frequencies_follow_softmax(size: int) -> None:
-    generator = torch.Generator().manual_seed(size)
-    logits = 2 * torch.randn(1, size, generator=generator)
-    uniforms = torch.rand(60_000, generator=generator)
-    tokens = torch.cat([token_sampler.draw(logits.expand(len(u), -1), u)[0] for u in uniforms.split(2000)])
-    expected = 60_000 * logits[0].double().softmax(-1)
-    # Rare tokens share a bin, by index, so that the chi-square approximation holds.
-    bins = (expected.cumsum(0) / 60_000 * min(size, 200)).long().clamp(max=199)
-    expected, counts = (torch.zeros(200).double().index_add(0, bins, x) for x in (expected, counts_of(tokens, size)))
-    used = expected > 0
-    chi2 = ((counts - expected)[used] ** 2 / expected[used]).sum()
-    freedom = int(used.sum()) - 1
-    assert abs(chi2 - freedom) < 5 * math.sqrt(2 * freedom)
-
-
 def counts_of(tokens: Tensor, size: int) -> Tensor:
     return torch.bincount(tokens, minlength=size).double()
 
@@ -176,12 +150,6 @@ def test_nan_gives_nan_and_no_crash() -> None:
         tokens, logprobs = token_sampler.draw(torch.full((1, size), bad), torch.tensor([0.3]))
         assert 0 <= int(tokens) < size
         assert logprobs.isnan().all()
-
-
-def test_greedy_takes_the_lowest_of_equals() -> None:
-    tokens, logprobs = token_sampler.greedy(torch.tensor([[0.0, 2.0, 2.0, 1.0]]))
-    assert tokens.tolist() == [1]
-    assert logprobs.item() == pytest.approx(2 - math.log(1 + 2 * math.e**2 + math.e))
 
 
 def sampler(sampling: Sampling, prompt: list[list[int]], mask: list[list[int]]) -> TokenSampler:
@@ -211,38 +179,6 @@ def test_rows_that_go_on_keep_their_history_and_noise() -> None:
 truncated = {"top_k": st.integers(0, 17), "top_p": st.floats(0.2, 1), "min_p": st.floats(0, 0.5)}
 
 
-@given(seed=seeds, temperature=st.floats(0.3, 2), penalty=st.sampled_from([1.0, 1.3]), **truncated)
-def test_the_kept_mass_leads_from_the_drawn_to_the_whole_distribution(
-    seed: int, temperature: float, penalty: float, top_k: int, top_p: float, min_p: float
-) -> None:
-    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    draw = sampler(Sampling(repetition_penalty=penalty, **settings), [[i, i + 1] for i in range(4)], [[1, 1]] * 4)
-    logits = random_logits(seed)
-    drawn = draw(logits, 0)
-    assert (drawn.kept_logmass is None) == (top_k == 0 and top_p == 1 and min_p == 0)
-    if penalty != 1:
-        seen = torch.zeros(4, 17, dtype=torch.bool)
-        seen[range(4), range(4)] = seen[range(4), range(1, 5)] = True
-        logits = token_sampler.repetition_penalty(logits, seen, penalty)
-    whole = (logits / temperature).log_softmax(-1).gather(1, drawn.tokens[:, None])[:, 0]
-    mass = torch.zeros(4) if drawn.kept_logmass is None else drawn.kept_logmass
-    torch.testing.assert_close(drawn.logprobs + mass, whole, atol=1e-5, rtol=0)
-
-
-def test_greedy_is_not_truncated() -> None:
-    logits = random_logits(1)
-    free, cut = (sampler(Sampling(temperature=0, top_k=k), [[1]] * 4, [[1]] * 4)(logits, 0) for k in (0, 2))
-    assert cut.kept_logmass is None
-    assert torch.equal(cut.tokens, free.tokens)
-    assert torch.equal(cut.logprobs, free.logprobs)
-
-
-def test_min_new_tokens_holds_back_every_eos() -> None:
-    logits = torch.tensor([[0.0, 9.0, 1.0, 9.0]])
-    draw = sampler(Sampling(temperature=0, min_new_tokens=2), [[2]], [[1]])
-    assert [int(draw(logits, position)[0]) for position in range(3)] == [2, 2, EOS]
-
-
 def ends_at(response: list[int], stop: tuple[str, ...], min_new_tokens: int = 0, every: int = 1) -> int | None:
     """The place of the token that ends it, where one looks after each ``every`` tokens."""
     prompts = Prompts([[2]], [0], 1, (EOS,), PAD, spell)
@@ -257,19 +193,6 @@ def ends_at(response: list[int], stop: tuple[str, ...], min_new_tokens: int = 0,
     return length - 1 if True in eos else None
 
 
-responses_drawn = st.lists(st.integers(2, 12), min_size=1, max_size=40)
-
-
-@given(response=responses_drawn, start=st.integers(0, 79), length=st.integers(1, 9), every=st.integers(1, 6))
-def test_stop_string_ends_with_the_token_that_completes_it(
-    response: list[int], start: int, length: int, every: int
-) -> None:
-    text = spell(response)
-    stop = text[start % len(text) :][:length]
-    first = next(k for k in range(len(response)) if stop in spell(response[: k + 1]))
-    assert ends_at(response, (stop,), every=every) == first
-
-
 @pytest.mark.parametrize("every", [1, 3, 4])
 def test_stop_string_completed_too_early_does_not_count_later(every: int) -> None:
     response = [5, 6, 7, 8, 5, 6, 7]
@@ -278,10 +201,3 @@ def test_stop_string_completed_too_early_does_not_count_later(every: int) -> Non
     assert ends_at(response, (stop,), min_new_tokens=1, every=every) == 1
     assert ends_at(response, (stop,), min_new_tokens=2, every=every) == 5
     assert ends_at(response, (stop,), min_new_tokens=6, every=every) is None
-
-
-@pytest.mark.parametrize("every", [1, 3])
-def test_any_of_several_stop_strings_and_eos_ends(every: int) -> None:
-    assert ends_at([4, 5, 6], (spell([9]), spell([5])), every=every) == 1
-    assert ends_at([4, EOS, 6], (spell([9]),), every=every) == 1
-    assert ends_at([4, 5, 6], (), every=every) is None

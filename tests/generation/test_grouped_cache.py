@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from generation_cases import SHARED, VOCAB, ask, build, responses
-from tiers import quick
+from tiers import in_turn, quick
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
@@ -368,9 +368,9 @@ def test_room_that_is_not_written_is_not_seen(monkeypatch: pytest.MonkeyPatch, s
         test_rows_that_join_later_get_the_logits_that_they_get_alone(policy, GroupedSteps)
 
 
-@pytest.mark.parametrize("grouped", [True, False])
-@pytest.mark.parametrize("every", [4, 100])
-@pytest.mark.parametrize("stop", [(), ("3", "g6")])
+@pytest.mark.parametrize(
+    ("grouped", "every", "stop"), [(True, 4, ("3", "g6")), (False, 4, ("3", "g6")), (True, 100, ())]
+)
 def test_looking_at_every_few_tokens_changes_no_response(
     monkeypatch: pytest.MonkeyPatch, grouped: bool, every: int, stop: tuple[str, ...]
 ) -> None:
@@ -409,8 +409,7 @@ def test_waiting_groups_take_the_places_of_rows_that_end(grouped: bool) -> None:
     assert len(seen) < 0.85 * one_after_another
 
 
-@pytest.mark.parametrize("grouped", [True, False])
-@pytest.mark.parametrize("places", [1, 3, 6, None])
+@in_turn(places=[1, 3, 6, None], grouped=[True, False])
 def test_continuous_batching_changes_no_sample(grouped: bool, places: int | None) -> None:
     asked = {"rows": list(range(10)), "group_size": 2, "eos_ids": tuple(range(1, 6))}
     policy, sampling, out = GROUPED["qwen2"](), Sampling(max_new_tokens=9), []

@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lit_rl.core.errors import ConfigError, StorageError
+from lit_rl.core.errors import ConfigError
 from lit_rl.models import LanguageModel, Lora
 from lit_rl.models.hf_export import export_scoring
 from lit_rl.models.model_card import model_card
@@ -117,28 +117,6 @@ def test_a_lora_scorer_is_merged_and_its_adapter_holds_the_head(make_model, tmp_
     other = TOKENS if scoring is SEQUENCES else SEQUENCES
     with pytest.raises(ConfigError, match=f"was trained for {scoring.task_type}.*{other.task_type}"):
         load_scoring(LanguageModel(folder, adapter=str(report.adapter)), other)
-
-
-def test_a_quantised_base_is_replaced_by_the_one_that_was_published(make_model, tmp_path):
-    model = LanguageModel(str(make_model()), lora=Lora(r=2))
-    scorer = moved(load_scoring(model, SEQUENCES))
-    model.quantization = "nf4"
-    kept = ("lora_", "modules_to_save")
-    state = {
-        name: tensor if any(part in name for part in kept) else torch.zeros(1, dtype=torch.uint8)
-        for name, tensor in full_state_dict(scorer).items()
-    }
-    export_scoring(model, SEQUENCES, state, scorer, tmp_path / "hf", card="card", reads={})
-    torch.testing.assert_close(logits(reloaded(SEQUENCES, tmp_path / "hf")), logits(scorer), rtol=1e-4, atol=1e-4)
-
-
-def test_a_partial_state_leaves_nothing_behind(make_model, tmp_path):
-    model = LanguageModel(str(make_model()))
-    scorer = load_scoring(model, SEQUENCES)
-    state = {name: tensor for name, tensor in full_state_dict(scorer).items() if name != "score.weight"}
-    with pytest.raises(StorageError, match=r"lacks 1 weights.*score.weight"):
-        export_scoring(model, SEQUENCES, state, scorer, tmp_path / "out" / "hf", card="card", reads={})
-    assert not list((tmp_path / "out").iterdir()) if (tmp_path / "out").exists() else True
 
 
 def test_what_cannot_score_is_refused(make_model, tmp_path):

@@ -11,7 +11,7 @@ import torch
 from lit_rl.core.model_paths import copy_without_hub
 from lit_rl.core.rollout import Sampling
 from lit_rl.generation.collect import Vocabulary, texts_of
-from lit_rl.generation.hf import HFContinuousGenerator, HFGenerator
+from lit_rl.generation.hf import HFContinuousGenerator
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models import LanguageModel
 from lit_rl.models.forward import score
@@ -52,7 +52,7 @@ def test_what_it_is_and_that_the_run_says_where_it_was_read(model, caplog):
     assert caplog.text.count("whose weights are not the hub's") == 1
 
 
-@pytest.mark.parametrize("kind", [NativeGenerator, HFGenerator, HFContinuousGenerator])
+@pytest.mark.parametrize("kind", [NativeGenerator, HFContinuousGenerator])
 def test_it_answers_and_what_is_sampled_is_scored_alike(kind, model, policy):
     generator = kind()
     generator.sync(policy, 0)

@@ -57,15 +57,6 @@ def test_value_and_gradient_are_those_of_the_definition(monkeypatch, kept, tempe
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
-def test_by_hand():
-    """Two tokens with logits 0 and log 3: odds of 1 to 3."""
-    hidden, weight = torch.ones(1, 1), torch.tensor([[0.0], [3.0]]).clamp(min=1.0).log()
-    found = linear_logprobs(hidden, weight, torch.tensor([1]), Distribution(entropy=True))
-    assert found.logprobs.exp().item() == pytest.approx(3 / 4)
-    spread = -(torch.tensor([0.25, 0.75]) * torch.tensor([0.25, 0.75]).log()).sum()
-    assert found.entropy.item() == pytest.approx(spread.item())
-
-
 def test_the_entropy_has_a_gradient_only_where_it_was_asked_for(kept):
     hidden, weight, bias, ids = inputs()
     for asked in (False, True):

@@ -162,15 +162,6 @@ def test_gradient_of_both_is_that_of_the_definition(batch, temperature, numbers,
     torch.testing.assert_close(ours.grad.double(), exact.grad, atol=1e-6, rtol=1e-6)
 
 
-def test_gradient_of_the_entropy_alone_by_hand():
-    logits = torch.tensor([[[0.0, math.log(3.0)]]], requires_grad=True)
-    _, entropy = logprobs_and_entropy_with_gradient(logits, torch.tensor([[0]]))
-    entropy.sum().backward()
-    # -p (log p + H): p = (1/4, 3/4), and log p_1 + H = log p_1 - p_1 log p_1 - p_2 log p_2 = -(3/4) log 3.
-    expected = 3 / 16 * math.log(3)
-    torch.testing.assert_close(logits.grad, torch.tensor([[[expected, -expected]]]))
-
-
 @in_turn(temperature=[0.6, 1.0], truncation=[NO_TRUNCATION, CUT])
 def test_every_function_gives_the_same_bits(batch, temperature, truncation):
     logits, ids, _ = batch
@@ -253,18 +244,6 @@ def test_truncated_values_and_gradients_are_those_of_the_definition(seed, temper
     (expected[0] * weights[0] + expected[1] * weights[1]).sum().backward()
     torch.testing.assert_close(ours.grad.double(), exact.grad, atol=1e-5, rtol=1e-5)
     assert (ours.grad[~kept] == 0).all()
-
-
-def test_truncation_by_hand():
-    probs = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    logits = probs.log().expand(1, 3, 4).clone().requires_grad_()
-    got = gather_logprobs(logits, torch.tensor([[0, 1, 3]]), truncation=Truncation(top_k=2))
-    # The third token is not among the two likeliest: it joins them.
-    expected = torch.tensor([[0.5 / 0.8, 0.3 / 0.8, 0.05 / 0.85]])
-    torch.testing.assert_close(got.exp(), expected)
-    got.sum().backward()
-    rows = [[1 - 5 / 8, -3 / 8, 0, 0], [-5 / 8, 1 - 3 / 8, 0, 0], [-50 / 85, -30 / 85, 0, 1 - 5 / 85]]
-    torch.testing.assert_close(logits.grad, torch.tensor([rows]))
 
 
 @given(seed=st.integers(0, 2**31), truncation=truncations)

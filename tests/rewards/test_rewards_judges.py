@@ -239,9 +239,6 @@ class TestLanguageModel:
         assert {texts(body) for body in server.asked} == {pair for a, b in zip(*FOUR[1:]) for pair in ((a, b), (b, a))}
         assert set(server.headers) == {None}
 
-    def test_a_liking_for_the_first_place_is_a_tie(self, server: Server) -> None:
-        assert LLMJudge(server.url, "m")(*FOUR) == [0.5] * 4
-
     def test_messages_and_texts_with_dollars_are_sent_as_they_are(self, server: Server) -> None:
         prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "cost of $first?"}]
         answers = [{"role": "assistant", "content": "$second and $prompt"}], [{"role": "assistant", "content": "5"}]
