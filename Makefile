@@ -17,7 +17,8 @@ TORCHVISION := .venv/torchvision
 NOTEBOOKS := tests/doors/test_notebook.py
 
 # Two workers; tests that share what one of them started (two ranks, a run, the chain) stay on one worker.
-PYTEST := $(BIN)/python -m pytest
+# Two threads of a test would spin while they wait, beside another worker: that takes eight times as long.
+PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
 TWO := -n 2 --dist loadgroup --no-loadscope-reorder
 # The tests of tests/vision, of the families whose processors need torchvision, and of quantised weights.
 FAMILIES_PYTEST := LIT_RL_TEST_TORCHVISION=$(TORCHVISION) $(PYTEST) $(TWO) tests/vision tests/runs/test_dist_vision.py -k 'qwen or smolvlm or onevision or internvl or quantised'
