@@ -184,7 +184,8 @@ def family(preset: str) -> str:
     return "offline" if preset in OFFLINE else "pairs" if preset in ONLINE_PAIRS else "on_policy"
 
 
-def logged(preset: str) -> set[str]:
+@functools.cache
+def logged(preset: str) -> frozenset[str]:
     """Return the names that one small run of a preset logs, without `train/`, less those that every one of its family
     logs."""
     config = composed(preset, *COMPLETED.get(preset, ()))[0].copy()
@@ -195,7 +196,7 @@ def logged(preset: str) -> set[str]:
     steps = 1 if preset in OFFLINE else module.minibatches * module.iterations
     trainer_of(memory, max_steps=steps).fit(module, datamodule=data)
     names = {name.removeprefix("train/") for name in memory.names}
-    return {name for name in names if not COMMON[family(preset)].fullmatch(name)}
+    return frozenset(name for name in names if not COMMON[family(preset)].fullmatch(name))
 
 
 # -------------------------------------------------------------------------------------------------------- the options
@@ -383,12 +384,21 @@ def _is_number(value: Any) -> bool:
 # ------------------------------------------------------------------------------------------------- metrics, and pages
 
 
-def metrics(names: set[str]) -> str:
-    """Return the names, in the order of docs/metrics.md, which says what each is."""
+def metrics(preset: str) -> str:
+    """Return the names that a preset logs, in the order of docs/metrics.md: beside those of every run, or those that
+    the preset does not log which it begins with."""
+    parent = parent_of(preset)
+    names, before = logged(preset), logged(parent) if parent else frozenset()
+    lines = [f"Those of [{parent}]({parent}.md)" if parent else "Beside those of [every run](../metrics.md)"]
+    lines += [f"also: {_listed(names - before)}"] if names - before else []
+    lines += [f"not: {_listed(before - names)}"] if before - names else []
+    return f"{'; '.join(lines)}."
+
+
+def _listed(names: frozenset[str]) -> str:
     described = re.findall(r"^\| `train/([^`]+)`", METRICS.read_text(), re.MULTILINE)
     assert names <= {*described}, f"docs/metrics.md lacks {sorted(names - {*described})}"
-    found = [f"`train/{name}`" for name in described if name in names]
-    return f"Beside those of [every run](../metrics.md): {', '.join(found) or 'none'}."
+    return ", ".join(f"`train/{name}`" for name in described if name in names)
 
 
 def block(text: str, name: str) -> re.Match[str]:
@@ -421,7 +431,7 @@ def write(path: Path, contents: dict[str, str]) -> None:
 def main() -> None:
     silence_lightning()
     for preset in PRESETS:
-        write(PAGES / f"{preset}.md", {"options": options(preset), "metrics": metrics(logged(preset))})
+        write(PAGES / f"{preset}.md", {"options": options(preset), "metrics": metrics(preset)})
     write(PAGES / "README.md", {"index": index()})
 
 

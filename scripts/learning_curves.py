@@ -264,7 +264,7 @@ def section(curves: Curves, preset: str) -> str:
     if preset in OWN:
         setting, reason = OWN[preset]
         numbers += f". This curve is with `{setting}`: {reason}"
-    return f"""![Reward against rollouts, mean and range of the seeds](../images/algorithms/{preset}.png)
+    return f"""![Reward against rollouts](../images/algorithms/{preset}.png)
 
 {numbers}. [Setting and command](README.md#learning-curves)."""
 
@@ -479,7 +479,7 @@ def offline_section(curves: OfflineCurves, preset: str) -> str:
         own, reason = OFFLINE_OWN[preset]
         said.append(f"This curve is with `{own}`: {reason}")
     said += [SEEN[preset]] if preset in SEEN else []
-    return f"""![Shares against optimizer steps, mean and range of the seeds](../images/algorithms/{preset}.png)
+    return f"""![Shares against optimizer steps](../images/algorithms/{preset}.png)
 
 {". ".join(said)}. [Setting and command](README.md#learning-curves)."""
 
