@@ -346,8 +346,11 @@ def _which(names: list[str], every: list[str]) -> str:
     return f"not {', '.join(others)}" if len(others) < len(names) else ", ".join(names)
 
 
-VALUE = re.compile(r"(?:None|null)\b|[`\"0-9]|(?:False|True|Off|On|Needs|Not|Only|Above|Below|From|In Python)\b")
-"""How a sentence begins that says what a value means, or when the setting applies."""
+VALUE = re.compile(
+    r"(?:None|null)\b|[`\"0-9]|(?:False|True|Off|On|Needs|Not|Only|Above|Below|From|In Python|Each|Several|Built in)\b"
+    r"|(?:No|Other|Its|With|What|Losses|Models|After|They are not learned|The same numbers)\b"
+)
+"""How a sentence begins that says what a value means, when the setting applies, or what to be careful of."""
 BETWEEN = re.compile(r"(?<=[.!?])(?<!\beq\.)(?<!Dr\.) (?=[A-Z`\"0-9]|null\b)")
 NUMBER = r"\d+(?:\.\d+)?"
 RANGE = re.compile(rf"[,;]? (?:in [\[(][^\])]*[\])]|at least {NUMBER}|{NUMBER} or more|above {NUMBER})(?=[.;]|$)")
