@@ -1,4 +1,4 @@
-"""Write the tables of docs/algorithms/*.md: what a preset is made of, its options, its metrics, and the index.
+"""Write docs/algorithms/*.md: what a preset changes, its metrics, TRL's counterpart, and the tables of the index.
 
     python scripts/algorithm_pages.py
 
@@ -21,8 +21,9 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from lightning.pytorch.loggers.logger import Logger
 from omegaconf import DictConfig, OmegaConf, open_dict
+from source_pages import mark
 
-from lit_rl.algorithms import CPO, GKD, ORPO, SFT, NashMD, ProcessRewardModeling
+from lit_rl.algorithms import DPO, GKD, ORPO, SFT
 from lit_rl.algorithms.families.judged import JudgedModule
 from lit_rl.algorithms.families.pairs import PairModule
 from lit_rl.algorithms.families.verdicts import VerdictModule
@@ -32,149 +33,30 @@ from lit_rl.cli import schemas
 from lit_rl.cli.build import ABSENT, build, plain
 from lit_rl.settings.base import field_owners
 
-# --------------------------------------------------------------------------- what metrics mean that not every run logs
-
-
-METRICS = {
-    "clip_ratio/low_mean": "share of the loss tokens below the lower bound with a negative advantage: no gradient",
-    "clip_ratio/low_min": "lowest such share of one completion",
-    "clip_ratio/high_mean": "share of the loss tokens above the upper bound with a positive advantage: no gradient",
-    "clip_ratio/high_max": "highest such share of one completion",
-    "clip_ratio/region_mean": "share of the loss tokens beyond either bound",
-    "clip_ratio/delta_mean": "share of the loss tokens that `delta` stops: ratio above it, negative advantage",
-    "cispo_clip_ratio": "share of the loss tokens whose weight is cut; one-sided CISPO counts positive advantages only",
-    "vespo/phi_seq_mean": "mean over completions of the weight phi",
-    "clip_cov/share": "share of the loss tokens dropped for their covariance",
-    "kl_cov/share": "share of the loss tokens with the KL penalty",
-    "kl": "mean over tokens of k1 to the reference, when the rollout is taken",
-    "frac_rows_skipped": "share of rows without an advantage: no gradient, so no forward pass either",
-    "groups/dropped": "groups without spread in the first draw",
-    "groups/drawn": "spare prompts that were completed",
-    "groups/empty": "places that the cap left without a group",
-    "groups/kept_length": "mean length of the completions that are learned from, in tokens",
-    "replay/groups": "groups of the rollout that came from the buffer",
-    "replay/age": "how many policy versions old they are on average",
-    "lr_critic": "learning rate of the critic when the rollout ended",
-    "loss/policy_avg": "the policy's part of the loss",
-    "loss/value_avg": "the critic's part, before `vf_coef`",
-    "groups/best_reward": "mean reward of the completions that were chosen",
-    "groups/tied": "share of groups with several best completions",
-    "groups/unscored": "groups without a scored completion, over all ranks",
-    "objective/entropy": "mean over completions of the sum over tokens of - log-prob, when the rollout is taken",
-    "objective/kl": "mean over completions of the sum over tokens of k1 to the reference",
-    "objective/non_score_reward": "mean of what the KL took off the reward, negative where it did",
-    "objective/rlhf_reward": "mean reward less the KL",
-    "objective/scores": "mean reward as the reward functions gave it",
-    "policy/approxkl_avg": "`train/approx_kl` under TRL's name",
-    "policy/clipfrac_avg": "`train/clip_ratio/region_mean` under TRL's name",
-    "policy/entropy_avg": "`train/entropy` under TRL's name",
-    "return/mean": "mean over tokens of the returns that the critic learns",
-    "value/clipfrac_avg": "share of tokens whose clipped squared error is the larger one",
-    "value/error": "mean squared error of the values",
-    "value/explained_variance": "1 - Var(return - value) / Var(return); null where the returns do not vary",
-    "value/mean": "mean value",
-    "value/num_eos_tokens": "completions that ended by themselves, over all ranks",
-    "value/ratio": "`train/ratio_mean` under TRL's name",
-    "value/ratio_var": "variance of the ratio over the loss tokens of all updates of the rollout",
-    "objective/scores_margin": "mean distance of the rewards of the two completions of a prompt",
-    "objective/model_scores": "mean reward of the policy's completions",
-    "objective/ref_scores": "mean reward of the reference's completions",
-    "loss/dpo": "mean preference loss of the pairs that are learned from",
-    "loss/xpo": "mean of the exploration bonus",
-    "loss/kl": "the KL's part of the loss, mean over judged completions",
-    "loss/score": "the preference's part of the loss, mean over judged completions",
-    "rewards/probabilities": "mean probability of the policy's completion to win, by the judge",
-    "rewards/chosen": "mean of beta times the log ratio of the chosen completions",
-    "rewards/rejected": "the same of the rejected ones",
-    "rewards/accuracies": "share of pairs whose chosen completion has the higher of the two",
-    "rewards/margins": "mean of the chosen one less the rejected one",
-    "logps/chosen": "mean log-prob of the chosen completions, summed over their tokens",
-    "logps/rejected": "the same of the rejected ones",
-    "logits/chosen": "mean logit over the vocabulary and the tokens of the chosen completions",
-    "logits/rejected": "the same of the rejected ones",
-    "nll_loss": "mean of - log-prob over the tokens of the chosen completions",
-    "log_odds_ratio": "mean of log sigma(log odds of the chosen completion less that of the rejected one)",
-    "log_odds_chosen": "mean of the log odds of the chosen completion less that of the rejected one",
-    "count/chosen": "desirable rows of an optimizer step, over all ranks",
-    "count/rejected": "the others",
-    "delta": "the reward shift",
-    "judge/failures": "share of comparisons without a verdict",
-    "judge/ties": "share of prompts whose completions win equally often: nothing is learned from them",
-    "contain_eos_token": "share of the completions that are learned from which ended by themselves",
-    "model_contain_eos_token": "share of the policy's completions that ended by themselves",
-    "ref_contain_eos_token": "share of the opponent's",
-    "entropy": "mean entropy of the next-token distribution over the learned tokens, in nats",
-    "mean_token_accuracy": "share of the chosen completions' tokens that the policy finds the most likely",
-    "on_policy": "share of the optimizer steps that the student wrote",
-    "teacher/entropy": "mean entropy of the teacher's next-token distribution, in nats",
-    "completions/mean_length": "mean number of learned tokens a completion",
-    "accuracy": "share of pairs whose chosen completion has the higher reward",
-    "margin": "mean of the reward of the chosen completion less that of the rejected one",
-    "min_reward": "lowest reward",
-    "mean_reward": "mean reward of both sides",
-    "max_reward": "highest reward",
-    "beta": "`algo.beta` of the epoch",
-    "alpha": "`algo.alpha` of the epoch",
-    "mixture_coef": "`algo.mixture_coef` of the epoch",
-}
-"""Meanings of the metrics that not every preset logs, without `train/`."""
-
-OF_VERDICTS = {
-    "rewards/chosen": "mean of beta times the log ratio over the desirable completions of a step",
-    "rewards/rejected": "the same over the undesirable ones",
-    "rewards/margins": "the first less the second",
-    "logps/chosen": "mean log-prob of the desirable completions, summed over their tokens",
-    "logps/rejected": "the same of the undesirable ones",
-    "logits/chosen": "mean logit over the vocabulary and the tokens of the desirable completions",
-    "logits/rejected": "the same of the undesirable ones",
-    "kl": "the baseline z0",
-}
-OF_TEXTS = {"mean_token_accuracy": "share of the learned tokens that the policy finds the most likely"}
-PER_PAIR_KL = {
-    "objective/kl": "mean over completions of the log ratio to the reference, summed over tokens",
-    "objective/entropy": "mean over completions of the sum over tokens of - log-prob",
-    "objective/non_score_reward": "mean of - beta times that log ratio",
-    "objective/rlhf_reward": "mean of the reward and that",
-    "objective/scores": "mean reward, less the penalty of completions that did not end",
-}
-MEANINGS: dict[type, dict[str, str]] = {
-    VerdictModule: OF_VERDICTS,
-    SFT: OF_TEXTS,
-    GKD: OF_TEXTS,
-    CPO: {"rewards/chosen": "mean of beta times the reward: the log-prob, or what the loss takes of it per token"}
-    | {
-        "logps/chosen": "mean log-prob of the chosen completions: per token where the loss is of log-probs per token",
-    },
-    ORPO: {
-        "rewards/chosen": "mean of beta times the log-prob per token of the chosen completions",
-        "logps/chosen": "mean of the log-prob per token of the chosen completions",
-        "nll_loss": "mean of - log-prob over the tokens of prompts and chosen completions",
-    },
-    ProcessRewardModeling: {"accuracy": "share of labelled steps whose more likely class is the label"},
-    NashMD: PER_PAIR_KL
-    | {
-        "rewards/chosen": "mean reward of the policy's completions",
-        "rewards/rejected": "mean reward of the mixture's",
-        "rewards/margins": "mean of the first less the second",
-        "rewards/accuracies": "share of judged prompts where the policy's completion is more likely to win",
-        "judge/ties": "share of prompts whose two completions are as likely to win: only their KL is learned from",
-    },
-    JudgedModule: PER_PAIR_KL,
-}
-"""What a name means in the presets of a class, where that is something else; the first class that fits."""
-
-
 # ------------------------------------------------------------------------------------- presets, and small runs of them
 
 
 PAGES = reference.ROOT / "docs" / "algorithms"
+MARK = mark("algorithm_pages.py", "`conf/algo/` and runs", "options, metrics, curve")
+"""The third line of every page, which says what of it is generated; the rest is written by hand."""
+METRICS = reference.ROOT / "docs" / "metrics.md"
 PRESETS = sorted(path.stem for path in (reference.CONF / "algo").glob("*.yaml"))
+
+
+def parent_of(preset: str) -> str | None:
+    """Return the preset that a preset's file begins with; None where it begins with a schema."""
+    first = _first_default(preset)
+    return None if first.startswith("/schemas/") else first
 
 
 def schema_of(preset: str) -> str:
     """Return name of the schema that a preset's file takes up, or that of the preset which it begins with."""
-    first, *_ = yaml.safe_load((reference.CONF / "algo" / f"{preset}.yaml").read_text())["defaults"]
-    return first.removeprefix("/schemas/").partition("@")[0] if first.startswith("/schemas/") else schema_of(first)
+    parent = parent_of(preset)
+    return schema_of(parent) if parent else _first_default(preset).removeprefix("/schemas/").partition("@")[0]
+
+
+def _first_default(preset: str) -> str:
+    return yaml.safe_load((reference.CONF / "algo" / f"{preset}.yaml").read_text())["defaults"][0]
 
 
 def _class_of(preset: str) -> type:
@@ -201,7 +83,7 @@ FAMILIES: dict[str, Callable[[type], bool]] = {
 """The tables of the index; a preset stands in the one that its class belongs to."""
 
 EVERYWHERE = ("beta", "reward_beta", "group_size", "minibatches", "iterations")
-"""Settings of the algorithm that stand on every page."""
+"""Settings of the algorithm that stand on the page of every preset that begins with a schema."""
 
 SMALL = {"data.task.max_operand": 6, "data.task.val_rows": 2}
 SMALL_ROLLOUT = SMALL | {"data.prompts_per_rollout": 4, "sampling.max_new_tokens": 3}
@@ -302,7 +184,8 @@ def family(preset: str) -> str:
     return "offline" if preset in OFFLINE else "pairs" if preset in ONLINE_PAIRS else "on_policy"
 
 
-def logged(preset: str) -> set[str]:
+@functools.cache
+def logged(preset: str) -> frozenset[str]:
     """Return the names that one small run of a preset logs, without `train/`, less those that every one of its family
     logs."""
     config = composed(preset, *COMPLETED.get(preset, ()))[0].copy()
@@ -313,44 +196,157 @@ def logged(preset: str) -> set[str]:
     steps = 1 if preset in OFFLINE else module.minibatches * module.iterations
     trainer_of(memory, max_steps=steps).fit(module, datamodule=data)
     names = {name.removeprefix("train/") for name in memory.names}
-    return {name for name in names if not COMMON[family(preset)].fullmatch(name)}
+    return frozenset(name for name in names if not COMMON[family(preset)].fullmatch(name))
 
 
 # -------------------------------------------------------------------------------------------------------- the options
 
 
+TRL = {
+    "bnpo": '`GRPOConfig(loss_type="bnpo")`',
+    "cispo": '`GRPOConfig(loss_type="cispo", epsilon_high=5.0)`',
+    "dapo": "`GRPOConfig(epsilon_high=0.28, mask_truncated_completions=True)`, without dynamic sampling",
+    "dr_grpo": '`GRPOConfig(loss_type="dr_grpo", scale_rewards="none")`',
+    "gdpo": '`GRPOConfig(multi_objective_aggregation="normalize_then_sum")`',
+    "grpo": "`GRPOConfig()`",
+    "gspo": '`GRPOConfig(loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4)`',
+    "high_entropy": "`GRPOConfig(top_entropy_quantile=0.2)`",
+    "lite_ppo": '`GRPOConfig(scale_rewards="batch")`',
+    "luspo": '`GRPOConfig(loss_type="luspo", importance_sampling_level="sequence")`',
+    "sapo": '`GRPOConfig(loss_type="sapo")`',
+    "vespo": '`GRPOConfig(loss_type="vespo")`',
+    "rloo": "`RLOOConfig()`",
+    "ppo": "`PPOTrainer`, until 0.26",
+    "sft": "`SFTConfig()`",
+    "dft": '`SFTConfig(loss_type="dft")`',
+    "gkd": "`GKDConfig()`, experimental",
+    "cdpo": "",  # TRL's sigmoid loss does not read label_smoothing
+    "ld_dpo": "`DPOConfig(ld_alpha=0.5)`",
+    "mpo": '`DPOConfig(loss_type=["sigmoid", "bco_pair", "sft"], loss_weights=[0.8, 0.2, 1.0])`',
+    "tr_dpo": "`DPOConfig(sync_ref_model=True)`",
+    "wpo": "`DPOConfig(use_weighting=True)`",
+    "kto": "`KTOConfig()`",
+    "apo_zero_unpaired": '`KTOConfig(loss_type="apo_zero_unpaired")`',
+    "bco": "`BCOTrainer`, until 0.26",
+    "alphapo": '`CPOConfig(loss_type="alphapo", cpo_alpha=0)`, experimental',
+    "cpo": "`CPOConfig()`, experimental",
+    "cpo_simpo": '`CPOConfig(loss_type="simpo")`, experimental',
+    "simpo": '`CPOConfig(loss_type="simpo", cpo_alpha=0)`, experimental',
+    "orpo": "`ORPOConfig()`, experimental",
+    "online_dpo": "`OnlineDPOConfig()`, experimental",
+    "online_ipo": '`OnlineDPOConfig(loss_type="ipo")`, experimental',
+    "nash_md": "`NashMDTrainer`, until 0.26",
+    "xpo": "`XPOTrainer`, until 0.26",
+    "reward_model": "`RewardConfig()`",
+    "process_reward_model": "`PRMTrainer`, until 0.26",
+}
+"""What TRL has for a preset, where it is more than the losses of `algo/preference`, which have TRL's names."""
+
+
 def options(preset: str) -> str:
-    """Return what the preset is made of, and every key of it."""
+    """Return what a preset changes of the one that it begins with, or what it is made of; and TRL's counterpart."""
+    parent = parent_of(preset)
+    lines = [_made_of(preset)] if parent is None else [_changes(preset, parent)]
+    lines.append("Every key: [algo](../configuration/algo.md).")
+    if found := _in_trl(preset):
+        lines[-1] += f" In TRL: {found} ([all fields](../from-trl.md))."
+    return "\n\n".join(lines)
+
+
+def _in_trl(preset: str) -> str:
+    losses = list(composed(preset)[0].algo.get("preference") or {})
+    if preset in TRL or CLASSES[preset] is not DPO:
+        return TRL.get(preset, "")
+    shown = f'["{losses[0]}"]' if len(losses) == 1 else str(losses).replace("'", '"')
+    return f"`DPOConfig(loss_type={shown})`"
+
+
+def _made_of(preset: str) -> str:
+    """Return the choices and the main settings of a preset that begins with a schema."""
     config, choices = composed(preset)
-    rows = ["| choice | | |", "|---|---|---|"]
-    keys = ["| key | default | |", "|---|---|---|"]
     algo: Any = OmegaConf.to_container(config.algo, resolve=False)
-    for group in sorted(choices, key=_order):
-        node = OmegaConf.select(config, group.replace("/", "."))
-        if not _in_force(algo, group, node):
-            continue
-        part: Any = OmegaConf.to_container(node, resolve=False)
-        for choice, prefix, settings in _chosen(group, choices[group], part):
-            comment = reference.first_comment(reference.CONF / group / f"{choice}.yaml")
-            rows.append(f"| `{group}=` | `{choice}` | {comment} |")
-            if group not in ALONE:
-                keys += _keys(prefix, settings, [key for key in settings if key not in reference.SLOTS])
-    return "\n".join([*rows, "", *keys, *_keys("algo", algo, _own_keys(algo))])
+    parts = [
+        f"`{group}={name}`"
+        for group in sorted(choices, key=_order)
+        if _in_force(algo, group, OmegaConf.select(config, group.replace("/", ".")))
+        for name in _names(config, group, choices[group])
+    ]
+    keys = [f"`algo.{name}={reference.shown(algo[name]).strip('`')}`" for name in _own_keys(algo) if name in algo]
+    return f"Choices: {', '.join(parts)}." + (f"\n\nSettings: {', '.join(keys)}." if keys else "")
 
 
-ALONE = ("data", "reward")
-"""Groups at the top that a preset chooses from, and whose settings are the run's."""
+def _changes(preset: str, parent: str) -> str:
+    """Return a line for each choice and each setting that differs from another preset."""
+    (config, choices), (before, chosen) = composed(preset), composed(parent)
+    algo: Any = OmegaConf.to_container(config.algo, resolve=False)
+    rows = [f"| differs from [{parent}]({parent}.md) | here | there | |", "|---|---|---|---|"]
+    new: list[str] = []
+    for group in sorted({**choices, **chosen}, key=_order):
+        prefix = group.replace("/", ".")
+        here = _names(config, group, choices.get(group, "")) if _is_used(algo, config, group) else []
+        there = _names(before, group, chosen.get(group, USUAL.get(group) or ""))
+        if here != there and here:
+            added = [name for name in here if name not in there]
+            new += [f"{prefix}.{name}" if prefix in reference.BY_NAME else prefix for name in added]
+            comments = [reference.first_comment(reference.CONF / group / f"{name}.yaml") for name in added]
+            rows.append(f"| `{group}` | {_code(here)} | {_code(there)} | {'; '.join(comments)} |")
+    for key, value in _values("algo", algo):
+        old = OmegaConf.select(before, key)
+        at = next((part for part in new if key.startswith(f"{part}.")), None)
+        if at is not None or _plain(old) != value:
+            rows.append(
+                f"| `{key}` | {reference.shown(value)} | {'' if at else reference.shown(_plain(old))} | "
+                f"{_meaning(config, key)} |"
+            )
+    return "\n".join(rows)
 
 
-def _chosen(group: str, choice: str, part: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield each choice of a group, where its settings stand, and these: several, where choices stand side by side."""
+def _is_used(algo: dict[str, Any], config: DictConfig, group: str) -> bool:
+    return _in_force(algo, group, OmegaConf.select(config, group.replace("/", ".")))
+
+
+def _names(config: DictConfig, group: str, choice: str) -> list[str]:
+    """Return what a group has chosen: several names where choices stand side by side."""
     prefix = group.replace("/", ".")
     if prefix not in reference.BY_NAME:
-        yield choice, prefix, part
-        return
-    for name, settings in part.items():
-        if settings is not None:  # a preset further up chose another
-            yield name, f"{prefix}.{name}", settings
+        return [choice] if choice else []
+    node: Any = OmegaConf.to_container(OmegaConf.select(config, prefix) or OmegaConf.create(), resolve=False)
+    return [name for name, settings in node.items() if settings is not None]  # another preset may have taken one off
+
+
+def _code(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value, resolve=False) if OmegaConf.is_config(value) else value
+
+
+def _values(prefix: str, node: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the settings below a node that are values, by their whole keys."""
+    for name, value in node.items():
+        key = f"{prefix}.{name}"
+        if isinstance(value, dict) and ("_target_" in value or key in reference.BY_NAME):
+            if value.get("_target_") != ABSENT:
+                yield from _values(key, value)
+        elif isinstance(value, dict) and any(isinstance(each, dict) for each in value.values()):
+            yield from _values(key, value)
+        elif _is_value(name, value):
+            yield key, value
+
+
+def _is_value(name: str, value: Any) -> bool:
+    """Return whether it is a setting: a number, a text that is no interpolation, a list, numbers by name, or null."""
+    return not name.startswith("_") and not (isinstance(value, str) and value.startswith("${"))
+
+
+def _meaning(config: DictConfig, key: str) -> str:
+    """Return the first sentence of a setting."""
+    above, _, name = key.rpartition(".")
+    names = {path: schema for schema, path in {**schemas.TARGETS, **schemas.public_functions()}.items()}
+    found = names.get((OmegaConf.select(config, above) or {}).get("_target_", ""))
+    texts = {each: text for each, _, text in reference.settings(found)} if found else {}
+    return reference.cell(reference.short(texts.get(name, "")))
 
 
 def _order(group: str) -> int:
@@ -370,46 +366,44 @@ def _in_force(algo: dict[str, Any], group: str, node: Any) -> bool:
 
 
 def _own_keys(algo: dict[str, Any]) -> list[str]:
-    """Return settings of the algorithm itself: when it learns, what its class is about, and what the preset changes."""
+    """Return settings of the algorithm itself: when it learns, and what its class is about."""
     target = schemas._load(algo["_target_"])
     family = target.__base__.__init__.settings.__mro__  # what the class adds to it is its own
     own = [name for name, owner in field_owners(target.__init__.settings).items() if owner not in family]
     about = [name for name in own if name not in reference.SLOTS]
-    usual = {name: default for name, default, _ in reference.settings(target.__name__)}
-    changed = [name for name, default in usual.items() if _is_plain(algo[name]) and algo[name] != default]
-    return list(dict.fromkeys([*EVERYWHERE, *(name for name in [*about, *changed] if _is_plain(algo[name]))]))
+    return list(dict.fromkeys(name for name in [*EVERYWHERE, *about] if name in algo and _is_number(algo[name])))
 
 
-def _is_plain(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     """Return a number, a text that is no interpolation, numbers by name, or null."""
     if isinstance(value, dict):
         return bool(value) and "_target_" not in value and not any(isinstance(each, dict) for each in value.values())
     return not (isinstance(value, str) and value.startswith("${"))
 
 
-def _keys(prefix: str, node: dict[str, Any], wanted: list[str]) -> Iterator[str]:
-    """Yield a line for each of these settings of a node, with the value that it has in the preset."""
-    names = {path: name for name, path in {**schemas.TARGETS, **schemas.public_functions()}.items()}
-    for key, _, meaning in reference.settings(names[node["_target_"]]):
-        if key in wanted:
-            value = node[key].get("_target_", node[key]) if isinstance(node[key], dict) else node[key]
-            yield f"| `{prefix}.{key}` | {reference.shown(value)} | {reference.cell(meaning)} |"
-
-
 # ------------------------------------------------------------------------------------------------- metrics, and pages
 
 
-def metrics(names: set[str], preset: str) -> str:
-    """Return the table of a page for these names."""
-    own = next((texts for kind, texts in MEANINGS.items() if issubclass(CLASSES[preset], kind)), {})
-    rows = [f"| `train/{name}` | {own.get(name, METRICS[name])} |" for name in METRICS if name in names]
-    assert len(rows) == len(names), f"no meaning for {sorted(names - METRICS.keys())}"
-    return "\n".join(["| name | |", "|---|---|", *rows]) if rows else "None of its own."
+def metrics(preset: str) -> str:
+    """Return the names that a preset logs, in the order of docs/metrics.md: beside those of every run, or those that
+    the preset does not log which it begins with."""
+    parent = parent_of(preset)
+    names, before = logged(preset), logged(parent) if parent else frozenset()
+    lines = [f"Those of [{parent}]({parent}.md)" if parent else "Beside those of [every run](../metrics.md)"]
+    lines += [f"also: {_listed(names - before)}"] if names - before else []
+    lines += [f"not: {_listed(before - names)}"] if before - names else []
+    return f"{'; '.join(lines)}."
+
+
+def _listed(names: frozenset[str]) -> str:
+    described = re.findall(r"^\| `train/([^`]+)`", METRICS.read_text(), re.MULTILINE)
+    assert names <= {*described}, f"docs/metrics.md lacks {sorted(names - {*described})}"
+    return ", ".join(f"`train/{name}`" for name in described if name in names)
 
 
 def block(text: str, name: str) -> re.Match[str]:
     """Return what stands between the markers of a block, as group 1."""
-    found = re.search(rf"<!-- {name}: [^\n]*-->\n\n(.*?)\n\n<!-- end -->", text, re.DOTALL)
+    found = re.search(rf"<!-- {name}(?:: [^\n]*)? -->\n\n(.*?)\n\n<!-- end -->", text, re.DOTALL)
     assert found is not None, f"no block {name}"
     return found
 
@@ -437,7 +431,7 @@ def write(path: Path, contents: dict[str, str]) -> None:
 def main() -> None:
     silence_lightning()
     for preset in PRESETS:
-        write(PAGES / f"{preset}.md", {"options": options(preset), "metrics": metrics(logged(preset), preset)})
+        write(PAGES / f"{preset}.md", {"options": options(preset), "metrics": metrics(preset)})
     write(PAGES / "README.md", {"index": index()})
 
 

@@ -16,13 +16,18 @@ import inspect
 import json
 import re
 import textwrap
+import types
 import typing
+from collections import abc
 from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra.utils import get_object
+from source_pages import mark
 
 from lit_rl.cli import listing, schemas
 from lit_rl.core.declared_settings import declared_by, declared_parameters, setting_key
@@ -35,6 +40,7 @@ CONF = ROOT / "conf"
 DOCUMENT = ROOT / "docs" / "configuration.md"
 PAGES = ROOT / "docs" / "configuration"
 MARKER = "<!-- Below: `python scripts/config_reference.py`. Do not edit by hand. -->\n"
+MARK = mark("config_reference.py", "`conf/` and docstrings")
 
 
 def settings(name: str) -> Iterator[tuple[str, Any, str]]:
@@ -46,6 +52,7 @@ def settings(name: str) -> Iterator[tuple[str, Any, str]]:
     theirs: set[str] = set()
     for described in reversed(target.__mro__ if isinstance(target, type) else [target]):
         found = arguments(inspect.cleandoc(described.__doc__ or ""))
+        found = {key: text for key, text in found.items() if not (REFERS.fullmatch(text) and key in meanings)}
         theirs = theirs | found.keys() if is_foreign(described) else theirs - found.keys()
         meanings |= found
     if (config := config_of(target)) is not None:
@@ -55,7 +62,19 @@ def settings(name: str) -> Iterator[tuple[str, Any, str]]:
             continue
         if parameter.name in theirs and not is_foreign(target):
             continue
-        yield parameter.name, parameter.default, meanings.get(parameter.name, f"See `{path}`.")
+        yield parameter.name, parameter.default, _said(parameter.name, meanings.get(parameter.name, f"See `{path}`."))
+
+
+REFERS = re.compile(r"(?:See|As|As in) `(\w+)(?:\.(\w+))?`\.")
+"""A sentence of a setting that has the meaning of another class's."""
+
+
+def _said(name: str, meaning: str) -> str:
+    """Return a meaning, or that of the class which it refers to."""
+    found = REFERS.fullmatch(meaning)
+    if found is None or found[1] not in schemas.TARGETS:
+        return meaning
+    return {key: text for key, _, text in settings(found[1])}.get(found[2] or name, meaning)
 
 
 def config_of(target: Any) -> type[Settings] | None:
@@ -106,7 +125,7 @@ SWITCHES = {name: f"lit_rl.core.speedups.{name}" for name in ("ModelSpeedups", "
 """Settings that one key holds, and no schema."""
 
 SURPRISING = ("algo.minibatches", "algo.beta", "algo.reward_beta")
-EXPLAINED = " [Why it is called that](../configuration.md#names-that-surprise)."
+EXPLAINED = " [Why this name](../configuration.md#names-that-surprise)."
 """Keys whose names the entry page explains, and what leads there."""
 
 BY_NAME = ("algo.preference",)
@@ -219,14 +238,16 @@ def overview() -> str:
 
 def page(group: str) -> str:
     """docs/configuration/<group>.md as it should be: its choices, those of groups inside it, and every key."""
-    terms = TERMS if group == "algo" else []
-    parts = [f"# `{group}`: {GROUPS[group]}\n", MARKER, "[All groups](../configuration.md)\n", "## Choices\n"]
-    parts += [f"{group_table(each)}\n" for each in (group, *terms)]
+    parts = [f"# `{group}`: {GROUPS[group]}\n", f"{MARK} [All groups](../configuration.md).\n", "## Choices\n"]
+    if group == "algo":
+        parts.append("Choices of `algo=`: [algorithms](../algorithms/README.md). Those of its parts:\n")
+    parts += [f"{group_table(each)}\n" for each in (TERMS if group == "algo" else [group])]
     keys: list[str] = []
+    told: dict[str, str] = {}
     for prefix, of, names in KEYS:
         if prefix.partition(".")[0] == group:
             title = f"`{prefix}.*`: {of}" if of else f"`{prefix}.*`"
-            keys += [f"### {title}\n", f"{key_table(prefix, names)}\n"]
+            keys += [f"### {title}\n", f"{key_table(prefix, names, told)}\n"]
     for prefix, file, schema in DEPARTURES:
         if prefix.partition(".")[0] == group:
             title = f"### `{prefix}.*`: where we depart from Lightning\n"
@@ -262,34 +283,157 @@ def top_level() -> str:
     return "\n".join(["| key | default | |", "|---|---|---|", *rows])
 
 
-def key_table(prefix: str, names: list[str]) -> str:
-    """Return one line a setting; where several classes have it, the line of the first, with each other default."""
+def key_table(prefix: str, names: list[str], told: dict[str, str]) -> str:
+    """Return a line for each setting with what it takes, its default and a sentence; below, those without a line.
+
+    A setting without a line is one that another group fills, or one whose line another table of the page has.
+
+    Args:
+        told: Lines of the page so far, by key. The table's own are added.
+    """
     rows: dict[str, list[tuple[str, Any, str]]] = {}
     for name in names:
         for key, default, meaning in settings(name):
             rows.setdefault(f"{name}.{key}" if prefix in BY_NAME else key, []).append((name, default, meaning))
-    lines = ["| key | default | |", "|---|---|---|"]
+    lines, filled, above = [], [], []
     for key, found in rows.items():
-        of_all = prefix in BY_NAME or len(found) == len(names)
-        only = "" if of_all else f" ({', '.join(name for name, _, _ in found)} only)"
-        meanings = list(dict.fromkeys(meaning for _, _, meaning in found))
-        others = [f"{name}: {meaning}" for name, _, meaning in found[1:] if not meanings[0].startswith(meaning)]
-        said = f"{found[0][0]}: {meanings[0]}" if others else meanings[0]
-        text = cell(" ".join([said, *others]))
-        why = EXPLAINED if f"{prefix}.{key}" in SURPRISING else ""
-        lines.append(f"| `{prefix}.{key}` | {defaults(prefix, key, found)} | {text}{only}{why} |")
-    return "\n".join(lines)
+        whole, field = f"{prefix}.{key}", key.rpartition(".")[2]
+        if key in SLOTS and prefix != "judge":  # the model of a judge is a name
+            named_so = SLOTS[key] in (key, whole, whole.replace(".", "/"))
+            filled.append(f"`{whole}`" if named_so else f"`{whole}` ({SLOTS[key]})")
+            continue
+        text = sentence(found, [] if prefix in BY_NAME else names, whole)
+        line = f"{takes(found, field)} | {defaults(found)} | {text} |"
+        if told.get(whole) == line:
+            above.append(f"`{whole}`")
+            continue
+        same = (other for other, row in told.items() if other.endswith(f".{field}") and row.endswith(f"| {text} |"))
+        if len(text) > 40 and (other := next(same, None)):
+            lines.append(f"| `{whole}` | {line.replace(f'| {text} |', f'| As `{other}`. |')}")
+        else:
+            lines.append(f"| `{whole}` | {line}")
+        told[whole] = line
+    text = "\n".join(["| key | takes | default | |", "|---|---|---|---|", *lines]) if lines else ""
+    notes = [f"As above: {', '.join(above)}."] if above else []
+    notes += [f"Filled by groups: {', '.join(filled)}."] if filled else []
+    return "\n\n".join(part for part in [text, " ".join(notes)] if part)
 
 
-def defaults(prefix: str, key: str, found: list[tuple[str, Any, str]]) -> str:
+def sentence(found: list[tuple[str, Any, str]], every: list[str], key: str) -> str:
+    """Return what a setting is, for each class where that differs, and which classes have it.
+
+    Args:
+        every: The classes that may stand there; empty where that is one.
+    """
+    texts: dict[str, list[str]] = {}
+    for name, _, meaning in found:
+        texts.setdefault(short(meaning, limited=bool(limits(name, key.rpartition(".")[2]))), []).append(name)
+    first, *others = texts
+    if all(other and first.startswith(other) for other in others):
+        of_all = not every or len(found) == len(every)
+        told = len({shown(default) for _, default, _ in found}) > 1  # the defaults name the classes
+        text = first if of_all or told else f"{first} ({_which([name for name, _, _ in found], every)})"
+    else:
+        most = first if len(texts[first]) > 2 and len(texts[first]) > len(found) / 2 else None
+        parts = [each if each == most else f"{', '.join(names)}: {each}" for each, names in texts.items() if each]
+        text = " ".join(parts)
+    return cell(text.strip()) + (EXPLAINED if key in SURPRISING else "")
+
+
+def _which(names: list[str], every: list[str]) -> str:
+    """Return names of classes, or those that are left, where these are fewer."""
+    others = [name for name in every if name not in names]
+    return f"not {', '.join(others)}" if len(others) < len(names) else ", ".join(names)
+
+
+VALUE = re.compile(
+    r"(?:None|null)\b|[`\"0-9]|(?:False|True|Off|On|Needs|Not|Only|Above|Below|From|In Python|Each|Several|Built in)\b"
+    r"|(?:No|Other|Its|With|What|Losses|Models|After|They are not learned|The same numbers)\b"
+)
+"""How a sentence begins that says what a value means, when the setting applies, or what to be careful of."""
+BETWEEN = re.compile(r"(?<=[.!?])(?<!\beq\.)(?<!Dr\.) (?=[A-Z`\"0-9]|null\b)")
+NUMBER = r"\d+(?:\.\d+)?"
+RANGE = re.compile(rf"[,;]? (?:in [\[(][^\])]*[\])]|at least {NUMBER}|{NUMBER} or more|above {NUMBER})(?=[.;]|$)")
+
+
+def short(meaning: str, limited: bool = False) -> str:
+    """Return the first sentence, and those on what a value means.
+
+    Args:
+        limited: Leave out the range, which stands elsewhere.
+    """
+    first, *others = BETWEEN.split(meaning)
+    kept = " ".join([first, *(each for each in others if VALUE.match(each))])
+    if limited:
+        kept = re.sub(rf"^At least {NUMBER}\.\s*", "", RANGE.sub("", kept))
+    return kept
+
+
+def target_of(name: str) -> Any:
+    """Return what a schema names."""
+    return schemas._load({**schemas.TARGETS, **schemas.public_functions(), **SWITCHES}[name])
+
+
+def limits(name: str, key: str) -> dict[str, Any]:
+    """Return what a schema's target declares of a setting: a range, words, null."""
+    target = target_of(name)
+    if not isinstance(target, type):
+        return allowed.record if (allowed := declared_parameters(target).get(key)) else {}
+    return {part: value for part, value in declared_values(target).get(key, {}).items() if part != "key"}
+
+
+def takes(found: list[tuple[str, Any, str]], key: str) -> str:
+    """Return the type and the range of a setting, for each class where they differ."""
+    texts: dict[str, list[str]] = {}
+    for name, default, _ in found:
+        hints = {parameter.name: hint for parameter, hint in schemas.parameters(target_of(name))}
+        texts.setdefault(taken(hints.get(key), limits(name, key), default), []).append(name)
+    if len(texts) == 1:
+        return next(iter(texts))
+    return "; ".join(f"{text} ({', '.join(names)})" for text, names in texts.items())
+
+
+KINDS: dict[Any, str] = {bool: "bool", int: "int", float: "float", str: "text", type(None): "null"}
+KINDS |= {dict: "mapping", abc.Mapping: "mapping", list: "list", tuple: "list", abc.Sequence: "list"}
+KINDS |= {abc.Callable: "function"}
+
+
+def taken(hint: Any, record: dict[str, Any], default: Any) -> str:
+    """Return the kinds of value that an annotation allows, as YAML has them; with what it declares."""
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    literals = (option for option in options if typing.get_origin(option) is typing.Literal)
+    words = [f"`{word}`" for option in literals for word in typing.get_args(option)]
+    kinds = ["mapping" if is_dataclass(each) else KINDS.get(typing.get_origin(each) or each, "") for each in options]
+    kinds = [kind for kind in dict.fromkeys(kinds) if kind and not (kind == "text" and "words" in record)]
+    kinds = [] if kinds == ["null"] and not words else kinds  # of objects
+    if not kinds and not record and type(default) in KINDS and default is not None:
+        kinds = [KINDS[type(default)]]
+    if "low" in record:
+        number = "int" if record.get("whole") else "float"
+        kinds = [f"{number} {bounds(record)}".rstrip(), *(kind for kind in kinds if kind not in ("int", "float"))]
+    words = words or [f"`{word}`" for word in record.get("words", ())]
+    kinds += ["null"] if record.get("null") and "null" not in kinds else []
+    return ", ".join([*(kind for kind in kinds if kind != "null"), *words, *(["null"] if "null" in kinds else [])])
+
+
+def bounds(record: dict[str, Any]) -> str:
+    """Return a range as one writes it."""
+    low, high = (f"{record.get(end, inf):.10g}" for end in ("low", "high"))
+    if low == "-inf":
+        return ""
+    if high == "inf":
+        return f"> {low}" if record.get("open_low") else f">= {low}"
+    return f"{'(' if record.get('open_low') else '['}{low}, {high}{')' if record.get('open_high') else ']'}"
+
+
+def defaults(found: list[tuple[str, Any, str]]) -> str:
     """Return one default, or one a class where they differ."""
-    if key in SLOTS and prefix != "judge":  # the model of a judge is a name
-        slot = SLOTS[key]
-        return f"the keys of `{slot}`" if "." in slot else f"group `{slot}`"
-    values = {name: shown(default) for name, default, _ in found}
-    if len(set(values.values())) == 1:
-        return next(iter(values.values()))
-    return ", ".join(f"{name} {value}" for name, value in values.items())
+    values: dict[str, list[str]] = {}
+    for name, default, _ in found:
+        values.setdefault(shown(default), []).append(name)
+    if len(values) == 1:
+        return next(iter(values))
+    return ", ".join(f"{value} ({', '.join(names)})" for value, names in values.items())
 
 
 def shown(default: Any) -> str:

@@ -254,23 +254,19 @@ def pictures(curves: Curves, presets: Sequence[str], out: Path) -> None:
 
 
 def section(curves: Curves, preset: str) -> str:
-    """Return what the page of a preset says: the figure, the command that made it, and what is seen."""
+    """Return what the page of a preset says: the figure, and its numbers."""
     numbers = f"Reward in the last tenth of {ROLLOUTS} rollouts: {ends(curves[preset])}"
     if preset != "grpo" and "grpo" in curves:
-        numbers += f"; [grpo](grpo.md) has {ends(curves['grpo'])}"
+        numbers += f"; [grpo](grpo.md): {ends(curves['grpo'])}"
     sampled = np.mean([curve[-1][0] for curve in curves[preset].values()]) / ROLLOUTS
     if sampled > 1.1 * PER_ROLLOUT:
         numbers += f". {sampled:.0f} completions were sampled a rollout"
     if preset in OWN:
         setting, reason = OWN[preset]
         numbers += f". This curve is with `{setting}`: {reason}"
-    return f"""![Reward against rollouts, mean and range of the seeds](../images/algorithms/{preset}.png)
+    return f"""![Reward against rollouts](../images/algorithms/{preset}.png)
 
-```bash
-python scripts/learning_curves.py online {preset}
-```
-
-{numbers}. The [setting](README.md#learning-curves) is the same for all presets."""
+{numbers}. [Setting and command](README.md#learning-curves)."""
 
 
 def ends(seeds: dict[int, Curve]) -> str:
@@ -469,7 +465,7 @@ def offline_pictures(curves: OfflineCurves, presets: Sequence[str], out: Path) -
 
 
 def offline_section(curves: OfflineCurves, preset: str) -> str:
-    """Return what the page of a preset says: the figure, the command that made it, and what is seen."""
+    """Return what the page of a preset says: the figure, and its numbers."""
     said = []
     if (answered := column(curves, preset, "answered")) is not None:
         said.append(
@@ -483,13 +479,9 @@ def offline_section(curves: OfflineCurves, preset: str) -> str:
         own, reason = OFFLINE_OWN[preset]
         said.append(f"This curve is with `{own}`: {reason}")
     said += [SEEN[preset]] if preset in SEEN else []
-    return f"""![Shares against optimizer steps, mean and range of the seeds](../images/algorithms/{preset}.png)
+    return f"""![Shares against optimizer steps](../images/algorithms/{preset}.png)
 
-```bash
-python scripts/learning_curves.py offline {preset}
-```
-
-{". ".join(said)}. The [setting](README.md#learning-curves) is shared with the other presets."""
+{". ".join(said)}. [Setting and command](README.md#learning-curves)."""
 
 
 def offline_table(curves: OfflineCurves) -> str:

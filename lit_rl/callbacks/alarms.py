@@ -140,10 +140,9 @@ class Alarm(L.Callback, ABC):
     the log where a method learns from a data set; on every rank, as they are reduced over all ranks.
 
     Args:
-        then: Action when it rings. "warn" reports it, and the run goes on. "stop" ends the run after this optimizer
-            step, as `EarlyStopping` does. "roll_back" restores the weights, the optimizer's moments and the controllers
-            of the last checkpoint that was saved without a problem, and goes on with the next data; the step count and
-            the learning-rate schedule are not set back.
+        then: Action when it rings. "warn" reports it. "stop" ends the run after this optimizer step. "roll_back" goes
+            back to the last checkpoint without a problem (weights, optimizer's moments, controllers) and on with the
+            next data; step count and learning-rate schedule are not set back.
         patience: Consecutive looks with a problem before it rings, at least 1.
         roll_backs: Most roll-backs, after which the run stops, at least 1.
     """

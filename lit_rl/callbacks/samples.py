@@ -143,10 +143,9 @@ class Samples(_Periodic):
     Args:
         print: Rows shown on the console at a time, whose images TensorBoard gets; 0 shows none.
         unique: Show at most one completion of a prompt.
-        every: Optimizer steps between two tables on the console and in loggers: there is one for step 0, and for the
-            first rollout that begins at or after each multiple of it. None means 50 and the last rollout in loggers;
-            on the console the first rollout, the first of the second half, and the last. Loggers get all rows, and
-            every validation; the parquet files are written for every rollout.
+        every: Optimizer steps between two tables on the console and in loggers, from step 0 on. None: every 50 and the
+            last in loggers; the first, a middle one and the last on the console. Loggers get all rows, and every
+            validation; the parquet files are written for every rollout.
     """
 
     def __init__(self, print: AtLeastZero = 4, unique: bool = True, every: AtLeastOne | None = None) -> None:

@@ -67,8 +67,8 @@ class Addition(HoldsOut):
 
     Args:
         max_operand: Largest operand; there are `(max_operand + 1) ** 2` pairs.
-        val_rows: Number of pairs held out for validation; 0 holds out none.
-        seed: Seed of the draw of the held-out pairs and of the order of the rows.
+        val_rows: Rows held out for validation; 0 holds out none.
+        seed: Seed of the rows and of those held out.
     """
 
     def __init__(self, max_operand: AtLeastZero = 99, val_rows: int = 500, seed: int = 0) -> None:
@@ -154,8 +154,8 @@ class Largest(HoldsOut):
         count: Numbers in a row, 2 or more.
         max_number: Largest of them, at least `count`; the smallest is 1.
         train_rows: Rows to learn from, 1 or more.
-        val_rows: Other rows, held out for validation; 0 holds out none.
-        seed: Seed of the draw.
+        val_rows: Rows held out for validation; 0 holds out none.
+        seed: Seed of the rows and of those held out.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Repeated:
     Args:
         prompt: A text, or the messages of a chat.
         train_rows: Rows to learn from, 1 or more.
-        val_rows: Rows to validate on, whose seeds are others; 0 is none.
+        val_rows: Rows held out for validation; 0 holds out none. Their seeds are others.
     """
 
     def __init__(
@@ -253,8 +253,8 @@ class ReasoningGym(HoldsOut):
         settings: Settings of its config, such as `{max_terms: 3}`; what is not given is as it comes.
         instruction: Text added to each question, on a line of its own; empty adds nothing.
         train_rows: Rows to learn from, 1 or more.
-        val_rows: Other rows, held out for validation; 0 holds out none.
-        seed: Seed of the problems.
+        val_rows: Rows held out for validation; 0 holds out none. They are other problems.
+        seed: Seed of the rows and of those held out.
 
     Raises:
         BackendError: reasoning-gym is not installed.
@@ -366,8 +366,8 @@ class Digits(HoldsOut):
     arguments alone. Needs Pillow.
 
     Args:
-        val_rows: Number of the 1797 images that are held out for validation; 0 holds out none.
-        seed: Seed of the order of the rows, and so of which of them are held out.
+        val_rows: Rows held out for validation; 0 holds out none. There are 1797 images.
+        seed: Seed of the rows and of those held out.
 
     Raises:
         ConfigError: `val_rows` leaves nothing to learn from.

@@ -53,9 +53,7 @@ class EnvironmentFactory(Interactive, ABC):
     """Abstract: subclasses say which kinds of environments there are.
 
     Args:
-        parser: Form of tool calls: ``auto`` goes by the tokenizer and its chat template; or ``hermes``, ``llama3``,
-            ``mistral``, ``qwen3_5``, ``glm4``, ``gptoss``, ``deepseek_v3``, ``gemma4``, ``lfm2``, ``muse_glimmer``,
-            ``regex``.
+        parser: Form of tool calls; ``auto`` goes by the tokenizer and its chat template.
         call_pattern: With ``parser=regex``, one call as a regular expression with the groups ``name`` and
             ``arguments``, see `RegexParser`. None: ``name(1, "two")``.
         max_turns: Turns of the policy in an episode, 1 or more.

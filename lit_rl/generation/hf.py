@@ -41,7 +41,8 @@ class HFGenerator(InProcessGenerator):
     from it.
 
     Args:
-        batch_size: Sequences per decode batch; None decodes all at once. Bounds memory: samples do not depend on it.
+        batch_size: Sequences that are decoded at a time; None decodes all at once. Bounds memory: samples do not depend
+            on it.
         static_cache: Hold keys and values in a cache of the longest length from the first token on. On a GPU
             transformers then compiles the decode step to a CUDA graph, again for other numbers of rows and for longer
             texts than before.

@@ -263,8 +263,8 @@ def clipped_policy_loss(
         old_logprobs: Of the policy that took the rollout, without.
         advantages: One for each row or for each token.
         mask: Loss mask.
-        clip_low: Distance of the lower bound from 1, in [0, 1].
-        clip_high: Distance of the upper bound from 1, above 0. None: ``clip_low``. DAPO (2503.14476): 0.28.
+        clip_low: Distance of the lower bound on the ratio from 1, in (0, 1].
+        clip_high: Distance of the upper bound on the ratio from 1, above 0. None: ``clip_low``. DAPO has 0.28.
         delta: Bound on the ratio where the advantage is negative, and the plain clip has none. Above ``1 + clip_high``;
             verl's dual clip takes 3. None: no bound.
         ratio: Level of the ratio, such as ``token_ratio`` or ``sequence_mean_ratio``.
@@ -301,7 +301,7 @@ def up_grpo_loss(
         old_logprobs: Of the policy that took the rollout, without.
         advantages: One for each row or for each token.
         mask: Loss mask.
-        clip_low: Distance of the lower bound from 1, in [0, 1].
+        clip_low: Distance of the lower bound on the ratio from 1, in (0, 1].
         delta: Bound on the ratio where the advantage is negative (dual clip, 1912.09729), above 1. None: no bound.
     """
     terms = Terms.of(logprobs, old_logprobs, advantages, mask)
@@ -365,8 +365,8 @@ def cpgd_loss(
         old_logprobs: Of the policy that took the rollout, without.
         advantages: One for each row or for each token.
         mask: Loss mask.
-        clip_low: Distance of the lower bound on the ratio from 1, in [0, 1]. 1: no bound.
-        clip_high: Distance of the upper bound from 1, above 0. None: ``clip_low``.
+        clip_low: Distance of the lower bound on the ratio from 1, in (0, 1]. 1: no bound.
+        clip_high: Distance of the upper bound on the ratio from 1, above 0. None: ``clip_low``.
     """
     clip_high = clip_low if clip_high is None else clip_high
     lowest, highest = math.log1p(-clip_low) if clip_low < 1 else -math.inf, math.log1p(clip_high)
@@ -474,8 +474,8 @@ def cispo_two_sided_loss(
         old_logprobs: Of the policy that took the rollout, without.
         advantages: One for each row or for each token.
         mask: Loss mask.
-        clip_low: Distance of the lowest weight from 1, in [0, 1]. 1: no bound.
-        clip_high: Distance of the highest weight from 1, above 0. None: ``clip_low``.
+        clip_low: Distance of the lower bound on the ratio from 1, in (0, 1]. 1: no bound.
+        clip_high: Distance of the upper bound on the ratio from 1, above 0. None: ``clip_low``.
         ratio: Level of the ratio, such as ``token_ratio`` or ``sequence_mean_ratio``.
     """
     low, high = 1 - clip_low, 1 + (clip_low if clip_high is None else clip_high)

@@ -297,8 +297,7 @@ def sigmoid(pairs: Pairs, beta: float, *, label_smoothing: float = 0.0) -> Float
     Args:
         pairs: Of the batch.
         beta: How far the policy may go for its reward: the strength of the divergence, above 0.
-        label_smoothing: ``e``, in [0, 0.5]: ``-(1 - e) ls(z) - e ls(-z)``, which is conservative DPO (Mitchell, "A note
-            on DPO with noisy preferences", 2023): margins stop growing at ``log((1 - e) / e) / beta``.
+        label_smoothing: ``e``, in [0, 0.5]: ``-(1 - e) ls(z) - e ls(-z)``, which is conservative DPO (Mitchell, 2023).
 
     Raises:
         ValueError: the label smoothing is out of range.
@@ -597,8 +596,8 @@ def apo_zero_unpaired(
         ratio: With gradient.
         desirable: The verdict.
         beta: Strength of the divergence, above 0.
-        desirable_weight: At least 0.
-        undesirable_weight: At least 0.
+        desirable_weight: Weight of desirable completions, at least 0.
+        undesirable_weight: Weight of the others, at least 0.
 
     Raises:
         ValueError: a weight is out of range.

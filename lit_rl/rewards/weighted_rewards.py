@@ -255,12 +255,11 @@ class Rewards:
         memory_mb: Address space of each worker process in MiB, Linux only; None is no limit.
         recycle_after: Calls after which a worker process is replaced; 0 is never.
         max_concurrent: Completions that an async per-sample function is awaited on at once.
-        cache: Completions of each function whose values are kept in memory and not asked for again, for functions whose
-            value depends on the prompt, the completion and its columns alone; 0 is off. What such a function logs is
-            the mean over the completions that were not known, no longer over all.
+        cache: Values of each function kept in memory, for functions that depend on the prompt, the completion and its
+            columns alone; 0 is off. What such a function logs is the mean over completions that were not known.
         constant_limit: Batches in a row of one and the same value after which a function ends the run; 0 is never.
-        while_generating: Call functions that look at one completion at a time for those that are over, while others are
-            still written: see `begin`. Values and metrics are the same.
+        while_generating: Call per-sample functions for completions that are over, while others are still written.
+            Values and metrics are the same; see `begin`.
 
     Raises:
         ConfigError: two functions share a name, a weight has no function or is not a finite number, or a setting is out
@@ -591,17 +590,17 @@ def from_paths(  # noqa: PLR0913 (one keyword a setting, as in the config)
         fn: ``package.module:name`` or ``./file.py:name``, or a list of these.
         weights: One for each path. None: all 1.
         on_error: Score of a completion that a function raised on, hung on or ended its process on; None ends the run.
-        timeout: Seconds that one call of a function may take before its process is killed; None is no limit.
-        workers: Processes of each function; several share the completions of a per-sample function, and 0 runs it in
-            the training process.
+        timeout: Seconds that one call of a function may take; None is no limit. Then its process is killed.
+        workers: Processes of each function named by path; several share the completions of a per-sample function, and 0
+            runs it in the training process.
         memory_mb: Address space of each worker process in MiB, Linux only; None is no limit.
         recycle_after: Calls after which a worker process is replaced; 0 is never.
         max_concurrent: Completions that an async per-sample function is awaited on at once.
-        cache: Completions of each function whose values are kept in memory and not asked for again, for functions whose
-            value depends on the prompt, the completion and its columns alone; 0 is off.
+        cache: Values of each function kept in memory, for functions that depend on the prompt, the completion and its
+            columns alone; 0 is off. What such a function logs is the mean over completions that were not known.
         constant_limit: Batches in a row of one and the same value after which a function ends the run; 0 is never.
-        while_generating: Call functions that look at one completion at a time for those that are over, while others are
-            still written. Values and metrics are the same.
+        while_generating: Call per-sample functions for completions that are over, while others are still written.
+            Values and metrics are the same.
 
     Raises:
         ConfigError: `fn` is neither a path nor a list of them, a path does not exist, two functions share a name, or a

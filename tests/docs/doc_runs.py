@@ -42,12 +42,16 @@ def left_as_found() -> Iterator[None]:
 
 
 def script(root: Path, name: str) -> ModuleType:
-    """A file of `scripts/`, imported."""
+    """A file of `scripts/`, imported; its neighbours can be imported by name meanwhile."""
     spec = importlib.util.spec_from_file_location(name, root / "scripts" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(root / "scripts"))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(root / "scripts"))
     return module
 
 
