@@ -21,7 +21,7 @@ from lit_rl.ops.intervals import wilson
 from lit_rl.reports.config_changes import changes_between
 from lit_rl.reports.html_page import PAGE_SCRIPT, PAGE_STYLE, document, safe, write_atomically
 from lit_rl.reports.metric_groups import chart_groups, metric_of_set, validation_sets
-from lit_rl.reports.run_files import RunFiles, read_run_files
+from lit_rl.reports.run_files import RunFiles
 from lit_rl.reports.run_page import HIGHER_IS_BETTER, LOWER_IS_BETTER, config_value, curve_section, html_table
 from lit_rl.reports.run_samples import PROMPT_COLUMNS, prompts_shown, validation_key, validation_title
 
@@ -58,7 +58,7 @@ def compare(first: Path, second: Path) -> int:
         ConfigError: a folder holds no run, or both are the same.
         StorageError: a file of samples is damaged, or the page cannot be written.
     """
-    runs = read_run_files(first), read_run_files(second)
+    runs = RunFiles.of(first), RunFiles.of(second)
     found = comparison(*runs)
     _print_comparison(found)
     target = first / f"compare_{second.resolve().name}.html"

@@ -26,7 +26,7 @@ from lit_rl.reports.metric_groups import (
     metric_of_set,
     validation_sets,
 )
-from lit_rl.reports.run_files import REPORT_FILE, RunFiles, RunPaths, read_run_files
+from lit_rl.reports.run_files import REPORT_FILE, RunFiles, RunPaths
 from lit_rl.reports.run_findings import RunFinding, run_findings
 from lit_rl.reports.run_samples import SampleFiles, completion_distributions, samples_of
 
@@ -47,7 +47,7 @@ def report(run_dir: Path) -> int:
 def write_run_page(run_dir: Path) -> Path:
     """Write the page, and return its path."""
     target = RunPaths(run_dir).page
-    write_atomically(target, run_page_html(read_run_files(run_dir)))
+    write_atomically(target, run_page_html(RunFiles.of(run_dir)))
     return target
 
 
@@ -84,7 +84,7 @@ class NotebookPage:
     """Pixels."""
 
     def _repr_html_(self) -> str:
-        page = html.escape(run_page_html(read_run_files(self.run_dir)))
+        page = html.escape(run_page_html(RunFiles.of(self.run_dir)))
         return (
             f'<iframe srcdoc="{page}" sandbox="allow-scripts" title="Report of a run" width="100%" '
             f'height="{self.height}" style="border: 0"></iframe>'

@@ -21,7 +21,7 @@ from lit_rl.core.errors import ConfigError, StorageError
 from lit_rl.reports.charts import COLOURS, ChartLine, chart, dots, number
 from lit_rl.reports.html_page import PAGE_SCRIPT, PAGE_STYLE, document, safe, write_atomically
 from lit_rl.reports.metric_groups import chart_groups, metric_of_set, validation_sets
-from lit_rl.reports.run_files import RunFiles, read_run_files
+from lit_rl.reports.run_files import RunFiles
 from lit_rl.reports.run_page import HIGHER_IS_BETTER, LOWER_IS_BETTER, curve_section, duration, html_table
 from lit_rl.reports.secrets import redact
 
@@ -154,7 +154,7 @@ def _read_job(sweep: Path, row: Mapping[str, Any]) -> SweepJob:
     if row.get("earlier_run") and code == ConfigError.exit_code:  # refused, as another run is there
         return SweepJob(int(row["job"]), overrides, folder, code, message)
     try:
-        run = read_run_files(folder)
+        run = RunFiles.of(folder)
     except ConfigError:
         return SweepJob(int(row["job"]), overrides, folder, code, message)
     return SweepJob(int(row["job"]), overrides, folder, code, message, run, *_measure_of(run))

@@ -25,6 +25,7 @@ from lit_rl.core.errors import ConfigError, DataError, in_range
 from lit_rl.core.visuals import as_png
 from lit_rl.data.row_visuals import image_of
 from lit_rl.reports.html_page import document, safe, write_atomically
+from lit_rl.reports.run_files import RunFiles
 from lit_rl.reports.run_samples import RecordedCompletion, RecordedRollout, RecordedTokens, read_rollouts
 
 TRANSCRIPTS_FILE = "transcripts.html"
@@ -54,7 +55,7 @@ def transcripts(run_dir: Path, files: str = "step_*", rollouts: int = 4, episode
             f"transcripts.files={files} names no files of {run_dir / 'samples'}: give a name such as 'step_*' or "
             "'val_*'."
         )
-    found = read_rollouts(run_dir, files, rollouts, episodes)
+    found = read_rollouts(RunFiles(run_dir), files, rollouts, episodes)
     target = run_dir / TRANSCRIPTS_FILE
     write_atomically(target, transcripts_html(str(run_dir), found, tokens))
     shown, total = (sum(counts) for counts in zip(*((len(each.shown), each.completions) for each in found)))

@@ -218,7 +218,7 @@ def test_training_and_validations_of_one_name_are_one_picture(tmp_path: Path) ->
     rows += [{"step": at, "val_sampled/reward": at / 40, "val_sampled/reward_low": 0.0} for at in (0, 30)]
     rows += [{"step": 30, "val/hard/reward": 0.25, "val/hard/prompts": 8, "train/rewards/f/mean": 1.0}]
     summary = {"after": {"": {"greedy": {"reward": 0.5}, "sampled at 1": {"reward": 0.75}}}, "status": "finished"}
-    run = run_files.read_run_files(run_folder(tmp_path / "run", rows, summary=summary))
+    run = run_files.RunFiles.of(run_folder(tmp_path / "run", rows, summary=summary))
     (first, *others) = chart_groups([("", run)])
     (title, lines), *more = first.charts
     assert title == "reward" and not more
@@ -232,7 +232,7 @@ def test_training_and_validations_of_one_name_are_one_picture(tmp_path: Path) ->
 
 def test_the_numbers_of_the_results_have_the_same_decimals(tmp_path: Path) -> None:
     rows = [{"step": i, "train/reward": 0.48828, "val/reward": 0.608} for i in (1, 2)]
-    shown = run_page_html(run_files.read_run_files(run_folder(tmp_path / "run", rows)))
+    shown = run_page_html(run_files.RunFiles.of(run_folder(tmp_path / "run", rows)))
     results = shown[shown.index('<h2 id="results"') : shown.index('<h2 id="curves"')]
     assert set(re.findall(r"[0-9]+[.][0-9]+", results)) == {"0.488", "0.608"}
 
@@ -244,7 +244,7 @@ def test_a_run_that_is_being_written_and_a_damaged_one_are_read_as_far_as_they_g
     (folder / "summary.json").write_text("{")
     samples(folder, "step_00000001", ["p"], [1.0])
     (folder / "samples" / "step_00000000.parquet").write_bytes(b"half")
-    run = run_files.read_run_files(folder)
+    run = run_files.RunFiles.of(folder)
     assert list(run.series["train/loss"].values) == [2.0, 1.5] and run.last_step == 3
     said = " ".join(finding.text for finding in run_findings(run))
     assert "1 line of metrics.jsonl" in said and "last line of metrics.jsonl is not whole" in said
@@ -296,7 +296,7 @@ def test_samples_stop_where_the_page_would_be_too_large(tmp_path: Path, monkeypa
     for step in (0, 1):
         samples(folder, f"step_{step:08d}", ["p"] * 4, [1.0] * 4, "x" * 1000)
     monkeypatch.setattr("lit_rl.reports.run_samples.MAX_SIZE", 1500)
-    found = samples_of(run_files.read_run_files(folder))
+    found = samples_of(run_files.RunFiles.of(folder))
     assert [len(each["rows"]) for each in found.files] == [2]
     assert found.left_out == ["step_00000000 and what comes after it: the page would be too large."]
 
@@ -416,7 +416,7 @@ def test_alarms_are_what_the_files_say(tmp_path: Path) -> None:
     )
     (folder / "bad_batch.pt").write_bytes(b"")
     (folder / "alarms.jsonl").write_text('{"step": 7, "message": "Alarm kl_blow_up"}\n{"step": 9, "mess')
-    found = [(finding.weight, finding.text) for finding in run_findings(run_files.read_run_files(folder))]
+    found = [(finding.weight, finding.text) for finding in run_findings(run_files.RunFiles.of(folder))]
     assert [weight for weight, _ in found] == ["warning"] * 7 + ["note"] * 3
     said = "\n".join(text for _, text in found)
     for expected in ("up to 100.0% optimizer steps were left out", "1 line of the log, the last at step 3", "25.0%"):
@@ -429,7 +429,7 @@ def test_alarms_are_what_the_files_say(tmp_path: Path) -> None:
     noted = page_of(run_folder(tmp_path / "noted", rows[:1])).texts
     assert {"Notes (1)", "Notes"} < {*noted} and not [text for text in noted if "Alarm" in text]
     assert (
-        run_findings(run_files.read_run_files(run_folder(tmp_path / "well", [{"step": 1, "train/reward": 1.0}]))) == []
+        run_findings(run_files.RunFiles.of(run_folder(tmp_path / "well", [{"step": 1, "train/reward": 1.0}]))) == []
     )
 
 
@@ -439,7 +439,7 @@ def test_a_device_in_the_place_of_a_file_is_not_read(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").unlink()
     for name in ("metrics.jsonl", "error.json"):
         (folder / name).symlink_to("/dev/zero")
-    found = run_files.read_run_files(folder)
+    found = run_files.RunFiles.of(folder)
     assert not found.series and not found.error
     assert found.unread == ["metrics.jsonl is no file: not read.", "error.json is no file: not read."]
 
@@ -507,8 +507,8 @@ def test_the_page_says_what_rank_0_held_at_most(tmp_path: Path) -> None:
     peaks = {"process": 662 * 2**30 // 1000, "tensors": 2**20, "reserved": "damaged"}
     summary = {"peak_memory": peaks, "phase_memory": {"update": 66 * 2**30 // 100, "reward": "damaged"}}
     rows = [{"step": 1, "time/reward": 1.0, "time/update": 3.0}]
-    text = run_page_html(run_files.read_run_files(run_folder(tmp_path / "run", rows, summary=summary)))
+    text = run_page_html(run_files.RunFiles.of(run_folder(tmp_path / "run", rows, summary=summary)))
     shown = text[text.index('id="time"') :]
     assert "memory of the process" in shown and "1 MiB" in shown and "keeps for" not in shown
     assert shown.count("0.66 GiB") == 2 and "0.662" not in shown and "damaged" not in shown
-    assert "No memory was measured yet" in run_page_html(run_files.read_run_files(run_folder(tmp_path / "old")))
+    assert "No memory was measured yet" in run_page_html(run_files.RunFiles.of(run_folder(tmp_path / "old")))
