@@ -206,7 +206,7 @@ class Series:
 
 @dataclass(frozen=True)
 class RunFiles(RunPaths):
-    """What the files of a run say. Each is read when it is first asked for, and then kept."""
+    """The contents of a run's files. Each is read when it is first asked for, and then kept."""
 
     _unread: dict[Path, list[str]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
