@@ -92,6 +92,11 @@ def test_the_wheel_holds_everything_and_nothing_else(wheel):
     }
     assert {"lit_rl/models/tiny/model.safetensors", "lit_rl/models/digits/model.safetensors"} < policies
     assert len(conf) > 50
+    pages = {
+        f"lit_rl/reports/templates/{name}"
+        for name in below(ROOT / "lit_rl" / "reports" / "templates", ".html", ".css", ".js")
+    }
+    assert {"lit_rl/reports/templates/page.html", "lit_rl/reports/templates/runs.js"} < pages
     others = {
         "lit_rl/data/digits.csv.gz",
         "lit_rl/cli/schema_keys.yaml",
@@ -99,7 +104,7 @@ def test_the_wheel_holds_everything_and_nothing_else(wheel):
         "lit_rl/reports/defaults.yaml",
         "lit_rl/py.typed",
     }
-    assert names == conf | code | policies | others
+    assert names == conf | code | policies | pages | others
     assert wheel.stat().st_size < 4_500_000
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import math
 import re
@@ -17,8 +19,9 @@ from chromium import CHROMIUM
 from run_folders import CONFIG, run_folder, samples
 
 from lit_rl.core.errors import ConfigError
-from lit_rl.reports import run_files
-from lit_rl.reports.charts import ChartLine, bin_counts, chart, dots, histograms, smoothed, thinned, ticks
+from lit_rl.reports import html_page, run_files
+from lit_rl.reports.charts import ChartLine, Drawing, bin_counts, chart, dots, histograms, smoothed, thinned, ticks
+from lit_rl.reports.compare import compare
 from lit_rl.reports.config_changes import (
     changes_between,
     changes_from_defaults,
@@ -26,7 +29,7 @@ from lit_rl.reports.config_changes import (
     set_by_model,
     typed_commands,
 )
-from lit_rl.reports.html_page import data
+from lit_rl.reports.html_page import templates
 from lit_rl.reports.metric_groups import chart_groups
 from lit_rl.reports.run_files import Series
 from lit_rl.reports.run_findings import run_findings
@@ -40,11 +43,16 @@ from lit_rl.reports.run_samples import (
     samples_of,
     token_measures,
 )
+from lit_rl.reports.sweep import note_job, write_sweep
+from lit_rl.reports.transcripts import transcripts
 from lit_rl.runs.closing_report import phase_totals
 from lit_rl.runs.run_dir import RunDir
 
 NASTY = "</script><script>document.title='hit'</script><img src=x onerror=\"alert(1)\">\x1b[31m\x00&amp;"
 """What must stay text, wherever it stands."""
+
+CANARY = f"'\"> {NASTY} \u202eevil\u2066\u200b {{{{ 7 * 7 }}}} {{% if %}} \x9b31m"
+"""The same after quotes, and what turns a line around, hides, is a template's, or a terminal's."""
 
 HALF = "\ud83d"
 """Of a surrogate pair: no file in UTF-8 can hold it."""
@@ -134,11 +142,62 @@ def test_what_a_run_says_is_text_and_nothing_is_loaded(nasty: Path) -> None:
     assert any(shown + "\\ud83d" in each for each in page.texts), "the message of the error"
 
 
+def test_every_page_shows_what_others_say_as_text(tmp_path: Path) -> None:
+    """Of metrics, prompts, completions, tokens, configs, errors, jobs: each page is read whole, by its parser."""
+    sweep, tokens = tmp_path / "a <b>'sweep'", [CANARY, "\u202e", "\n"]
+    for number in range(2):
+        rows = [{"step": i, f"train/{CANARY}": float(i + number), f"val/{CANARY}/reward": i / 9} for i in range(3)]
+        config = CONFIG | {CANARY: f"{CANARY}{number}", "model": {"name": CANARY}}
+        told = {"status": "stopped", "stopped_by": CANARY, "command": CANARY, "not_written": [CANARY]}
+        run = run_folder(sweep / f"{number}<i>'", rows, config, told)
+        columns: dict[str, Any] = {
+            "ids": [[1, 2, 3]], "text": [tokens], "turn": [[0, 0, 0]], "by_policy": [[True, True, False]],
+            "learned": [[True, False, False]], "sampler_logprobs": [[-1.0, -2.0, 0.0]],
+            "advantages": [[0.5, -0.5, 0.0]],
+        }  # fmt: skip
+        episode = {f"tokens/{name}": values for name, values in columns.items()}
+        episode |= {"messages": [json.dumps([{"role": CANARY, "content": CANARY}])], "turns": [1], "end": [CANARY]}
+        episode |= {"turn_rewards": ["[1.0]"], "episode_error": [CANARY], CANARY: [CANARY], "advantage": [1.0]}
+        samples(run, "step_00000002", [CANARY], [1.0], said=CANARY, **episode)
+        samples(run, "val_00000002_t0_<i>", [CANARY, f"{number}{CANARY}"], [number, 0.0], said=CANARY)
+        message = f"{CANARY} is no number"
+        job = {"job": number, "overrides": [f"a.{number}={CANARY}", f"lr=1e-{number}"], "folder": str(run)}
+        note_job(sweep, {**job, "exit_code": 4 * number, "message": message * number})
+    first, second = sorted(each for each in sweep.iterdir() if each.is_dir())
+    assert report(first) == compare(first, second) == write_sweep(sweep) == transcripts(first) == 0
+    pages = {path.name: path for path in sweep.rglob("*.html")}
+    assert sorted(pages) == ["compare_1<i>'.html", "report.html", "sweep.html", "transcripts.html"]
+    shown = CANARY.replace("\x1b", "\\x1b").replace("\x00", "\\x00").replace("\x9b", "\\x9b")
+    shown = shown.replace("\u202e", "\\u202e").replace("\u2066", "\\u2066").replace("\u200b", "\\u200b")
+    for name, path in pages.items():
+        text = path.read_text(encoding="utf-8")
+        page = Page(text)
+        assert [char for char in {*text} if not char.isprintable() and char != "\n"] == [], name
+        assert not {"img", "iframe", "link", "base", "object"} & {tag for tag, _ in page.tags}, name
+        names = {name for _, attributes in page.tags for name in attributes}
+        assert not [each for each in names if each.startswith("on") or each in ("src", "srcdoc")], name
+        assert {str(a["href"])[0] for tag, a in page.tags if tag == "a"} <= {"#"}, name
+        (script,) = [text for attributes, text in page.scripts if not attributes]
+        (policy,) = [str(a["content"]) for _, a in page.tags if "http-equiv" in a]
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert f"script-src 'sha256-{digest}'" in policy and policy.startswith("default-src 'none'; style-src"), name
+        assert any(shown in each for each in page.texts), name
+
+
+def test_no_template_lets_text_of_others_through() -> None:
+    """What `safe`, `escape` and joined markup give is not escaped again."""
+    for path in Path(html_page.__file__).with_name("templates").glob("*.html"):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"\|\s*(safe|e|escape|forceescape|xmlattr|urlize)\b|autoescape", text), path.name
+
+
 def test_data_for_the_script_ends_no_element() -> None:
-    text = data({"a": "</script><!--", "b": "\ud83d"})
-    assert "<" not in text and text.isascii() and json.loads(text) == {"a": "</script><!--", "b": "\ud83d"}
+    written = templates().from_string("{{ value | tojson }}")
+    text = written.render(value={"b": "</script><!--", "a": "\ud83d"})
+    assert "<" not in text and text.isascii() and json.loads(text) == {"b": "</script><!--", "a": "\ud83d"}
+    assert list(json.loads(text)) == ["b", "a"], "in their order"
     with pytest.raises(ValueError):
-        data([math.nan])
+        written.render(value=[math.nan])
 
 
 # ---------------------------------------------------------------------- a browser
@@ -428,9 +487,7 @@ def test_alarms_are_what_the_files_say(tmp_path: Path) -> None:
     assert {"Alarms (7), Notes (3)", "Alarms"} < {*page_of(folder).texts}
     noted = page_of(run_folder(tmp_path / "noted", rows[:1])).texts
     assert {"Notes (1)", "Notes"} < {*noted} and not [text for text in noted if "Alarm" in text]
-    assert (
-        run_findings(run_files.RunFiles.of(run_folder(tmp_path / "well", [{"step": 1, "train/reward": 1.0}]))) == []
-    )
+    assert run_findings(run_files.RunFiles.of(run_folder(tmp_path / "well", [{"step": 1, "train/reward": 1.0}]))) == []
 
 
 def test_a_device_in_the_place_of_a_file_is_not_read(tmp_path: Path) -> None:
@@ -456,9 +513,13 @@ def test_curves_keep_what_sticks_out_and_ticks_are_round() -> None:
     assert [duration(each) for each in (None, 3.25, 125, 7300)] == ["-", "3.2 s", "2 min 5 s", "2 h 1 min"]
 
 
+def drawn(picture: Drawing) -> str:
+    return templates().get_template("charts.html").module.figure(picture)  # pyright: ignore
+
+
 def test_a_point_is_where_its_number_is() -> None:
     """Of a line from (0, 0) to (1, 1) the ends lie on the frame less its margin of a twentieth."""
-    text = chart("x", [ChartLine("a", series(0.0, 1.0))])
+    text = drawn(chart("x", [ChartLine("a", series(0.0, 1.0))]))
     below, left = re.findall(r'<text class="axis"([^>]*)>([^<]*)</text>', text)
     assert below[1] == "optimizer step" and left[1] == "x" and "rotate(-90)" in left[0]
     assert len([step for step in re.findall(r'text-anchor="middle">([^<]*)<', text) if step == "0.5"]) == 0
@@ -473,14 +534,14 @@ def test_a_point_is_where_its_number_is() -> None:
 
 def test_every_picture_names_both_axes_and_cuts_long_names() -> None:
     long = "completions/max_terminated_length"
-    drawn = {
+    pictures = {
         ("optimizer step", f"{long[:23]}\u2026"): chart(long, [ChartLine("a", series(0.0, 1.0))]),
         ("reward", "count"): histograms("reward", [("step 0", [0.0, 1.0])]),
         ("optimizer.lr", "val/reward"): dots("val/reward", "optimizer.lr", [("1e-5", [0.1]), ("1e-4", [0.2, 0.3])]),
     }
-    for names, text in drawn.items():
-        assert tuple(re.findall(r'<text class="axis"[^>]*>([^<]*)</text>', text)) == names
-    assert f'<span class="name">{long}</span>' in next(iter(drawn.values())), "whole above the picture"
+    for names, picture in pictures.items():
+        assert tuple(re.findall(r'<text class="axis"[^>]*>([^<]*)</text>', drawn(picture))) == names
+    assert f'<span class="name">{long}</span>' in drawn(next(iter(pictures.values()))), "whole above the picture"
 
 
 # ---------------------------------------------------------------------- doors
