@@ -247,7 +247,7 @@ class RunFiles(RunPaths):
         """
         check_has_config(self.path)
         if not self.config and (why := self.unread_of(self.config_file)):
-            raise StorageError(f"{self.path}/{why[0]}")
+            raise StorageError(f"The settings of {self.path} cannot be read: {why[0]}")
         groups = ("algo", "sampling", "trainer")
         if not all(isinstance(self.config.get(name), dict) for name in groups):
             raise ConfigError(
