@@ -131,6 +131,11 @@ def test_the_wheel_alone_trains_from_another_directory(wheel, tmp_path):
     assert done.returncode == 0, done.stderr
     assert str(site) in done.stderr  # not the checkout
     assert list(here.iterdir()) == []  # fast_dev_run writes nothing
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "train/reward": 0.5}\n')
+    done = python("-c", lines, "report", f"run_dir={tmp_path / 'run'}", cwd=here, PYTHONPATH=str(site))
+    assert done.returncode == 0, done.stderr
+    assert "<script>'use strict'" in (tmp_path / "run" / "report.html").read_text(), "with its script"
     helped = python("-c", lines, "--help", cwd=here, PYTHONPATH=str(site))
     assert helped.stdout == help.overview()
 
