@@ -233,7 +233,7 @@ class RunFiles(RunPaths):
         """The same as a mapping; empty where it is none."""
         try:
             config = yaml.load(self.config_text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        except yaml.YAMLError as error:
+        except (ValueError, yaml.YAMLError) as error:  # ValueError: a date that is none
             self._note(self.config_file, f"config.yaml is damaged: {' '.join(str(error).split())}")
             return {}
         return config if isinstance(config, dict) else {}
@@ -292,8 +292,7 @@ class RunFiles(RunPaths):
     @property
     def unread(self) -> list[str]:
         """A sentence for each file that could not be read."""
-        # What is asked for is read, and notes what it could not read.
-        assert all(each is not None for each in (self.config, self.series, self.summary, self.error, self.alarms))
+        _ = self.config, self.series, self.summary, self.error, self.alarms  # read: each notes what it could not
         files = (self.config_file, self.metrics, self.summary_file, self.error_file, self.path / ALARMS)
         return [sentence for path in files for sentence in self.unread_of(path)]
 
