@@ -17,7 +17,7 @@ from lit_rl.algorithms.reward_modeling import RewardModeling
 from lit_rl.callbacks.checkpoint_io import step_of
 from lit_rl.cli import data_choice, key_checks, run_trust
 from lit_rl.cli.build import build, plain
-from lit_rl.cli.replays import checkpoint_of, config_of
+from lit_rl.cli.replays import checkpoint_of
 from lit_rl.cli.targets import ALLOWED, check_target
 from lit_rl.cli.trainer_settings import precision_of
 from lit_rl.core.errors import BackendError, ConfigError, StorageError
@@ -34,7 +34,7 @@ def run_export(config: DictConfig) -> int:
     """Find the run and its checkpoint, and export it."""
     key_checks.check_command_keys("lit-rl export", key_checks.overridden_keys(), KEYS)
     run_dir = RunDir(Path(str(config.run_dir)).expanduser())
-    tree = config_of(run_dir)
+    tree = run_dir.read().settings()
     checkpoint = checkpoint_of(config, run_dir)
     if "model.name" in key_checks.overridden_keys():
         tree["algo"]["model"]["name"] = str(config.model.name)

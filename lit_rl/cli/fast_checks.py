@@ -30,7 +30,7 @@ from lit_rl.core.speedups import DecodingSpeedups, ModelSpeedups
 from lit_rl.core.user_functions import check_function, weights_by_name
 from lit_rl.data.sources import local_path
 from lit_rl.reports.run_files import (
-    RunPaths,
+    RunFiles,
     check_has_checkpoint,
     check_has_config,
     check_is_folder,
@@ -216,7 +216,7 @@ def _check_folder(config: DictConfig) -> None:
     if writes_nothing(config):
         return
     check_not_a_file(folder)
-    if config.ckpt_path is None and "SLURM_JOB_ID" not in os.environ and RunPaths(folder).finished:
+    if config.ckpt_path is None and "SLURM_JOB_ID" not in os.environ and RunFiles(folder).finished:
         raise folder_taken_error(folder, "a finished run")
 
 

@@ -157,11 +157,11 @@ def _run_as_rank_0(config: DictConfig, meeting: Rendezvous | None) -> int:
     run_dir = RunDir(folder_of(config))
     writes = is_rank_zero() and not writes_nothing(config)
     # What a run that still goes on there has saved so far decides nothing.
-    lock = RunLock(run_dir.path) if writes and config.task == "fit" and run_dir.holds_a_run else None
+    lock = RunLock(run_dir.path) if writes and config.task == "fit" and run_dir.read().holds_a_run else None
     with contextlib.closing(lock) if lock is not None else contextlib.nullcontext():
         if config.task == "fit" and is_requeued():
             _resume_requeued(config, run_dir)
-        finished = config.task == "fit" and config.ckpt_path == "last" and run_dir.finished
+        finished = config.task == "fit" and config.ckpt_path == "last" and run_dir.read().finished
         if finished and not run_info.is_run_over(config.trainer, run_dir.path):
             _print_run_goes_on(config, run_dir)
         elif finished:

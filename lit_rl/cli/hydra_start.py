@@ -259,12 +259,12 @@ def run_noted_job(run: Callable[[DictConfig], int], config: DictConfig, folder: 
     if not sweep or HydraConfig.get().mode != RunMode.MULTIRUN:
         return run(config)
     with process.without_root_handlers():
-        from lit_rl.reports.run_files import RunPaths
+        from lit_rl.reports.run_files import RunFiles
         from lit_rl.reports.sweep import note_job
 
     job = HydraConfig.get()
     begin = {"job": job.job.num, "overrides": list(job.overrides.task), "folder": str(folder.absolute())}
-    begin |= {"earlier_run": True} if RunPaths(folder).holds_a_run else {}
+    begin |= {"earlier_run": True} if RunFiles(folder).holds_a_run else {}
     note_job(Path(sweep), begin)
     try:
         code = run(config)

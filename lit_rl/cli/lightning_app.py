@@ -469,7 +469,7 @@ class SaveConfig(SaveConfigCallback):
         self.run_dir = RunDir(_folder_of_metrics(trainer))
         self.folder, self.missing = folder, missing
         if trainer.is_global_zero and (folder / CONFIG_NAME).exists():
-            self.run_dir.error.unlink(missing_ok=True)  # of the attempt before
+            self.run_dir.error_file.unlink(missing_ok=True)  # of the attempt before
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if self.run_dir is not None:  # another rank may have found another version to be the next

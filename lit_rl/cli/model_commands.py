@@ -16,7 +16,7 @@ from lit_rl.algorithms.optim.master_weights import BF16
 from lit_rl.callbacks.checkpoint_io import step_of
 from lit_rl.cli import key_checks, run_trust
 from lit_rl.cli.build import build, plain
-from lit_rl.cli.replays import checkpoint_of, config_of, placed
+from lit_rl.cli.replays import checkpoint_of, placed
 from lit_rl.cli.trainer_settings import AUTO, automatic_precision_on
 from lit_rl.core.errors import ConfigError, did_you_mean
 from lit_rl.core.rollout import PromptForm
@@ -80,7 +80,7 @@ def _tree(run_dir: RunDir, own: dict[str, Any], config: DictConfig) -> dict[str,
     """Return the run's settings; this command's where an export stands alone."""
     if not (run_dir.path / "config.yaml").exists() and run_dir.hf.is_dir():
         return own
-    tree = config_of(run_dir)
+    tree = run_dir.read().settings()
     if "sampling" not in tree["algo"]:
         raise ConfigError(
             f"run_dir={run_dir.path} holds a {str(tree['algo'].get('_target_')).rpartition('.')[2]} run: what it "

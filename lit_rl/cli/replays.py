@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import yaml
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -25,7 +24,6 @@ from lit_rl.cli.trainer_settings import AUTO, automatic_precision_on
 from lit_rl.core.errors import ConfigError, StorageError, did_you_mean
 from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.models import LanguageModel
-from lit_rl.reports import run_files
 from lit_rl.rewards.weighted_rewards import Rewards
 from lit_rl.runs.replay_rollout import Replay, replay
 from lit_rl.runs.run_dir import RunDir
@@ -68,7 +66,7 @@ def run_replay(config: DictConfig) -> int:
     _check_keys()
     names = _names(config)
     run_dir = RunDir(Path(str(config.run_dir)).expanduser())
-    tree = config_of(run_dir)
+    tree = run_dir.read().settings()
     path = _rollout(config, run_dir)
     rollout = SavedRollout.read(path)
     allow = list(config.allow_targets)
@@ -133,21 +131,6 @@ def _check_objective(name: str, made: Any) -> None:
             f"replay.losses: {name} is no objective over the rewards of a rollout ({called} learns from pairs, "
             "verdicts or texts, or is no algorithm): leave it out."
         )
-
-
-def config_of(run_dir: RunDir) -> dict[str, Any]:
-    path = run_dir.path / "config.yaml"
-    run_files.check_has_config(run_dir.path)
-    try:
-        tree = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read: {error.strerror}.") from error
-    except yaml.YAMLError as error:
-        raise StorageError(f"{path} is damaged: {error}.") from error
-    groups = ("algo", "sampling", "trainer")
-    if not isinstance(tree, dict) or not all(isinstance(tree.get(name), dict) for name in groups):
-        raise ConfigError(f"{path} is not the config of a run: it lacks the settings of {', '.join(groups)}.")
-    return tree
 
 
 def _rollout(config: DictConfig, run_dir: RunDir) -> Path:

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lit_rl.core.errors import StorageError
 from lit_rl.core.machine import RANK_VARIABLES
-from lit_rl.reports.run_files import RunPaths, is_run_config
+from lit_rl.reports.run_files import RunFiles
 
 # ---------------------------------------------------------------------- other processes and jobs
 
@@ -53,8 +53,8 @@ def is_over_a_run(task: str, run_dir: str | None) -> bool:
         return False
     try:
         folder = Path(str(run_dir)).expanduser()
-        found = RunPaths(folder).read_config()
-        return (folder / "config.yaml").is_file() and (not found or is_run_config(found))
+        run = RunFiles(folder)
+        return run.config_file.is_file() and (not run.config or run.holds_a_run)
     except (OSError, RuntimeError):  # no valid folder name; opening it reports that
         return False
 
@@ -159,11 +159,10 @@ def is_later(settings: Mapping[str, Any], before: Mapping[str, Any] | None, step
 
 def is_run_over(settings: Mapping[str, Any], folder: Path) -> bool:
     """Tell whether the run of a folder has finished, and these settings of the Trainer end it no later."""
-    run = RunPaths(folder)
+    run = RunFiles(folder)
     if not run.finished:
         return False
-    steps = int(run.read_summary().get("steps", 0))
-    return not is_later(settings, run.read_config().get("trainer"), steps)
+    return not is_later(settings, run.config.get("trainer"), int(run.summary.get("steps", 0)))
 
 
 def print_run_over(folder: Path) -> None:

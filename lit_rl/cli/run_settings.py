@@ -15,7 +15,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lit_rl.cli import key_checks, run_trust
 from lit_rl.cli.build import plain
-from lit_rl.cli.replays import config_of
 from lit_rl.cli.run_info import is_over_a_run
 from lit_rl.cli.typed_words import ELSEWHERE
 from lit_rl.core.errors import ConfigError
@@ -80,7 +79,7 @@ def with_settings_of_the_run(config: DictConfig) -> tuple[DictConfig, str]:
         StorageError: it is damaged.
     """
     run_dir = RunDir(Path(str(config.run_dir)).expanduser())
-    path, run = run_dir.path / "config.yaml", config_of(run_dir)
+    path, run = run_dir.config_file, run_dir.read().settings()
     overrides = HydraConfig.get().overrides.task
     typed = [name.replace("/", ".").partition("@")[0] for name in key_checks.overridden_keys()]
     whole = {*typed, *(word[1:].partition(".")[0] for word in overrides if word.startswith("~"))}

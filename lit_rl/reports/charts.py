@@ -1,12 +1,13 @@
-"""Curves, dots and histograms as SVG: pictures that need no script, and that read out their numbers."""
+"""Curves, dots and histograms as pictures: the places of lines, dots and bars, which `templates/charts.html` draws as
+SVG. They need no script, and read out their numbers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from lit_rl.reports.html_page import data, safe
 from lit_rl.reports.run_files import Series
 
 WIDTH, HEIGHT = 400, 192
@@ -36,6 +37,89 @@ class ChartLine:
     """Ends of the interval of each point."""
 
 
+# ---------------------------------------------------------------------- what is drawn
+
+
+class Tick(NamedTuple):
+    """A number beside an axis."""
+
+    place: float
+    text: str
+
+
+class Dot(NamedTuple):
+    """A point, with the ends of its interval if it has one."""
+
+    x: float
+    y: float
+    low: float | None = None
+    high: float | None = None
+
+
+class Bar(NamedTuple):
+    """A bar of a histogram."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+@dataclass(frozen=True)
+class HistogramRow:
+    """The bars of one set of numbers, which stand on one line."""
+
+    label: str
+    mean: str
+    ground: int
+    bars: list[Bar]
+
+
+@dataclass(frozen=True)
+class DrawnLine:
+    """The paths and dots of one metric or setting."""
+
+    colour: int
+    paths: list[tuple[str, str]]
+    """Kinds (`raw`, `line`, `between`) with their courses. The first one has what is read out."""
+    name: str = ""
+    newest: str = ""
+    """The last number, for the legend."""
+    read: list[list[float]] | None = None
+    """Steps and numbers that are read out."""
+    hollow: bool = False
+    dots: Sequence[Dot] = ()
+    radius: float = 2.6
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """One figure: what is drawn in it, and its words."""
+
+    title: str
+    label: str
+    """Words for a screen reader."""
+    across: str
+    up: str
+    """Names of the axes."""
+    ticks_up: Sequence[Tick] = ()
+    ticks_across: Sequence[Tick] = ()
+    lines: Sequence[DrawnLine] = ()
+    rows: Sequence[HistogramRow] = ()
+    frame: str = ""
+    """First and last step, and their places, for the cursor. A picture without steps has neither it nor a legend."""
+    height: int = HEIGHT
+    left: int = _LEFT
+    width: int = WIDTH
+    right: int = WIDTH - _RIGHT
+    top: int = _TOP
+
+    @property
+    def bottom(self) -> int:
+        """The place of the lower axis."""
+        return self.height - _BOTTOM
+
+
 @dataclass(frozen=True)
 class _Frame:
     """The map from numbers to places in the picture."""
@@ -45,15 +129,32 @@ class _Frame:
     bottom: float
     top: float
 
+    @classmethod
+    def around(cls, left: float, right: float, values: Sequence[float], margin: float) -> _Frame:
+        """Return the frame of these values, with a share of their range above and below."""
+        low, high = min(values), max(values)
+        margin = margin * (high - low) or 0.05 * abs(high) or 1.0
+        return cls(left, right, low - margin, high + margin)
+
     def x(self, step: float) -> float:
-        return _LEFT + (WIDTH - _LEFT - _RIGHT) * (step - self.left) / ((self.right - self.left) or 1)
+        return round(_LEFT + (WIDTH - _LEFT - _RIGHT) * (step - self.left) / ((self.right - self.left) or 1), 1)
 
     def y(self, value: float) -> float:
-        return HEIGHT - _BOTTOM - (HEIGHT - _TOP - _BOTTOM) * (value - self.bottom) / ((self.top - self.bottom) or 1)
+        room = HEIGHT - _TOP - _BOTTOM
+        return round(HEIGHT - _BOTTOM - room * (value - self.bottom) / ((self.top - self.bottom) or 1), 1)
+
+    def path(self, steps: Sequence[float], values: Sequence[float]) -> str:
+        return "M" + "L".join(f"{self.x(step)} {self.y(value)}" for step, value in zip(steps, values))
+
+    def ticks_up(self) -> list[Tick]:
+        return [Tick(self.y(value), _tick(value)) for value in ticks(self.bottom, self.top)]
 
 
-def chart(title: str, lines: Sequence[ChartLine]) -> str:
-    """Return a figure with its name, its newest numbers and, of several lines, a legend.
+# ---------------------------------------------------------------------- curves
+
+
+def chart(title: str, lines: Sequence[ChartLine]) -> Drawing:
+    """Return a picture of curves, with its newest numbers and, of several lines, a legend.
 
     Args:
         title: Name of the metric.
@@ -61,33 +162,53 @@ def chart(title: str, lines: Sequence[ChartLine]) -> str:
     """
     ends = [step for line in lines for step in (line.series.steps[0], line.series.steps[-1])]
     values = [value for line in lines for value in (*line.series.values, *(line.low or ()), *(line.high or ()))]
-    low, high = min(values), max(values)
-    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    frame = _Frame(min(ends), max(ends), low - margin, high + margin)
-    axes = [_named_axes("optimizer step", title, _LEFT, HEIGHT)]
-    for value in ticks(frame.bottom, frame.top):
-        y = f"{frame.y(value):.1f}"
-        axes.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
-        axes.append(f'<text x="{_LEFT - 5}" y="{y}" dy=".35em" text-anchor="end">{_tick(value)}</text>')
-    for step in filter(float.is_integer, ticks(frame.left, frame.right, 5)):
-        x = f"{frame.x(step):.1f}"
-        axes.append(f'<text x="{x}" y="{HEIGHT - 19}" text-anchor="middle">{_tick(step)}</text>')
-    drawn = "".join([*axes, *(_line_svg(line, frame) for line in lines)])
+    frame = _Frame.around(min(ends), max(ends), values, margin=0.05)
     newest = "; ".join(f"{line.name} {number(line.series.values[-1])}" for line in lines)
-    keys = "".join(
-        f'<span class="key c{line.colour % COLOURS}{" hollow" * line.hollow}">{safe(line.name)} '
-        f"<b>{number(line.series.values[-1])}</b></span>"
-        for line in lines
+    return Drawing(
+        title=title,
+        label=f"{title}, steps {number(frame.left)} to {number(frame.right)}; last: {newest}",
+        across="optimizer step",
+        up=_cut(title, (HEIGHT - _TOP - _BOTTOM) // 6),
+        ticks_up=frame.ticks_up(),
+        ticks_across=[
+            Tick(frame.x(step), _tick(step)) for step in ticks(frame.left, frame.right, 5) if step.is_integer()
+        ],
+        lines=[_drawn_line(line, frame) for line in lines],
+        frame=f"{frame.left:g} {frame.right:g} {_LEFT} {WIDTH - _RIGHT}",
     )
-    name = safe(title)
-    steps = f"steps {number(frame.left)} to {number(frame.right)}"
-    return (
-        f'<figure class="chart"><figcaption><span class="name">{name}</span>{keys}</figcaption>'
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{name}, {steps}; last: {safe(newest)}" '
-        f'data-frame="{frame.left:g} {frame.right:g} {_LEFT} {WIDTH - _RIGHT}">{drawn}'
-        f'<line class="cursor" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}" hidden></line></svg>'
-        '<output class="read" aria-hidden="true"></output></figure>\n'
+
+
+def _drawn_line(line: ChartLine, frame: _Frame) -> DrawnLine:
+    """Return measurements as dots that are joined, few numbers as a line, and more faintly behind their mean."""
+    series, shown = line.series, thinned(line.series)
+    apart = max(1, len(series) // MOST_POINTS)
+    dots: list[Dot] = []
+    if line.points or len(series) == 1:
+        kept = range(len(series) - 1, -1, -apart)
+        paths = [("between", frame.path(*_every_nth(series, apart)))]
+        for i in kept:
+            known = line.low is not None and line.high is not None
+            ends = (frame.y(line.low[i]), frame.y(line.high[i])) if known else ()  # pyright: ignore
+            dots.append(Dot(frame.x(series.steps[i]), frame.y(series.values[i]), *ends))
+    else:
+        paths = [("line", frame.path(shown.steps, shown.values))]
+        if len(series) > 12:
+            paths = [("raw", paths[0][1]), ("line", frame.path(*_every_nth(smoothed(series), apart)))]
+    return DrawnLine(
+        colour=line.colour % COLOURS,
+        paths=paths,
+        name=line.name,
+        newest=number(series.values[-1]),
+        read=[[float(f"{step:g}"), float(f"{value:.4g}")] for step, value in zip(shown.steps, shown.values)],
+        hollow=line.hollow,
+        dots=dots,
+        radius=2.6 if len(dots) < 60 else 1.6,
     )
+
+
+def _every_nth(series: Series, apart: int) -> tuple[Sequence[float], Sequence[float]]:
+    """Return steps and numbers of evenly spread points, with the last."""
+    return series.steps[::-apart][::-1], series.values[::-apart][::-1]
 
 
 def number(value: float) -> str:
@@ -145,17 +266,6 @@ def ticks(low: float, high: float, most: int = 4) -> list[float]:
     return found
 
 
-def _named_axes(across: str, up: str, left: int, height: int) -> str:
-    """Return the names of both axes, below the picture and, turned, to the left of it; long ones are cut."""
-    x, y = (left + WIDTH - _RIGHT) / 2, (_TOP + height - _BOTTOM) / 2
-    turned = f'transform="translate(12 {y:g}) rotate(-90)"'
-    up = _cut(up, max(5, (height - _TOP - _BOTTOM) // 6))
-    return (
-        f'<text class="axis" x="{x:g}" y="{height - 4}" text-anchor="middle">{safe(_cut(across, 50))}</text>'
-        f'<text class="axis" {turned} text-anchor="middle">{safe(up)}</text>'
-    )
-
-
 def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}\u2026"
 
@@ -166,51 +276,10 @@ def _tick(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _line_svg(line: ChartLine, frame: _Frame) -> str:
-    shown = thinned(line.series)
-    points = [[float(f"{step:g}"), float(f"{value:.4g}")] for step, value in zip(shown.steps, shown.values)]
-    readout = f'data-name="{safe(line.name)}" data-points="{data(points)}"'
-    colour = f"c{line.colour % COLOURS}"
-    if line.points or len(line.series) == 1:
-        return _points_svg(line, frame, colour, readout)
-    if len(line.series) <= 12:
-        return f'<path class="line {colour}" {readout} d="{_path(shown, frame)}"/>'
-    return (
-        f'<path class="raw {colour}" {readout} d="{_path(shown, frame)}"/>'
-        f'<path class="line {colour}" d="{_path(_every_nth(smoothed(line.series)), frame)}"/>'
-    )
-
-
-def _every_nth(series: Series) -> Series:
-    """Return evenly spaced points of a smooth line, with the last."""
-    apart = max(1, len(series) // MOST_POINTS)
-    return Series(series.steps[::-apart][::-1], series.values[::-apart][::-1])
-
-
-def _path(series: Series, frame: _Frame) -> str:
-    places = (f"{frame.x(step):.1f} {frame.y(value):.1f}" for step, value in zip(series.steps, series.values))
-    return "M" + "L".join(places)
-
-
-def _points_svg(line: ChartLine, frame: _Frame, colour: str, readout: str) -> str:
-    series, parts = line.series, []
-    apart = max(1, len(series) // MOST_POINTS)
-    kept = range(len(series) - 1, -1, -apart)
-    for i in kept:
-        x, y = f"{frame.x(series.steps[i]):.1f}", f"{frame.y(series.values[i]):.1f}"
-        if line.low is not None and line.high is not None:
-            ends = f'y1="{frame.y(line.low[i]):.1f}" y2="{frame.y(line.high[i]):.1f}"'
-            parts.append(f'<line class="interval {colour}" x1="{x}" x2="{x}" {ends}/>')
-        hollow = " hollow" if line.hollow else ""
-        parts.append(f'<circle class="{colour}{hollow}" cx="{x}" cy="{y}" r="{2.6 if len(kept) < 60 else 1.6}"/>')
-    joined = f'<path class="between {colour}" {readout} d="{_path(_every_nth(series), frame)}"/>'
-    return joined + "".join(parts)
-
-
 # ---------------------------------------------------------------------- dots
 
 
-def dots(measure: str, key: str, columns: Sequence[tuple[str, Sequence[float]]]) -> str:
+def dots(measure: str, key: str, columns: Sequence[tuple[str, Sequence[float]]]) -> Drawing:
     """Return a column of dots for each value of a setting, and a line through their means.
 
     Args:
@@ -218,31 +287,27 @@ def dots(measure: str, key: str, columns: Sequence[tuple[str, Sequence[float]]])
         key: The setting.
         columns: A label and finite numbers, from left to right; none is empty.
     """
-    values = [value for _, each in columns for value in each]
-    low, high = min(values), max(values)
-    margin = 0.08 * (high - low) or 0.05 * abs(high) or 1.0
-    frame = _Frame(-0.5, len(columns) - 0.5, low - margin, high + margin)
-    parts = [_named_axes(key, measure, _LEFT, HEIGHT)]
-    for value in ticks(frame.bottom, frame.top):
-        y = f"{frame.y(value):.1f}"
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text x="{_LEFT - 5}" y="{frame.y(value) + 4:.1f}" text-anchor="end">{_tick(value)}</text>')
+    frame = _Frame.around(-0.5, len(columns) - 0.5, [value for _, each in columns for value in each], margin=0.08)
     means = [sum(each) / len(each) for _, each in columns]
-    path = "L".join(f"{frame.x(i):.1f} {frame.y(mean):.1f}" for i, mean in enumerate(means))
-    parts.append(f'<path class="between c0" d="M{path}"/>')
     longest = max(4, 56 // len(columns))
-    for i, (label, each) in enumerate(columns):
-        x = f"{frame.x(i):.1f}"
-        parts += [f'<circle class="c0" cx="{x}" cy="{frame.y(value):.1f}" r="3.4"/>' for value in each]
-        parts.append(f'<text x="{x}" y="{HEIGHT - 19}" text-anchor="middle">{safe(_cut(label, longest))}</text>')
     description = "; ".join(f"{label}: {', '.join(map(number, each))}" for label, each in columns)
-    return _figure(f"{measure}, last, by {key}", description, HEIGHT, parts)
+    title = f"{measure}, last, by {key}"
+    points = [Dot(frame.x(i), frame.y(value)) for i, (_, each) in enumerate(columns) for value in each]
+    return Drawing(
+        title=title,
+        label=f"{title}: {description}",
+        across=_cut(key, 50),
+        up=_cut(measure, (HEIGHT - _TOP - _BOTTOM) // 6),
+        ticks_up=frame.ticks_up(),
+        ticks_across=[Tick(frame.x(i), _cut(label, longest)) for i, (label, _) in enumerate(columns)],
+        lines=[DrawnLine(0, [("between", frame.path(range(len(means)), means))], dots=points, radius=3.4)],
+    )
 
 
 # ---------------------------------------------------------------------- histograms
 
 
-def histograms(title: str, rows: Sequence[tuple[str, Sequence[float]]], bins: int = 30) -> str:
+def histograms(title: str, rows: Sequence[tuple[str, Sequence[float]]], bins: int = 30) -> Drawing:
     """Return one row of bars for each set of numbers, all over the same range; a set's highest bar fills its row.
 
     Args:
@@ -253,28 +318,33 @@ def histograms(title: str, rows: Sequence[tuple[str, Sequence[float]]], bins: in
     if low == high:
         low, high = low - 0.5, high + 0.5
     tall, gap, left = 30, 6, 92
-    height = len(rows) * (tall + gap) + 34
-    wide = (WIDTH - left - _RIGHT) / bins
-    parts = [_named_axes(title, "count", left, height)]
+    height = len(rows) * (tall + gap) + _BOTTOM
+    span = WIDTH - left - _RIGHT
+    wide = span / bins
+    drawn, described = [], []
     for row, (label, values) in enumerate(rows):
-        counts = bin_counts(values, low, high, bins)
-        ground = (row + 1) * (tall + gap)
+        counts, ground = bin_counts(values, low, high, bins), (row + 1) * (tall + gap)
+        mean = sum(values) / len(values)
+        described.append(f"{label}: {len(values)} numbers, mean {mean:.3g}")
+        mean = 0.0 if abs(mean) < 1e-5 * (high - low) else mean
+        bars = []
         for i, count in enumerate(counts):
             if count:
                 up = tall * count / max(counts)
-                place = f'x="{left + i * wide:.1f}" y="{ground - up:.1f}" width="{wide - 0.6:.1f}" height="{up:.1f}"'
-                parts.append(f'<rect class="bar" {place}/>')
-        mean = sum(values) / len(values)
-        mean = 0.0 if abs(mean) < 1e-5 * (high - low) else mean
-        parts.append(f'<line class="grid" x1="{left}" x2="{WIDTH - _RIGHT}" y1="{ground}" y2="{ground}"/>')
-        parts.append(f'<text x="{left - 6}" y="{ground - 12}" text-anchor="end">{safe(label)}</text>')
-        parts.append(f'<text x="{left - 6}" y="{ground - 1}" text-anchor="end">mean {mean:.3g}</text>')
-    for value in ticks(low, high, 5):
-        x = left + (WIDTH - left - _RIGHT) * (value - low) / (high - low)
-        parts.append(f'<text x="{x:.1f}" y="{height - 19}" text-anchor="middle">{_tick(value)}</text>')
-    counts = ((label, len(values), sum(values) / len(values)) for label, values in rows)
-    description = "; ".join(f"{label}: {count} numbers, mean {mean:.3g}" for label, count, mean in counts)
-    return _figure(title, description, height, parts)
+                bars.append(Bar(round(left + i * wide, 1), round(ground - up, 1), round(wide - 0.6, 1), round(up, 1)))
+        drawn.append(HistogramRow(label, f"{mean:.3g}", ground, bars))
+    return Drawing(
+        title=title,
+        label=f"{title}: {'; '.join(described)}",
+        across=_cut(title, 50),
+        up=_cut("count", max(5, (height - _TOP - _BOTTOM) // 6)),
+        ticks_across=[
+            Tick(round(left + span * (value - low) / (high - low), 1), _tick(value)) for value in ticks(low, high, 5)
+        ],
+        rows=drawn,
+        height=height,
+        left=left,
+    )
 
 
 def bin_counts(values: Sequence[float], low: float, high: float, bins: int) -> list[int]:
@@ -283,13 +353,3 @@ def bin_counts(values: Sequence[float], low: float, high: float, bins: int) -> l
     for value in values:
         counts[min(bins - 1, int(bins * (value - low) / (high - low)))] += 1
     return counts
-
-
-def _figure(title: str, description: str, height: int, parts: Sequence[str]) -> str:
-    """Return a picture without a legend; the description is for a screen reader."""
-    name = safe(title)
-    return (
-        f'<figure class="chart"><figcaption><span class="name">{name}</span></figcaption>'
-        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{name}: {safe(description)}">{"".join(parts)}'
-        "</svg></figure>\n"
-    )

@@ -19,10 +19,11 @@ from lit_rl.callbacks.output_files import SampleTable
 from lit_rl.core.errors import ConfigError, StorageError
 from lit_rl.ops.intervals import wilson
 from lit_rl.reports.config_changes import changes_between
-from lit_rl.reports.html_page import PAGE_SCRIPT, PAGE_STYLE, document, safe, write_atomically
-from lit_rl.reports.metric_groups import chart_groups, metric_of_set, validation_sets
-from lit_rl.reports.run_files import RunFiles, read_run_files
-from lit_rl.reports.run_page import HIGHER_IS_BETTER, LOWER_IS_BETTER, config_value, curve_section, html_table
+from lit_rl.reports.html_page import page, write_atomically
+from lit_rl.reports.metric_groups import chart_groups, drawn_groups, metric_of_set, validation_sets
+from lit_rl.reports.run_files import RunFiles
+from lit_rl.reports.run_findings import RunFinding
+from lit_rl.reports.run_page import HIGHER_IS_BETTER, LOWER_IS_BETTER, config_value
 from lit_rl.reports.run_samples import PROMPT_COLUMNS, prompts_shown, validation_key, validation_title
 
 
@@ -58,12 +59,11 @@ def compare(first: Path, second: Path) -> int:
         ConfigError: a folder holds no run, or both are the same.
         StorageError: a file of samples is damaged, or the page cannot be written.
     """
-    runs = read_run_files(first), read_run_files(second)
+    runs = RunFiles.of(first), RunFiles.of(second)
     found = comparison(*runs)
     _print_comparison(found)
     target = first / f"compare_{second.resolve().name}.html"
-    body = comparison_html(found.names, runs, found.tests, found.values, found.config, found.notes)
-    write_atomically(target, body)
+    write_atomically(target, comparison_html(found, runs))
     Console().print(f"page  {target}  (one file: open it in a browser)", soft_wrap=True, highlight=False, markup=False)
     return 0
 
@@ -361,52 +361,24 @@ def _columns(first: str, *numbers: str) -> list[Column]:
 # ---------------------------------------------------------------------- the page
 
 
-def comparison_html(
-    names: tuple[str, str],
-    runs: tuple[RunFiles, RunFiles],
-    tests: Sequence[tuple[str, PairedTest]],
-    values: Sequence[tuple[str, float, float]],
-    config: Sequence[tuple[str, Any, Any]],
-    notes: Sequence[str],
-) -> str:
+def comparison_html(found: Comparison, runs: tuple[RunFiles, RunFiles]) -> str:
     """Return the whole page.
 
     Args:
-        names: Names of the runs.
-        runs: Their files, for the curves.
-        tests: Name of a validation and a measure, each with its paired test.
-        values: Metrics with the last number of each run.
-        config: Keys with the value in each run.
-        notes: Sentences.
+        found: The differences.
+        runs: The files of both runs, for the curves.
     """
-    note_items = "".join(f'<li class="note"><b>note</b>{safe(note)}</li>' for note in notes)
-    rows = [
-        (
-            safe(name),
-            f"{each.first:.3f}",
-            f"{each.second:.3f}",
-            f'<b>{each.difference:+.3f}</b> <span class="interval-of">{each.interval}</span>',
-            safe(each.p_text),
-            each.test,
-            f"{each.prompts}",
-        )
-        for name, each in tests
-    ]
-    prompts = html_table(("", "A", "B", "B - A, 95 % interval", "p", "test", "prompts"), rows) if rows else ""
-    rows = [(safe(name), f"{one:.4g}", f"{two:.4g}", f"{two - one:+.4g}") for name, one, two in values]
-    if rows:
-        prompts += "<h3>Last validations, as they were logged: each over all prompts of its run</h3>"
-        prompts += html_table(("metric", "A", "B", "B - A"), rows)
-    rows = [tuple(f'<span class="mono">{safe(config_value(each))}</span>' for each in row) for row in config]
-    settings = html_table(("key", "A", "B"), rows, numbers=()) if rows else '<p class="dim">In nothing.</p>'
-    body = (
-        f"<h1>{safe(names[0])} and {safe(names[1])}</h1>"
-        f'<p><span class="key c0">A: {safe(names[0])}</span> <span class="key c1">B: {safe(names[1])}</span></p>'
-        '<nav aria-label="Contents"><a href="#prompts">Same prompts</a><a href="#curves">Curves</a>'
-        '<a href="#config">Configs</a></nav><main>'
-        '<h2 id="prompts">On the same validation prompts</h2>'
-        f'{prompts}<ul class="alarms">{note_items}</ul>'
-        f'<h2 id="curves">Curves</h2>{curve_section(chart_groups(list(zip("AB", runs))))}'
-        f'<h2 id="config">What the configs differ in</h2>{settings}</main>\n'
+    tests = []
+    for name, each in found.tests:
+        first, second, difference, interval, *rest = each.cells
+        tests.append((name, first, second, (difference, interval), *rest))
+    return page(
+        "compare.html",
+        "runs",
+        names=found.names,
+        tests=tests,
+        values=[(name, f"{one:.4g}", f"{two:.4g}", f"{two - one:+.4g}") for name, one, two in found.values],
+        notes=[RunFinding("note", note) for note in found.notes],
+        groups=drawn_groups(chart_groups(list(zip("AB", runs)))),
+        config=[tuple(map(config_value, row)) for row in found.config],
     )
-    return document(f"{names[0]} and {names[1]}: compared", PAGE_STYLE, body, PAGE_SCRIPT)

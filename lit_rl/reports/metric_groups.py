@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from lit_rl.reports.charts import ChartLine
+from lit_rl.reports.charts import ChartLine, Drawing, chart, number
 from lit_rl.reports.run_files import RunFiles, Series
 
 PHASES = ("generate", "reward", "score", "update")
@@ -89,8 +89,8 @@ def chart_groups(runs: Sequence[tuple[str, RunFiles]]) -> list[ChartGroup]:
         runs: With a name for each in the legends, empty for a single one.
     """
     lines: dict[str, list[ChartLine]] = {}
-    for number, (label, run) in enumerate(runs):
-        for name, line in _chart_lines(run, label, number if len(runs) > 1 else None):
+    for place, (label, run) in enumerate(runs):
+        for name, line in _chart_lines(run, label, place if len(runs) > 1 else None):
             lines.setdefault(name, []).append(line)
     groups = {title: ChartGroup(title) for title, _ in (*CHART_GROUPS, ("Other", ()))}
     seen: dict[str, set[bytes]] = {}
@@ -108,6 +108,38 @@ def chart_groups(runs: Sequence[tuple[str, RunFiles]]) -> list[ChartGroup]:
             seen[name] = numbers
             group.charts.append((name, drawn))
     return [group for group in groups.values() if group.charts or group.constant or group.repeated]
+
+
+_FIRST, _MOST_CHARTS = 6, 90
+"""Charts of a group that are open from the start, and charts of all groups together."""
+
+
+@dataclass(frozen=True)
+class DrawnGroup:
+    """A group as a page shows it."""
+
+    title: str
+    first: list[Drawing]
+    """Pictures that are open from the start."""
+    more: list[Drawing]
+    asides: list[str]
+    """Words about metrics without a picture."""
+
+
+def drawn_groups(groups: Sequence[ChartGroup]) -> list[DrawnGroup]:
+    """Return the groups with their charts as pictures, as many as a page holds."""
+    found, left = [], _MOST_CHARTS
+    for group in groups:
+        taken = [chart(name, lines) for name, lines in group.charts[:left]]
+        left -= len(taken)
+        constant = ", ".join(f"{name} {number(value)}" for name, value in group.constant)
+        repeated = ", ".join(f"{name} = {other}" for name, other in group.repeated)
+        asides = [f"always the same: {constant}"] if constant else []
+        asides += [f"equal curves: {repeated}"] if repeated else []
+        if left_out := len(group.charts) - len(taken):
+            asides.append(f"{left_out} more in metrics.jsonl")
+        found.append(DrawnGroup(group.title, taken[:_FIRST], taken[_FIRST:], asides))
+    return found
 
 
 def _place(name: str) -> tuple[int, int, str]:
@@ -168,12 +200,12 @@ def _validation_lines(run: RunFiles, leaf: str, name: str, label: str, colour: i
     decodings = list(
         dict.fromkeys(key for each in by_decoding for key, numbers in each.items() if measured in _mapping(numbers))
     )
-    for number, stage in enumerate(("val", second) if second else ("val",)):
+    for place, stage in enumerate(("val", second) if second else ("val",)):
         full = metric_of_set(leaf, name, stage)
         series = run.series[full].first_of_each_step()
         low, high = (_values_at(run.series.get(f"{full}_{end}"), series.steps) for end in ("low", "high"))
-        by = f", {decodings[number]}" if number < len(decodings) else ", " + stage[4:] if number else ""
-        yield leaf, ChartLine(f"{label}{by}", series, colour, points=True, hollow=bool(number), low=low, high=high)
+        by = f", {decodings[place]}" if place < len(decodings) else ", " + stage[4:] if place else ""
+        yield leaf, ChartLine(f"{label}{by}", series, colour, points=True, hollow=bool(place), low=low, high=high)
 
 
 def _values_at(series: Series | None, steps: Sequence[float]) -> list[float] | None:

@@ -11,10 +11,10 @@ import contextlib
 import importlib.metadata
 import json
 import math
-import warnings
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +27,26 @@ REPORT_FILE = "report.html"
 """File name of the page that `lit-rl report` writes, and a run at each of its ends."""
 
 _CONFIG_KEYS = {"algo", "data", "run_dir", "task", "trainer"}
+"""Keys of a config that a run wrote; another program's config.yaml has other ones."""
 
 
 @dataclass(frozen=True)
 class RunPaths:
-    """A run's folder, the paths in it, and what its small files say of the run."""
+    """The paths in a run's folder."""
 
     path: Path
 
     @property
-    def summary(self) -> Path:
+    def summary_file(self) -> Path:
         return self.path / "summary.json"
 
     @property
-    def error(self) -> Path:
+    def error_file(self) -> Path:
         return self.path / "error.json"
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
 
     @property
     def page(self) -> Path:
@@ -52,57 +57,16 @@ class RunPaths:
         return self.path / "metrics.jsonl"
 
     @property
+    def samples_folder(self) -> Path:
+        return self.path / "samples"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
     @property
     def hf(self) -> Path:
         return self.path / "hf"
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    def read_config(self) -> dict[str, Any]:
-        """Return config.yaml as a mapping; empty where it cannot be read."""
-        try:
-            config = yaml.safe_load(self.config.read_text())
-        except (OSError, ValueError, yaml.YAMLError):
-            return {}
-        return config if isinstance(config, dict) else {}
-
-    def read_summary(self) -> dict[str, Any]:
-        """Return the summary; empty where there is none. Nothing depends on a damaged one: it is written anew, with a
-        warning."""
-        if not self.summary.is_file():
-            return {}
-        try:
-            summary = json.loads(self.summary.read_text())
-            if isinstance(summary, dict):
-                return summary
-            what = f"a {type(summary).__name__}"
-        except ValueError as error:
-            what = f"not JSON: {error}"
-        warnings.warn(
-            f"{self.summary} is damaged ({what}). What it said is lost, and it is written anew.", stacklevel=2
-        )
-        return {}
-
-    @property
-    def holds_a_run(self) -> bool:
-        """True if a run wrote config.yaml, which is there before anything else of the run is."""
-        return is_run_config(self.read_config())
-
-    @property
-    def finished(self) -> bool:
-        """True if a run here has finished. (A summary without a run is the user's, and is not read.)"""
-        ours = self.holds_a_run or any(self.checkpoints.glob("*.ckpt"))
-        return ours and self.read_summary().get("status") == "finished"
-
-
-def is_run_config(config: Mapping[str, Any]) -> bool:
-    """Tell whether a run wrote this config; another program's config.yaml has other keys."""
-    return config.keys() >= _CONFIG_KEYS
 
 
 # ---------------------------------------------------------------------- refusals of folders
@@ -241,122 +205,169 @@ class Series:
 
 
 @dataclass(frozen=True)
-class RunFiles:
-    """A run as read from its files."""
+class RunFiles(RunPaths):
+    """The contents of a run's files. Each is read when it is first asked for, and then kept."""
 
-    path: Path
-    config: dict[str, Any]
-    """`config.yaml`, from which the run has left out secrets."""
-    config_text: str
-    series: dict[str, Series]
-    """Series by the names of `metrics.jsonl`, in the order in which they appear there."""
-    summary: dict[str, Any]
-    error: dict[str, Any]
-    """`error.json`; empty where nothing ended the run."""
-    alarms: list[str]
-    """Messages of alarms during training: `alarms.jsonl`."""
-    unread: list[str]
-    """A sentence for each file that could not be read."""
+    _unread: dict[Path, list[str]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, run_dir: Path) -> RunFiles:
+        """Return those of a folder in which a run is.
+
+        Raises:
+            ConfigError: it is no folder, or neither config.yaml nor metrics.jsonl is there.
+        """
+        run = cls(run_dir)
+        check_is_folder(run_dir)
+        if not (run.config_file.is_file() or run.metrics.is_file()):
+            raise ConfigError(f"run_dir={run_dir} holds no run: neither config.yaml nor metrics.jsonl is there.")
+        return run
+
+    @cached_property
+    def config_text(self) -> str:
+        """`config.yaml`, from which the run has left out secrets."""
+        return self._text(self.config_file)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The same as a mapping; empty where it is none."""
+        try:
+            config = yaml.load(self.config_text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        except (ValueError, yaml.YAMLError) as error:  # ValueError: a date that is none
+            self._note(self.config_file, f"config.yaml is damaged: {' '.join(str(error).split())}")
+            return {}
+        return config if isinstance(config, dict) else {}
+
+    def settings(self) -> dict[str, Any]:
+        """Return the config of a run whose settings are used again.
+
+        Raises:
+            ConfigError: there is none, or it is another program's.
+            StorageError: it is damaged, or cannot be read.
+        """
+        check_has_config(self.path)
+        if not self.config and (why := self.unread_of(self.config_file)):
+            raise StorageError(f"The settings of {self.path} cannot be read: {why[0]}")
+        groups = ("algo", "sampling", "trainer")
+        if not all(isinstance(self.config.get(name), dict) for name in groups):
+            raise ConfigError(
+                f"{self.config_file} is not the config of a run: it lacks the settings of {', '.join(groups)}."
+            )
+        return self.config
+
+    @cached_property
+    def series(self) -> dict[str, Series]:
+        """Series by the names of `metrics.jsonl`, in the order in which they appear there."""
+        series, bad = dict[str, Series](), 0
+        for row in self._rows(self.metrics):
+            step = row.get("step") if isinstance(row, dict) else None
+            if step is None or not _is_number(step):
+                bad += 1
+                continue
+            for name, value in row.items():
+                if name != "step" and _is_number(value):
+                    numbers = series.setdefault(name, Series())
+                    numbers.steps.append(step)
+                    numbers.values.append(value)
+        if bad:
+            self._note(self.metrics, f"{bad} line{'s' * (bad > 1)} of metrics.jsonl could not be read: left out.")
+        return series
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """`summary.json`; empty where there is none."""
+        return self._object(self.summary_file)
+
+    @cached_property
+    def error(self) -> dict[str, Any]:
+        """`error.json`; empty where nothing ended the run."""
+        return self._object(self.error_file)
+
+    @cached_property
+    def alarms(self) -> list[str]:
+        """Messages of alarms during training: `alarms.jsonl`."""
+        rows = self._rows(self.path / ALARMS)
+        return [str(row["message"]) for row in rows if isinstance(row, dict) and "message" in row]
+
+    @property
+    def unread(self) -> list[str]:
+        """A sentence for each file that could not be read."""
+        _ = self.config, self.series, self.summary, self.error, self.alarms  # read: each notes what it could not
+        files = (self.config_file, self.metrics, self.summary_file, self.error_file, self.path / ALARMS)
+        return [sentence for path in files for sentence in self.unread_of(path)]
+
+    def unread_of(self, path: Path) -> Sequence[str]:
+        """Return the sentences about one file, where it has been read."""
+        return self._unread.get(path, ())
 
     @property
     def samples(self) -> list[SampleTable]:
         """The tables in `samples/`, by name."""
-        return list_tables(self.path / "samples")
+        return list_tables(self.samples_folder)
 
     @property
     def last_step(self) -> int:
         """The last step at which anything was logged; 0 where nothing was."""
         return int(max((series.steps[-1] for series in self.series.values() if len(series)), default=0))
 
+    @property
+    def holds_a_run(self) -> bool:
+        """True if a run wrote config.yaml, which is there before anything else of the run is."""
+        return self.config.keys() >= _CONFIG_KEYS
 
-def read_run_files(run_dir: Path) -> RunFiles:
-    """Read everything but the samples.
+    @property
+    def finished(self) -> bool:
+        """True if a run here has finished. (A summary without a run is the user's, and is not read.)"""
+        ours = self.holds_a_run or any(self.checkpoints.glob("*.ckpt"))
+        return ours and self.summary.get("status") == "finished"
 
-    Raises:
-        ConfigError: it is no folder, or neither config.yaml nor metrics.jsonl is there.
-    """
-    names = RunPaths(run_dir)
-    check_is_folder(run_dir)
-    if not (names.config.is_file() or names.metrics.is_file()):
-        raise ConfigError(f"run_dir={run_dir} holds no run: neither config.yaml nor metrics.jsonl is there.")
-    unread: list[str] = []
-    text, config = _read_text(names.config, unread), None
-    try:
-        config = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except yaml.YAMLError as error:
-        unread.append(f"config.yaml is damaged: {' '.join(str(error).split())}")
-    series, bad = dict[str, Series](), 0
-    for row in _read_rows(names.metrics, unread):
-        step = row.get("step") if isinstance(row, dict) else None
-        if step is None or not _is_number(step):
-            bad += 1
-            continue
-        for name, value in row.items():
-            if name != "step" and _is_number(value):
-                numbers = series.setdefault(name, Series())
-                numbers.steps.append(step)
-                numbers.values.append(value)
-    if bad:
-        unread.append(f"{bad} line{'s' * (bad > 1)} of metrics.jsonl could not be read: left out.")
-    return RunFiles(
-        path=run_dir,
-        config=config if isinstance(config, dict) else {},
-        config_text=text,
-        series=series,
-        summary=_read_object(names.summary, unread),
-        error=_read_object(names.error, unread),
-        alarms=[
-            str(row["message"])
-            for row in _read_rows(run_dir / ALARMS, unread)
-            if isinstance(row, dict) and "message" in row
-        ],
-        unread=unread,
-    )
+    # What reads the files. Each notes what it could not read.
 
+    def _note(self, path: Path, sentence: str) -> None:
+        self._unread.setdefault(path, []).append(sentence)
 
-def _is_file(path: Path, unread: list[str]) -> bool:
-    """Tell whether there is a file. A device or a pipe is none: it may have no end."""
-    if path.exists() and not path.is_file():
-        unread.append(f"{path.name} is no file: not read.")
-    return path.is_file()
+    def _is_file(self, path: Path) -> bool:
+        """Tell whether there is a file. A device or a pipe is none: it may have no end."""
+        if path.exists() and not path.is_file():
+            self._note(path, f"{path.name} is no file: not read.")
+        return path.is_file()
 
+    def _text(self, path: Path) -> str:
+        try:
+            return path.read_text(encoding="utf-8", errors="replace") if self._is_file(path) else ""
+        except OSError as error:
+            self._note(path, f"{path.name} could not be read: {error.strerror}.")
+            return ""
 
-def _read_text(path: Path, unread: list[str]) -> str:
-    if not _is_file(path, unread):
-        return ""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        unread.append(f"{path.name} could not be read: {error.strerror}.")
-        return ""
+    def _object(self, path: Path) -> dict[str, Any]:
+        text = self._text(path)
+        try:
+            found = json.loads(text) if text else {}
+        except ValueError as error:
+            self._note(path, f"{path.name} is damaged: {error}.")
+            return {}
+        if not isinstance(found, dict):
+            self._note(path, f"{path.name} is damaged: it holds a {type(found).__name__}.")
+            return {}
+        return found
 
-
-def _read_object(path: Path, unread: list[str]) -> dict[str, Any]:
-    text = _read_text(path, unread)
-    try:
-        found = json.loads(text) if text else {}
-    except ValueError as error:
-        unread.append(f"{path.name} is damaged: {error}.")
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _read_rows(path: Path, unread: list[str]) -> Iterator[Any]:
-    """Yield every line parsed; None for one that is no JSON. Text after the last line end is still being written."""
-    if not _is_file(path, unread):
-        return
-    try:
-        with path.open("rb") as file:
-            for line in file:
-                if not line.endswith(b"\n"):
-                    unread.append(f"The last line of {path.name} is not whole: left out.")
-                    return
-                try:
-                    yield json.loads(line)
-                except ValueError:
-                    yield None
-    except OSError as error:
-        unread.append(f"{path.name} could not be read: {error.strerror}.")
+    def _rows(self, path: Path) -> Iterator[Any]:
+        """Yield every line parsed; None for one that is no JSON. Text after the last line end is still being
+        written."""
+        if not self._is_file(path):
+            return
+        try:
+            with path.open("rb") as file:
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        self._note(path, f"The last line of {path.name} is not whole: left out.")
+                        return
+                    try:
+                        yield json.loads(line)
+                    except ValueError:
+                        yield None
+        except OSError as error:
+            self._note(path, f"{path.name} could not be read: {error.strerror}.")
 
 
 def _is_number(value: Any) -> bool:

@@ -3,31 +3,30 @@ notebook."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import yaml
 from rich.console import Console
 
 from lit_rl.callbacks.output_files import PROFILE
-from lit_rl.reports.charts import chart, histograms, number
+from lit_rl.reports.charts import histograms, number
 from lit_rl.reports.config_changes import changes_from_defaults, keys_in_commands, set_by_model, typed_commands
-from lit_rl.reports.html_page import PAGE_SCRIPT, PAGE_STYLE, data, document, safe, write_atomically
+from lit_rl.reports.html_page import page, templates, write_atomically
 from lit_rl.reports.metric_groups import (
     PHASES,
-    ChartGroup,
     before_and_after,
     chart_groups,
+    drawn_groups,
     metric_of_set,
     validation_sets,
 )
-from lit_rl.reports.run_files import REPORT_FILE, RunFiles, RunPaths, read_run_files
-from lit_rl.reports.run_findings import RunFinding, run_findings
+from lit_rl.reports.run_files import REPORT_FILE, RunFiles, RunPaths
+from lit_rl.reports.run_findings import run_findings
 from lit_rl.reports.run_samples import SampleFiles, completion_distributions, samples_of
 
 # ---------------------------------------------------------------------- the command, and the notebook
@@ -46,9 +45,9 @@ def report(run_dir: Path) -> int:
 
 def write_run_page(run_dir: Path) -> Path:
     """Write the page, and return its path."""
-    target = RunPaths(run_dir).page
-    write_atomically(target, run_page_html(read_run_files(run_dir)))
-    return target
+    run = RunFiles.of(run_dir)
+    write_atomically(run.page, run_page_html(run))
+    return run.page
 
 
 def write_run_page_at_end(run_dir: Path) -> None:
@@ -84,11 +83,8 @@ class NotebookPage:
     """Pixels."""
 
     def _repr_html_(self) -> str:
-        page = html.escape(run_page_html(read_run_files(self.run_dir)))
-        return (
-            f'<iframe srcdoc="{page}" sandbox="allow-scripts" title="Report of a run" width="100%" '
-            f'height="{self.height}" style="border: 0"></iframe>'
-        )
+        shown = run_page_html(RunFiles.of(self.run_dir))
+        return templates().get_template("notebook.html").render(page=shown, height=self.height)
 
 
 def show(run_dir: str | Path) -> NotebookPage:
@@ -103,11 +99,6 @@ def show(run_dir: str | Path) -> NotebookPage:
 
 # ---------------------------------------------------------------------- the page
 
-
-_FIRST = 6
-"""Charts of a group that are open from the start."""
-
-_MOST_CHARTS = 90
 
 _MOST_CONFIG = 60_000
 """Characters of a config that are shown."""
@@ -128,72 +119,37 @@ LOWER_IS_BETTER = ("loss",)
 
 def run_page_html(run: RunFiles) -> str:
     """Return the whole page, of a few megabytes at most whatever the run's size."""
-    found, written = run_findings(run), samples_of(run)
-    rows = list(_result_rows(run))
-    results = html_table(("", "first", "last", "best", "at step"), rows) if rows else _NO_RESULTS
-    drawn = [histograms(name, each) for name, each in completion_distributions(run)]
-    distributions = f"<h3>Distributions over the completions of a rollout</h3>{_grid(drawn)}" if drawn else ""
-    body = (
-        f"<header>{_head(run)}</header>{_contents(found, written)}<main>"
-        f'{alarm_list(found)}<h2 id="results">Results</h2>{results}'
-        f'<h2 id="curves">Curves</h2>{curve_section(chart_groups([("", run)]))}{distributions}'
-        f"{_samples(run, written)}{_time(run)}{_config(run)}</main>\n"
+    written, status, data_node = samples_of(run), status_of(run), _part(run.config, "data")
+    by = run.summary.get("stopped_by") if status == "stopped" else None
+    files = sorted(path.name for path in (run.path / PROFILE).glob("*") if path.is_file())  # of debug=profile
+    return page(
+        "report.html",
+        "runs",
+        name=run.path.name,
+        status=status,
+        badge=f"{status} by {by}" if by else status,
+        facts={
+            "algorithm": _short_target(run.config.get("algo")),
+            "model": str(_part(run.config, "model").get("name") or "-"),
+            "data": str(data_node.get("path") or "") or _short_target(data_node.get("task") or data_node),
+            "steps": f"{run.summary.get('steps') or run.last_step}",
+            "time": duration(run.summary.get("seconds")),
+        },
+        found=run_findings(run),
+        results=list(_result_rows(run)),
+        groups=drawn_groups(chart_groups([("", run)])),
+        distributions=[histograms(name, rows) for name, rows in completion_distributions(run)],
+        samples=written,
+        missing_colours=_missing_colours(run, written),
+        may_replay=_saved_rollout(run),
+        time=_time(run),
+        memory=_memory(run),
+        profile={name: f"{PROFILE}/{quote(name)}" for name in files},
+        config=_config(run),
     )
-    return document(f"{run.path.name}: report", PAGE_STYLE, body, PAGE_SCRIPT)
-
-
-def _contents(found: Sequence[RunFinding], written: SampleFiles) -> str:
-    present = {"alarms": bool(found), "samples-of-run": bool(written.files)}
-    notes = sum(each.weight == "note" for each in found)
-    counts = {"Alarms": len(found) - notes, "Notes": notes}
-    names = {
-        "alarms": ", ".join(f"{name} ({count})" for name, count in counts.items() if count),
-        "results": "Results",
-        "curves": "Curves",
-        "samples-of-run": "Samples",
-        "time": "Time",
-        "config": "Config",
-    }
-    links = "".join(f'<a href="#{at}">{name}</a>' for at, name in names.items() if present.get(at, True))
-    return f'<nav aria-label="Contents">{links}</nav>\n'
-
-
-def html_table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] | None = None) -> str:
-    """Return a table from cells of markup; the first cell of each row is its head.
-
-    Args:
-        head: Texts of ours.
-        rows: Everything foreign in them `safe`.
-        numbers: Columns that are aligned to the right; all but the first where nothing is said.
-    """
-    right = set(range(1, len(head)) if numbers is None else numbers)
-    kind = ['class="number"' if i in right else "" for i in range(len(head))]
-    top = "".join(f'<th scope="col" {kind[i]}>{name}</th>' for i, name in enumerate(head))
-    body = "".join(
-        f'<tr><th scope="row">{row[0]}</th>'
-        + "".join(f"<td {kind[i]}>{row[i]}</td>" for i in range(1, len(row)))
-        + "</tr>"
-        for row in rows
-    )
-    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>\n'
 
 
 # ---------------------------------------------------------------------- head and results
-
-
-def _head(run: RunFiles) -> str:
-    status, data_node = status_of(run), _part(run.config, "data")
-    facts = {
-        "algorithm": _short_target(run.config.get("algo")),
-        "model": str(_part(run.config, "model").get("name") or "-"),
-        "data": str(data_node.get("path") or "") or _short_target(data_node.get("task") or data_node),
-        "steps": f"{run.summary.get('steps') or run.last_step}",
-        "time": duration(run.summary.get("seconds")),
-    }
-    by = run.summary.get("stopped_by") if status == "stopped" else None
-    badge = f"{status} by {by}" if by else status
-    listed = " · ".join(f'<span class="dim">{name}</span> {safe(value)}' for name, value in facts.items())
-    return f'<h1>{safe(run.path.name)} <span class="status {status}">{safe(badge)}</span></h1><p>{listed}</p>\n'
 
 
 def status_of(run: RunFiles) -> str:
@@ -224,10 +180,14 @@ def _short_target(node: Any) -> str:
     return str(target).rpartition(".")[2] if target else "-"
 
 
-_NO_RESULTS = '<p class="dim">Nothing was measured yet.</p>\n'
+class Measured(NamedTuple):
+    """A number of the results, and the interval that it lies in where one was logged."""
+
+    number: str
+    interval: str = ""
 
 
-def _result_rows(run: RunFiles) -> Iterator[Sequence[str]]:
+def _result_rows(run: RunFiles) -> Iterator[Sequence[str | Measured]]:
     """Yield the metrics that the run is judged by: of each validation set, with intervals where there are any, and of
     the training."""
     for name in validation_sets(run.series):
@@ -239,23 +199,23 @@ def _result_rows(run: RunFiles) -> Iterator[Sequence[str]]:
             best = (min if leaf in LOWER_IS_BETTER else max)(range(len(series)), key=series.values.__getitem__)
             where = [series.steps[i] for i in (0, len(series) - 1, best)]
             cells = [_with_interval(run, metric_of_set(leaf, name), step) for step in where]
-            yield (safe(f"{name or 'held-out'}: {leaf}"), *cells, number(where[2]))
+            yield (f"{name or 'held-out'}: {leaf}", *cells, number(where[2]))
         decodings = dict.fromkeys(
             decoding for when in ("after", "before") for decoding in _part(_part(run.summary, when), name)
         )
         for decoding in list(decodings)[1:]:
             before, after = before_and_after(run.summary, name, decoding)
             cells = (_interval_of(before, "reward"), _interval_of(after, "reward"))
-            yield (safe(f"{name or 'held-out'}: reward, {decoding}"), *cells, "", "")
+            yield (f"{name or 'held-out'}: reward, {decoding}", *cells, "", "")
     # A policy gradient's loss is about 0 on policy, whatever is learned.
     for leaf in HIGHER_IS_BETTER if "train/reward" in run.series else (*HIGHER_IS_BETTER, *LOWER_IS_BETTER):
         if (series := run.series.get(f"train/{leaf}")) is not None:
             best = (min if leaf in LOWER_IS_BETTER else max)(range(len(series)), key=series.values.__getitem__)
             values = (series.values[i] for i in (0, len(series) - 1, best))
-            yield (safe(f"training: {leaf}"), *(f"{value:.3f}" for value in values), number(series.steps[best]))
+            yield (f"training: {leaf}", *(f"{value:.3f}" for value in values), number(series.steps[best]))
 
 
-def _with_interval(run: RunFiles, name: str, step: float) -> str:
+def _with_interval(run: RunFiles, name: str, step: float) -> Measured:
     numbers = {}
     for end in ("", "_low", "_high"):
         series = run.series.get(f"{name}{end}")
@@ -265,126 +225,34 @@ def _with_interval(run: RunFiles, name: str, step: float) -> str:
     return _interval_of(numbers, "m")
 
 
-def _interval_of(numbers: Mapping[str, float], leaf: str) -> str:
+def _interval_of(numbers: Mapping[str, float], leaf: str) -> Measured:
     if leaf not in numbers:
-        return "-"
-    ends = [numbers.get(f"{leaf}_{end}") for end in ("low", "high")]
-    between = "" if None in ends else f' <span class="interval-of">[{ends[0]:.3f}, {ends[1]:.3f}]</span>'
-    return f"{numbers[leaf]:.3f}{between}"
-
-
-# ---------------------------------------------------------------------- alarms and curves
-
-
-def alarm_list(found: Sequence[RunFinding]) -> str:
-    """Return the findings under a title; nothing where there is none."""
-    if not found:
-        return ""
-    lines = "".join(f'<li class="{each.weight}"><b>{each.weight}</b>{safe(each.text[:2000])}</li>' for each in found)
-    name = "Notes" if all(each.weight == "note" for each in found) else "Alarms"
-    return f'<h2 id="alarms">{name}</h2><ul class="alarms">{lines}</ul>\n'
-
-
-def curve_section(groups: Sequence[ChartGroup]) -> str:
-    """Return groups with a title each, their first charts open."""
-    parts, left = [], _MOST_CHARTS
-    for group in groups:
-        taken = group.charts[:left]
-        left -= len(taken)
-        drawn = [chart(name, lines) for name, lines in taken]
-        parts.append(f"<h3>{group.title}</h3>" + _grid(drawn[:_FIRST]))
-        if rest := drawn[_FIRST:]:
-            parts.append(f"<details><summary>{len(rest)} more</summary>{_grid(rest)}</details>")
-        asides = []
-        if group.constant:
-            listed = ", ".join(f"{safe(name)} {number(value)}" for name, value in group.constant)
-            asides.append(f"always the same: {listed}")
-        if group.repeated:
-            listed = ", ".join(f"{safe(name)} = {safe(other)}" for name, other in group.repeated)
-            asides.append(f"equal curves: {listed}")
-        if left_out := len(group.charts) - len(taken):
-            asides.append(f"{left_out} more in metrics.jsonl")
-        if asides:
-            parts.append(f'<p class="aside">{"; ".join(asides)}</p>\n')
-    return "".join(parts) if parts else '<p class="dim">metrics.jsonl holds no number yet.</p>'
-
-
-def _grid(charts: Sequence[str]) -> str:
-    return f'<div class="charts">{"".join(charts)}</div>\n' if charts else ""
+        return Measured("-")
+    low, high = (numbers.get(f"{leaf}_{end}") for end in ("low", "high"))
+    between = "" if low is None or high is None else f"[{low:.3f}, {high:.3f}]"
+    return Measured(f"{numbers[leaf]:.3f}", between)
 
 
 # ---------------------------------------------------------------------- samples
 
 
-_COLOURS = {
-    "advantage": "advantage",
-    "logprob": "log-prob of the sampler",
-    "ratio": "ratio",
-    "kl": "KL to the reference",
-    "entropy": "entropy",
-    "value": "value (critic)",
-    "mask": "why it is (not) learned from",
-    "none": "nothing",
-}
-
-_SORTS = {
-    "row": "as drawn",
-    "high": "highest reward",
-    "low": "lowest reward",
-    "advantage": "largest advantage",
-    "long": "longest",
-}
-
-
-def _samples(run: RunFiles, written: SampleFiles) -> str:
-    left_out = "".join(f'<p class="dim">{safe(each)}</p>' for each in written.left_out)
-    if not written.files:
-        return f'<h2 id="samples-of-run">Samples</h2>{left_out or _NO_SAMPLES}'
-    files = "".join(f'<option value="{i}">{html.escape(each["name"])}</option>' for i, each in enumerate(written.files))
-    sorts, colours = (
-        "".join(f'<option value="{key}">{name}</option>' for key, name in choices.items())
-        for choices in (_SORTS, _COLOURS)
-    )
-    return (
-        '<h2 id="samples-of-run">Samples</h2><noscript><p>The browser of samples needs JavaScript.</p></noscript>'
-        f'<div class="tools"><label>of<select id="file">{files}</select></label>'
-        f'<label>order<select id="sort">{sorts}</select></label>'
-        f'<label>colour by<select id="by">{colours}</select></label>'
-        '<label>search<input id="words" type="search"></label><output id="count"></output></div>'
-        '<p class="dim" id="held"></p><p id="legend"></p><div class="browser">'
-        '<div id="rows" role="listbox" tabindex="0" aria-label="Completions; arrow keys choose one"></div>'
-        '<div id="shown" aria-live="polite"></div></div>'
-        f"{_by_tokens(run, written)}{left_out}"
-        f'<script type="application/json" id="samples">{data(written.files)}</script>\n'
-    )
-
-
-_NO_SAMPLES = '<p class="dim">This run wrote no samples (callbacks.samples writes them).</p>'
-
-
-def _by_tokens(run: RunFiles, written: SampleFiles) -> str:
-    """Return a note on colours that no file has, and on the command that adds them, where there is a rollout to take
-    them from."""
+def _missing_colours(run: RunFiles, written: SampleFiles) -> list[str]:
+    """Return the colours that no file has, where the run has a rollout to take them from, or writes tokens."""
     held = {name for each in written.files for row in each["rows"] for name in row.get("t", ())}
-    missing = [_COLOURS[name] for name in ("logprob", "ratio", "kl", "entropy", "mask") if name not in held]
-    saved = any((run.path / "rollouts").glob("step_*.pt"))
-    if not missing or not (saved or any(table.name.startswith("tokens_") for table in run.samples)):
-        return ""
-    replay = (
-        "<code>lit-rl replay run_dir=... replay.losses=[run]</code> writes them of the newest rollout (a KL where the "
-        "objective has one), and <code>lit-rl report run_dir=...</code> then shows them."
-    )
-    return (
-        f'<p class="dim">No file here holds, token by token: {", ".join(missing)}. A run writes what its loss computes '
-        "(<code>callbacks.token_samples</code>): a KL where <code>algo.beta</code> is above 0, an entropy where "
-        f"<code>algo.log_entropy</code> is on. {replay if saved else ''}</p>"
-    )
+    if not (_saved_rollout(run) or any(table.name.startswith("tokens_") for table in run.samples)):
+        return []
+    return [name for name in ("logprob", "ratio", "kl", "entropy", "mask") if name not in held]
+
+
+def _saved_rollout(run: RunFiles) -> bool:
+    return any((run.path / "rollouts").glob("step_*.pt"))
 
 
 # ---------------------------------------------------------------------- time and memory
 
 
-def _time(run: RunFiles) -> str:
+def _time(run: RunFiles) -> dict[str, Any]:
+    """Return the rows of the table, the shares of the phases and their sum in seconds, and medians of speeds."""
     spent = {name[5:]: sum(series.values) for name, series in run.series.items() if name.startswith("time/")}
     phases = {name: spent[name] for name in PHASES if name in spent}
     within = {f"of generate: {name}": value for name, value in spent.items() if name not in PHASES}
@@ -395,22 +263,19 @@ def _time(run: RunFiles) -> str:
     sizes = (
         {name: _size(size) for name, size in held.items() if isinstance(size, int)} if isinstance(held, dict) else {}
     )
-    speeds = {name: _median_of(run, f"tokens_per_second_per_device/{name}", ",.0f") for name in phases}
     rows = []
     for name, value in seconds.items():
         share = f"{value / whole:.0%}" if isinstance(whole, (int, float)) and whole > 0 else ""
-        rows.append((safe(name), f"{value:.1f}", share, speeds.get(name, ""), sizes.get(name, "")))
-    head = ("phase", "seconds", "of the run", "tokens a second and device", "rank 0 held")
-    shown = _phase_bar(phases) + html_table(head, rows) if rows else ""
+        speed = _median_of(run, f"tokens_per_second_per_device/{name}", ",.0f") if name in phases else ""
+        rows.append((name, f"{value:.1f}", share, speed, sizes.get(name, "")))
+    total = sum(phases.values()) or 1
     medians = {words: _median_of(run, name, form) for name, (words, form) in _DEVICE_METRICS.items()}
-    listed = " · ".join(f"{value} {words}" for words, value in medians.items() if value)
-    if rows and listed:
-        shown += f'<p class="dim">Medians over the lines of the log: {listed}.</p>'
-    files = sorted(path.name for path in (run.path / PROFILE).glob("*") if path.is_file())  # of debug=profile
-    links = " · ".join(f'<a href="{PROFILE}/{quote(name)}">{safe(name)}</a>' for name in files)
-    hint = "a trace opens in ui.perfetto.dev, or chrome://tracing"
-    traces = f"<h3>Profile</h3><p>{links} ({hint})</p>" if files else ""
-    return f'<h2 id="time">Time and memory</h2>{shown}{_memory(run)}{traces}\n'
+    return {
+        "rows": rows,
+        "shares": {name: value / total for name, value in phases.items()},
+        "phases": total,
+        "medians": [f"{value} {words}" for words, value in medians.items() if value],
+    }
 
 
 def _median_of(run: RunFiles, name: str, form: str) -> str:
@@ -433,14 +298,11 @@ _PEAKS = {
 }
 
 
-def _memory(run: RunFiles) -> str:
-    """Return a table of rank 0's peak memory, from the summary."""
+def _memory(run: RunFiles) -> list[tuple[str, str]]:
+    """Return rank 0's peak memory, from the summary."""
     peaks = run.summary.get("peak_memory")
     peaks = peaks if isinstance(peaks, dict) else {}
-    rows = [(name, _size(peaks[key])) for key, name in _PEAKS.items() if isinstance(peaks.get(key), int)]
-    if not rows:
-        return '<p class="dim">No memory was measured yet; lit-rl plan says what a step needs.</p>'
-    return html_table(("rank 0 held", "at most"), rows)
+    return [(name, _size(peaks[key])) for key, name in _PEAKS.items() if isinstance(peaks.get(key), int)]
 
 
 def _size(size: int) -> str:
@@ -449,53 +311,24 @@ def _size(size: int) -> str:
     return f"{size / 2**20:.0f} MiB" if size < 2**30 / 10 else f"{size / 2**30:.2f} GiB"
 
 
-def _phase_bar(phases: Mapping[str, float]) -> str:
-    """Return a bar of the phases, its legend, and the total that they are shares of."""
-    total = sum(phases.values()) or 1
-    parts = [(f"c{i}", safe(name), value / total) for i, (name, value) in enumerate(phases.items())]
-    bar = "".join(f'<i class="{colour}" style="flex: {share:.4f}"></i>' for colour, _, share in parts)
-    keys = " ".join(f'<span class="key {colour}">{name} <b>{share:.0%}</b></span>' for colour, name, share in parts)
-    of = f"Shares of {total:.1f} s, the phases together; the table's are of the whole run."
-    return f'<div class="share" aria-hidden="true">{bar}</div><p>{keys}</p><p class="dim">{of}</p>'
-
-
 # ---------------------------------------------------------------------- config
 
 
-def _config(run: RunFiles) -> str:
-    if not run.config_text:
-        return '<h2 id="config">Config</h2><p class="dim">There is no config.yaml.</p>\n'
+def _config(run: RunFiles) -> dict[str, Any]:
+    """Return the text, what was typed, and the keys that differ from the defaults: those that the commands name, and
+    the others."""
     preset, commands = set_by_model(run.config), typed_commands(run.summary)
     names = keys_in_commands(commands)
-    rows = {row[0]: row for row in sorted(changes_from_defaults(run.config), key=lambda row: row[0] in preset)}
-    own = [key for key in rows if not commands or any(f".{key}".endswith(f".{name}") for name in names)]
-    shown = _changes_table([rows[key] for key in own], preset)
-    if others := [row for key, row in rows.items() if key not in own]:
-        what = "other key" if len(others) == 1 else "other keys"
-        shown += f"<details><summary>{len(others)} {what} that the chosen presets set</summary>"
-        shown += f"{_changes_table(others, preset)}</details>"
-    typed = "".join(f"<pre>{safe(each)}</pre>" for each in commands)
-    typed = f"<h3>What was typed</h3>{typed}" if typed else ""
-    text, left = run.config_text[:_MOST_CONFIG], len(run.config_text) - _MOST_CONFIG
-    more = f'<p class="dim">{left} characters more are in config.yaml.</p>' if left > 0 else ""
-    return (
-        f'<h2 id="config">Config</h2>{typed}<h3>What differs from the defaults</h3>{shown and _DEFAULTS_NOTE}{shown}'
-        f"<details><summary>config.yaml</summary><pre>{safe(text)}</pre>{more}</details>\n"
-    )
-
-
-_DEFAULTS_NOTE = (
-    '<p class="dim">The default without presets is the constructor\'s, or what conf/trainer/default.yaml says. '
-    "Without a word that was typed a key may have another value: that of the chosen data, model or experiment.</p>"
-)
-
-
-def _changes_table(rows: Sequence[tuple[str, Any, Any]], preset: Mapping[str, str]) -> str:
-    cells = []
-    for row in rows:
-        set_by = f'<span class="dim">set by model={preset[row[0]]}</span>' if row[0] in preset else ""
-        cells.append((*(f'<span class="mono">{safe(config_value(each))}</span>' for each in row), set_by))
-    return html_table(("key", "this run", "default without presets", ""), cells, numbers=()) if cells else ""
+    rows = sorted(changes_from_defaults(run.config), key=lambda row: row[0] in preset)
+    shown = {row[0]: (*map(config_value, row), preset.get(row[0], "")) for row in rows}
+    own = [key for key in shown if not commands or any(f".{key}".endswith(f".{name}") for name in names)]
+    return {
+        "text": run.config_text[:_MOST_CONFIG],
+        "left": max(0, len(run.config_text) - _MOST_CONFIG),
+        "commands": commands,
+        "own": [shown[key] for key in own],
+        "others": [row for key, row in shown.items() if key not in own],
+    }
 
 
 def config_value(value: Any) -> str:

@@ -10,11 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_rl.callbacks.display import content_text, escape_control
-from lit_rl.callbacks.output_files import SampleTable, list_tables
+from lit_rl.callbacks.output_files import SampleTable
 from lit_rl.core.episode import RETURNED_IMAGES, message_text
 from lit_rl.core.episode import TOKENS as PREFIX
 from lit_rl.core.errors import ConfigError, StorageError
@@ -122,11 +121,11 @@ class RecordedRollout:
     """Completions of the groups at its beginning."""
 
 
-def read_rollouts(run_dir: Path, files: str, rollouts: int, episodes: int) -> list[RecordedRollout]:
+def read_rollouts(run: RunFiles, files: str, rollouts: int, episodes: int) -> list[RecordedRollout]:
     """Read rollouts that are spread evenly from the first to the last.
 
     Args:
-        run_dir: Folder of the run.
+        run: The run.
         files: Which names in its `samples/`, such as `step_*`.
         rollouts: At most.
         episodes: Completions at most, all of them together.
@@ -135,10 +134,10 @@ def read_rollouts(run_dir: Path, files: str, rollouts: int, episodes: int) -> li
         ConfigError: there is none of that name.
         StorageError: a file is damaged.
     """
-    found = [table for table in list_tables(run_dir / "samples") if fnmatchcase(table.name, files)]
+    found = [table for table in run.samples if fnmatchcase(table.name, files)]
     if not found:
         raise ConfigError(
-            f"There is no {files}.parquet in {run_dir / 'samples'}. A run writes them with callbacks=default "
+            f"There is no {files}.parquet in {run.samples_folder}. A run writes them with callbacks=default "
             "(callbacks.samples); transcripts.files names others, such as 'val_*'."
         )
     chosen = evenly_spread(found, min(rollouts, episodes))

@@ -18,11 +18,12 @@ from rich.text import Text
 
 from lit_rl.callbacks.display import escape_control, escape_markdown, markdown_code, ruled_table
 from lit_rl.core.errors import ConfigError, StorageError
-from lit_rl.reports.charts import COLOURS, ChartLine, chart, dots, number
-from lit_rl.reports.html_page import PAGE_SCRIPT, PAGE_STYLE, document, safe, write_atomically
-from lit_rl.reports.metric_groups import chart_groups, metric_of_set, validation_sets
-from lit_rl.reports.run_files import RunFiles, read_run_files
-from lit_rl.reports.run_page import HIGHER_IS_BETTER, LOWER_IS_BETTER, curve_section, duration, html_table
+from lit_rl.reports.charts import COLOURS, ChartLine, Drawing, chart, dots, number
+from lit_rl.reports.html_page import page, write_atomically
+from lit_rl.reports.metric_groups import chart_groups, drawn_groups, metric_of_set, validation_sets
+from lit_rl.reports.run_files import RunFiles
+from lit_rl.reports.run_findings import RunFinding
+from lit_rl.reports.run_page import HIGHER_IS_BETTER, LOWER_IS_BETTER, duration
 from lit_rl.reports.secrets import redact
 
 # ---------------------------------------------------------------------- jobs, as their files tell them
@@ -154,7 +155,7 @@ def _read_job(sweep: Path, row: Mapping[str, Any]) -> SweepJob:
     if row.get("earlier_run") and code == ConfigError.exit_code:  # refused, as another run is there
         return SweepJob(int(row["job"]), overrides, folder, code, message)
     try:
-        run = read_run_files(folder)
+        run = RunFiles.of(folder)
     except ConfigError:
         return SweepJob(int(row["job"]), overrides, folder, code, message)
     return SweepJob(int(row["job"]), overrides, folder, code, message, run, *_measure_of(run))
@@ -315,24 +316,43 @@ def sweep_html(
         errors: Messages of jobs that failed.
         sweep: For the pictures.
     """
-    (head, rows), name = cells, sweep.folder.name
-    right = range(1, len(head) - 2)  # all but the job, its state and its folder
-    failures = "".join(f'<li class="failed"><b>failed</b>{safe(each[:2000])}</li>' for each in errors)
-    star = '<p class="aside">* the best last value</p>' if sweep.winner is not None else ""
-    jobs = html_table([safe(each) for each in head], [tuple(map(safe, row)) for row in rows], right)
-    body = (
-        f"<h1>{safe(name)}</h1><p>{safe(title)}</p>"
-        '<nav aria-label="Contents"><a href="#jobs">Jobs</a><a href="#keys">Keys</a><a href="#curves">Curves</a></nav>'
-        f'<main><h2 id="jobs">Jobs</h2>{jobs}'
-        f'{star}<ul class="alarms">{failures}</ul>'
-        f'<h2 id="keys">What each key changes</h2>{_key_charts(sweep)}<h2 '
-        f'id="curves">Curves</h2>{_job_curves(sweep)}</main>\n'
+    head, rows = cells
+    jobs = [job for job in sweep.jobs if job.run is not None]
+    if len(jobs) > MOST_CURVES and len(sweep.measures) == 1:
+        sign = 1 if lower_is_better(sweep.measures[0]) else -1
+        jobs.sort(key=lambda job: (job.last is None, sign * (job.last or 0.0)))
+    drawn = sorted(jobs[:MOST_CURVES], key=lambda job: job.number)
+    lines: dict[str, list[ChartLine]] = {}  # a chart of its own for each metric by which jobs are judged
+    for i, job in enumerate(drawn):
+        if job.run is not None and job.measure:
+            series, points = job.run.series[job.measure].first_of_each_step(), job.measure.startswith("val/")
+            lines.setdefault(job.measure, []).append(ChartLine(f"job {job.number}", series, i, points=points))
+    return page(
+        "sweep.html",
+        "runs",
+        name=sweep.folder.name,
+        title=title,
+        head=head,
+        rows=rows,
+        numbers=range(1, len(head) - 2),  # all but the job, its state and its folder
+        winner=sweep.winner is not None,
+        errors=[RunFinding("failed", each) for each in errors],
+        keys=_key_pictures(sweep),
+        jobs=len(jobs),
+        one_measure=len(sweep.measures) == 1,
+        labels=[_label(sweep, job) for job in drawn],
+        curves_of_measures=[chart(name, each) for name, each in lines.items()],
+        groups=drawn_groups(chart_groups([(f"job {job.number}", job.run) for job in drawn if job.run is not None])),
     )
-    return document(f"{name}: sweep", PAGE_STYLE, body, PAGE_SCRIPT)
 
 
-def _key_charts(sweep: Sweep) -> str:
-    """Return a chart for each key: its values from left to right, and above each the last values of its jobs."""
+def _label(sweep: Sweep, job: SweepJob) -> str:
+    settings = (f"{head}={job.overrides.get(key, '-')}" for head, key in zip(sweep.heads, sweep.keys))
+    return " ".join([f"job {job.number}:", *settings]) if sweep.keys else f"job {job.number}"
+
+
+def _key_pictures(sweep: Sweep) -> list[Drawing]:
+    """Return a picture for each key: its values from left to right, and above each the last values of its jobs."""
     drawn = []
     for measure in sweep.measures:
         for key in sweep.keys:
@@ -345,31 +365,4 @@ def _key_charts(sweep: Sweep) -> str:
                 order = sorted(found, key=float)
             if len(found) > 1:
                 drawn.append(dots(measure, key, [(each, found[each]) for each in order]))
-    none = '<p class="dim">No key has two values that ended with a number of the same metric.</p>'
-    return f'<div class="charts">{"".join(drawn)}</div>\n' if drawn else none
-
-
-def _job_curves(sweep: Sweep) -> str:
-    """Return the curves of the jobs; of those with the best last values, where there are more than colours."""
-    jobs = [job for job in sweep.jobs if job.run is not None]
-    if len(jobs) > MOST_CURVES and len(sweep.measures) == 1:
-        sign = 1 if lower_is_better(sweep.measures[0]) else -1
-        jobs.sort(key=lambda job: (job.last is None, sign * (job.last or 0.0)))
-    shown = sorted(jobs[:MOST_CURVES], key=lambda job: job.number)
-    note = ""
-    if len(jobs) > len(shown):
-        best = "the best by their last value" if len(sweep.measures) == 1 else "the first ones"
-        note = f'<p class="aside">{len(shown)} of {len(jobs)} jobs: {best}.</p>'
-    labels: list[str] = []
-    lines: dict[str, list[ChartLine]] = {}  # a chart of its own for each metric by which jobs are judged
-    for i, job in enumerate(shown):
-        settings = (f"{head}={job.overrides.get(key, '-')}" for head, key in zip(sweep.heads, sweep.keys))
-        label = " ".join([f"job {job.number}:", *settings]) if sweep.keys else f"job {job.number}"
-        labels.append(f'<span class="key c{i}">{safe(label)}</span>')
-        if job.run is not None and job.measure:
-            series, points = job.run.series[job.measure].first_of_each_step(), job.measure.startswith("val/")
-            lines.setdefault(job.measure, []).append(ChartLine(f"job {job.number}", series, i, points=points))
-    drawn = "".join(chart(name, each) for name, each in lines.items())
-    measures = f'<div class="charts">{drawn}</div>\n' if lines else ""
-    runs = [(f"job {job.number}", job.run) for job in shown if job.run is not None]
-    return f"{note}<p>{' '.join(labels)}</p>{measures}{curve_section(chart_groups(runs))}"
+    return drawn

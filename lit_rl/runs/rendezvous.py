@@ -404,7 +404,7 @@ def send_start(meeting: Rendezvous, run_dir: RunDir, ckpt_path: str | None, *, n
         StorageError: a node holds a newer one, or lacks one that cannot be sent.
     """
     path = None if ckpt_path is None else Path(ckpt_path).absolute()
-    resumed = path is not None and run_dir.summary.exists()
+    resumed = path is not None and run_dir.summary_file.exists()
     meeting.broadcast(
         "start",
         {
@@ -461,7 +461,7 @@ def receive_start(meeting: Rendezvous) -> tuple[RunDir, str | None] | None:
         if newest is not None and (path is None or step_of(newest) > step_of(path)):
             newer = newest
     if first and newer is None:
-        run_dir.error.unlink(missing_ok=True)  # of the attempt before
+        run_dir.error_file.unlink(missing_ok=True)  # of the attempt before
         if start["summary"] is not None and run_dir.read_summary() != start["summary"]:
             run_dir.path.mkdir(parents=True, exist_ok=True)
             run_dir.write_summary(start["summary"])  # it decides what is measured, which takes all processes

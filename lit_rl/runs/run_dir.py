@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,14 @@ from lit_rl.callbacks.record import RECORD_FILES, record_files
 from lit_rl.core.durable_files import PARTIAL, flush, replacing, write_new
 from lit_rl.core.errors import ConfigError, StorageError
 from lit_rl.models.verified_folder import unpublished_folders
-from lit_rl.reports.run_files import REPORT_FILE, RunPaths, check_not_a_file, folder_taken_error, with_version_line
+from lit_rl.reports.run_files import (
+    REPORT_FILE,
+    RunFiles,
+    RunPaths,
+    check_not_a_file,
+    folder_taken_error,
+    with_version_line,
+)
 from lit_rl.reports.secrets import redact
 from lit_rl.runs.run_lock import LOCK_FILE, RunLock
 
@@ -62,11 +70,24 @@ class FilesBefore:
 class RunDir(RunPaths):
     """The folder of a run that starts, resumes or has ended: its files, and the ones that may be written."""
 
+    def read(self) -> RunFiles:
+        """Return what the files of the run say by now."""
+        return RunFiles(self.path)
+
+    def read_summary(self) -> dict[str, Any]:
+        """Return the summary; empty where there is none. Nothing depends on a damaged one: it is written anew, with a
+        warning."""
+        run = self.read()
+        summary = run.summary
+        for sentence in run.unread_of(self.summary_file):
+            warnings.warn(f"{self.path}/{sentence} What it said is lost, and it is written anew.", stacklevel=2)
+        return summary
+
     def write_summary(self, summary: dict[str, Any]) -> None:
-        _replace(self.summary, json.dumps(nan_to_null(summary), indent=2, allow_nan=False) + "\n")
+        _replace(self.summary_file, json.dumps(nan_to_null(summary), indent=2, allow_nan=False) + "\n")
 
     def write_config(self, text: str) -> None:
-        _replace(self.config, with_version_line(text))
+        _replace(self.config_file, with_version_line(text))
 
     def write_error(self, what: dict[str, Any]) -> dict[str, Any] | None:
         """Write the error that ended the run. Of several ranks the first one writes it: the others fail because of it.
@@ -76,9 +97,9 @@ class RunDir(RunPaths):
         """
         with contextlib.suppress(OSError, ValueError):  # nothing may hide the error itself
             try:
-                write_new(self.error, json.dumps(redact(what), indent=2) + "\n")
+                write_new(self.error_file, json.dumps(redact(what), indent=2) + "\n")
             except FileExistsError:
-                return json.loads(self.error.read_text())
+                return json.loads(self.error_file.read_text())
         return None
 
     def open(self, start: StartKind, lock: RunLock | None = None) -> RunLock:
@@ -98,21 +119,21 @@ class RunDir(RunPaths):
         """
         check_not_a_file(self.path)
         with contextlib.ExitStack() as undo:
-            if lock is None and self.holds_a_run:  # before anything is said of a run that still goes on
+            if lock is None and self.read().holds_a_run:  # before anything is said of a run that still goes on
                 lock = undo.enter_context(contextlib.closing(RunLock(self.path)))
             self._check_free(start)
             self.make()
             lock = lock or RunLock(self.path)
             undo.pop_all()
-        if self.holds_a_run:
-            self.error.unlink(missing_ok=True)  # of the attempt before
+        if self.read().holds_a_run:
+            self.error_file.unlink(missing_ok=True)  # of the attempt before
         return lock
 
     def _check_free(self, start: StartKind) -> None:
         # A folder is a run's by its config.yaml, or by a checkpoint.
         users_files: list[Path] = []
-        if self.path.is_dir() and not self.holds_a_run:
-            users_files += [self.config] if self.config.exists() else []
+        if self.path.is_dir() and not self.read().holds_a_run:
+            users_files += [self.config_file] if self.config_file.exists() else []
             replaced = () if start == "resumed" else REPLACED
             users_files += [path for name in replaced for path in sorted(self.path.glob(name))]
         if users_files:
@@ -121,8 +142,9 @@ class RunDir(RunPaths):
                 "replace and no run wrote: the folder has no config.yaml of a run. Use another run_dir, best a new "
                 "folder."
             )
-        if start == "new" and (self.finished or any(self.checkpoints.glob("*.ckpt")) or self.metrics.exists()):
-            state = "a finished run" if self.finished else "a run that did not finish"
+        finished = start == "new" and self.read().finished
+        if start == "new" and (finished or any(self.checkpoints.glob("*.ckpt")) or self.metrics.exists()):
+            state = "a finished run" if finished else "a run that did not finish"
             raise folder_taken_error(self.path, state)
 
     def make(self) -> None:
@@ -166,15 +188,16 @@ class RunDir(RunPaths):
         if not os.path.isdir(self.path):  # those above it were made, and it could not be
             return _remove_empty(made)
         hparams = self.path / "hparams.yaml"  # of Lightning's logger for TensorBoard
-        ours = (self.path / LOCK_FILE, self.config, self.summary, self.error, self.page, *record_files(self.path))
-        for path in (*ours, hparams):
+        ours = (self.config_file, self.summary_file, self.error_file, self.page, *record_files(self.path))
+        for path in (self.path / LOCK_FILE, *ours, hparams):
             path.unlink(missing_ok=True)
         inside = sorted((path for path in self.path.rglob("*") if path.is_dir()), reverse=True)
         _remove_empty([*inside, *made])
 
     def snapshot(self) -> FilesBefore:
         """Return the files before a start resumes the run, for `restore`."""
-        written = (self.config, self.summary, self.error, self.page, self.path / "csv" / "metrics.csv")
+        ours = (self.config_file, self.summary_file, self.error_file, self.page)
+        written = (*ours, self.path / "csv" / "metrics.csv")
         return FilesBefore(
             {path: path.read_bytes() if path.is_file() else None for path in written},
             {path: path.stat().st_size for path in record_files(self.path)},
@@ -212,10 +235,11 @@ class RunDir(RunPaths):
 
     def clear_record(self) -> None:
         """Remove the record of a run that died before its first checkpoint: the next one starts from nothing."""
-        if self.holds_a_run and not self.finished:
+        run = self.read()
+        if run.holds_a_run and not run.finished:
             for path in record_files(self.path):
                 path.unlink()
-            self.summary.unlink(missing_ok=True)
+            self.summary_file.unlink(missing_ok=True)
 
     def last_checkpoint(self) -> Path | None:
         """Return the newest whole checkpoint; None where there is none."""

@@ -92,6 +92,11 @@ def test_the_wheel_holds_everything_and_nothing_else(wheel):
     }
     assert {"lit_rl/models/tiny/model.safetensors", "lit_rl/models/digits/model.safetensors"} < policies
     assert len(conf) > 50
+    pages = {
+        f"lit_rl/reports/templates/{name}"
+        for name in below(ROOT / "lit_rl" / "reports" / "templates", ".html", ".css", ".js")
+    }
+    assert {"lit_rl/reports/templates/page.html", "lit_rl/reports/templates/runs.js"} < pages
     others = {
         "lit_rl/data/digits.csv.gz",
         "lit_rl/cli/schema_keys.yaml",
@@ -99,7 +104,7 @@ def test_the_wheel_holds_everything_and_nothing_else(wheel):
         "lit_rl/reports/defaults.yaml",
         "lit_rl/py.typed",
     }
-    assert names == conf | code | policies | others
+    assert names == conf | code | policies | pages | others
     assert wheel.stat().st_size < 4_500_000
 
 
@@ -126,6 +131,11 @@ def test_the_wheel_alone_trains_from_another_directory(wheel, tmp_path):
     assert done.returncode == 0, done.stderr
     assert str(site) in done.stderr  # not the checkout
     assert list(here.iterdir()) == []  # fast_dev_run writes nothing
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "train/reward": 0.5}\n')
+    done = python("-c", lines, "report", f"run_dir={tmp_path / 'run'}", cwd=here, PYTHONPATH=str(site))
+    assert done.returncode == 0, done.stderr
+    assert "<script>'use strict'" in (tmp_path / "run" / "report.html").read_text(), "with its script"
     helped = python("-c", lines, "--help", cwd=here, PYTHONPATH=str(site))
     assert helped.stdout == help.overview()
 

@@ -89,7 +89,7 @@ def test_prompts_are_paired_by_what_they_say_and_completions_of_one_are_averaged
     first = run(tmp_path / "a", [1, 0, 0, 0, 1, 1, math.nan], ["a", "b", "c", "d", "a", "b", "e"])
     second = run(tmp_path / "b", [0, 1, 1, 1, 1], ["d", "c", "b", "a", "e"], name="val_00000050_t0")
     run(tmp_path / "b", [0, 0, 0, 0, 0], ["d", "c", "b", "a", "e"], name="val_00000000_t0")  # an earlier one
-    found = comparison(run_files.read_run_files(first), run_files.read_run_files(second))
+    found = comparison(run_files.RunFiles.of(first), run_files.RunFiles.of(second))
     ((name, test),) = found.tests
     assert name == "held-out, greedy: reward, steps 40 and 50"
     assert (test.prompts, test.first, test.second, test.test) == (4, 1.5 / 4, 3 / 4, "t")
@@ -98,7 +98,7 @@ def test_prompts_are_paired_by_what_they_say_and_completions_of_one_are_averaged
 
 def test_prompts_that_both_runs_have_are_paired_and_the_others_are_counted(tmp_path: Path) -> None:
     first, second = run(tmp_path / "a", [1] * 4), run(tmp_path / "b", [0, 0, 1, 1], ["a", "b", "c", "<other>"])
-    found = comparison(run_files.read_run_files(first), run_files.read_run_files(second))
+    found = comparison(run_files.RunFiles.of(first), run_files.RunFiles.of(second))
     assert found.tests[0][1].prompts == 3 and found.tests[0][1].difference == pytest.approx(-2 / 3)
     (note,) = found.notes
     assert "the 3 prompts that both runs have are paired; 1 of the 4 prompts of a are not in b, such as 'd'; 1" in note
@@ -132,7 +132,7 @@ def test_a_set_that_is_not_tested_keeps_its_reward(tmp_path: Path) -> None:
         samples(folder, "val_00000040_t0_a_b", PROMPTS, [0, 1, 1, 0])
         samples(folder, "val_00000040_t0_hard", PROMPTS, [math.nan] * 4 if name == "two" else [0, 1, 1, 0])
         folders.append(folder)
-    found = comparison(*(run_files.read_run_files(folder) for folder in folders))
+    found = comparison(*(run_files.RunFiles.of(folder) for folder in folders))
     assert [name for name, _ in found.tests] == [
         "held-out, greedy: reward, step 40",
         "a_b, greedy: reward, step 40",
@@ -144,7 +144,7 @@ def test_a_set_that_is_not_tested_keeps_its_reward(tmp_path: Path) -> None:
 def test_rewards_of_other_functions_are_not_compared(tmp_path: Path) -> None:
     first, second = run(tmp_path / "a", [1] * 4), run(tmp_path / "b", [1] * 4)
     samples(second, "val_00000040_t0", PROMPTS, [1, 0, 1, 0], **{"rewards/other": [1.0, 0.0, 1.0, 0.0]})
-    found = comparison(run_files.read_run_files(first), run_files.read_run_files(second))
+    found = comparison(run_files.RunFiles.of(first), run_files.RunFiles.of(second))
     assert [name for name, _ in found.tests] == ["held-out, greedy: right, step 40"]
     assert any("rewards of different functions (right and other, right)" in note for note in found.notes)
 
@@ -158,7 +158,7 @@ def test_unlike_rewards_have_no_difference_and_the_note_says_why(tmp_path: Path)
         path = folder / "samples" / "val_00000040_t0.parquet"
         table = pyarrow.parquet.read_table(path).rename_columns({"rewards/right": f"rewards/{name}"})
         pyarrow.parquet.write_table(table, path)
-        folders.append(run_files.read_run_files(folder))
+        folders.append(run_files.RunFiles.of(folder))
     found = comparison(*folders)
     assert not found.tests and found.values == [("val/win_rate", 0.25, 0.25)]
     assert found.notes == [
@@ -171,7 +171,7 @@ def test_runs_that_write_nothing_are_compared_by_their_last_numbers(tmp_path: Pa
     folders = []
     for name, loss in (("a", 2.0), ("b", 1.5)):
         rows = [{"step": 0, "val/loss": 9.0}, {"step": 4, "val/loss": loss}, {"step": 4, "train/loss": 1.0}]
-        folders.append(run_files.read_run_files(run_folder(tmp_path / name, rows)))
+        folders.append(run_files.RunFiles.of(run_folder(tmp_path / name, rows)))
     found = comparison(*folders)
     assert found.values == [("val/loss", 2.0, 1.5)] and not found.tests and "No test" in found.notes[0]
 

@@ -145,8 +145,8 @@ def test_a_disk_that_is_all_but_full_has_a_whole_error_json_or_none(
     with small_disk(tmp_path / "disk", 1_000_000):
         run_dir, ballast = RunDir(tmp_path / "disk"), fill(tmp_path / "disk", room)
         assert run_dir.write_error({"error": "StorageError"}) is None
-        assert set(run_dir.path.iterdir()) == ({run_dir.error, ballast} if there else {ballast})
-        assert not there or json.loads(run_dir.error.read_text()) == {"error": "StorageError"}
+        assert set(run_dir.path.iterdir()) == ({run_dir.error_file, ballast} if there else {ballast})
+        assert not there or json.loads(run_dir.error_file.read_text()) == {"error": "StorageError"}
 
 
 def test_space_is_looked_for_before_any_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

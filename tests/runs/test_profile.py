@@ -65,10 +65,10 @@ def test_the_steps_that_were_asked_for_are_traced_and_training_is_the_same(tmp_p
     phases = [name for name in names if name in ("generate", "reward", "score")]
     assert phases == ["generate", "reward", "score"]
     assert "aten::mm" in (profile / "operators.txt").read_text()
-    shown = run_page_html(run_files.read_run_files(tmp_path))
+    shown = run_page_html(run_files.RunFiles.of(tmp_path))
     for name in ("trace.json.gz", "operators.txt"):
         assert f'<a href="profile/{name}">' in shown
-    assert "<h3>Profile</h3>" not in run_page_html(run_files.read_run_files(_without(profile, tmp_path)))
+    assert "<h3>Profile</h3>" not in run_page_html(run_files.RunFiles.of(_without(profile, tmp_path)))
 
 
 def _without(profile: Path, folder: Path) -> Path:

@@ -159,9 +159,7 @@ def test_what_the_first_objective_saw_of_each_token_is_a_file_that_the_page_show
         assert found[name] == pytest.approx(value / len(learned), rel=1e-4), name
     ids = rollout.completions.response_ids[rollout.completions.response_mask].tolist()
     assert [each["ids"] for each in tokens] == ids and [row["reward"] for row in table] == rollout.scores.total.tolist()
-    (shown,) = [
-        each for each in samples_of(run_files.read_run_files(folder)).files if each["name"].startswith("replayed")
-    ]
+    (shown,) = [each for each in samples_of(run_files.RunFiles.of(folder)).files if each["name"].startswith("replayed")]
     assert {"ratio", "entropy", "mask", "advantage", "logprob", "text"} == shown["rows"][0]["t"].keys()
 
 
@@ -172,7 +170,7 @@ def test_what_a_run_writes_of_tokens_is_what_a_replay_of_its_last_update_compute
     assert [path.stem[-1] for path in sorted((folder / "samples").glob("tokens_*.parquet"))] == ["0", "2", "4"]
     (own,) = [
         each
-        for each in samples_of(run_files.read_run_files(folder)).files
+        for each in samples_of(run_files.RunFiles.of(folder)).files
         if each["name"] == "rollout of step 4, by tokens"
     ]
     colours = {"ratio", "kl", "entropy", "mask", "advantage", "logprob", "text"}
@@ -193,7 +191,7 @@ def test_what_a_run_writes_of_tokens_is_what_a_replay_of_its_last_update_compute
     for name in ("reward", "rewards/exact_match", "answer", "rank"):
         assert [row[name] for row, _ in found] == [other[name] for _, other in found]
     assert all(row["answer"] for row in mine) and own["rows"][0]["f"] and own["rows"][0]["x"]["answer"]
-    assert samples_of(run_files.read_run_files(folder)).files[1] == own, "behind the replay"
+    assert samples_of(run_files.RunFiles.of(folder)).files[1] == own, "behind the replay"
     ratios = [math.exp(a - b) for row in mine for a, b in zip(row["tokens/logprobs"], row["tokens/old_logprobs"])]
     assert max(ratios) > 1.001, "not those of the first pass, where every ratio is 1"
 

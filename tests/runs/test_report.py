@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import math
 import re
@@ -17,8 +19,9 @@ from chromium import CHROMIUM
 from run_folders import CONFIG, run_folder, samples
 
 from lit_rl.core.errors import ConfigError
-from lit_rl.reports import run_files
-from lit_rl.reports.charts import ChartLine, bin_counts, chart, dots, histograms, smoothed, thinned, ticks
+from lit_rl.reports import html_page, run_files
+from lit_rl.reports.charts import ChartLine, Drawing, bin_counts, chart, dots, histograms, smoothed, thinned, ticks
+from lit_rl.reports.compare import compare
 from lit_rl.reports.config_changes import (
     changes_between,
     changes_from_defaults,
@@ -26,7 +29,7 @@ from lit_rl.reports.config_changes import (
     set_by_model,
     typed_commands,
 )
-from lit_rl.reports.html_page import data
+from lit_rl.reports.html_page import templates
 from lit_rl.reports.metric_groups import chart_groups
 from lit_rl.reports.run_files import Series
 from lit_rl.reports.run_findings import run_findings
@@ -40,11 +43,16 @@ from lit_rl.reports.run_samples import (
     samples_of,
     token_measures,
 )
+from lit_rl.reports.sweep import note_job, write_sweep
+from lit_rl.reports.transcripts import transcripts
 from lit_rl.runs.closing_report import phase_totals
 from lit_rl.runs.run_dir import RunDir
 
 NASTY = "</script><script>document.title='hit'</script><img src=x onerror=\"alert(1)\">\x1b[31m\x00&amp;"
 """What must stay text, wherever it stands."""
+
+CANARY = f"'\"> {NASTY} \u202eevil\u2066\u200b {{{{ 7 * 7 }}}} {{% if %}} \x9b31m"
+"""The same after quotes, and what turns a line around, hides, is a template's, or a terminal's."""
 
 HALF = "\ud83d"
 """Of a surrogate pair: no file in UTF-8 can hold it."""
@@ -134,11 +142,62 @@ def test_what_a_run_says_is_text_and_nothing_is_loaded(nasty: Path) -> None:
     assert any(shown + "\\ud83d" in each for each in page.texts), "the message of the error"
 
 
+def test_every_page_shows_what_others_say_as_text(tmp_path: Path) -> None:
+    """Of metrics, prompts, completions, tokens, configs, errors, jobs: each page is read whole, by its parser."""
+    sweep, tokens = tmp_path / "a <b>'sweep'", [CANARY, "\u202e", "\n"]
+    for number in range(2):
+        rows = [{"step": i, f"train/{CANARY}": float(i + number), f"val/{CANARY}/reward": i / 9} for i in range(3)]
+        config = CONFIG | {CANARY: f"{CANARY}{number}", "model": {"name": CANARY}}
+        told = {"status": "stopped", "stopped_by": CANARY, "command": CANARY, "not_written": [CANARY]}
+        run = run_folder(sweep / f"{number}<i>'", rows, config, told)
+        columns: dict[str, Any] = {
+            "ids": [[1, 2, 3]], "text": [tokens], "turn": [[0, 0, 0]], "by_policy": [[True, True, False]],
+            "learned": [[True, False, False]], "sampler_logprobs": [[-1.0, -2.0, 0.0]],
+            "advantages": [[0.5, -0.5, 0.0]],
+        }  # fmt: skip
+        episode = {f"tokens/{name}": values for name, values in columns.items()}
+        episode |= {"messages": [json.dumps([{"role": CANARY, "content": CANARY}])], "turns": [1], "end": [CANARY]}
+        episode |= {"turn_rewards": ["[1.0]"], "episode_error": [CANARY], CANARY: [CANARY], "advantage": [1.0]}
+        samples(run, "step_00000002", [CANARY], [1.0], said=CANARY, **episode)
+        samples(run, "val_00000002_t0_<i>", [CANARY, f"{number}{CANARY}"], [number, 0.0], said=CANARY)
+        message = f"{CANARY} is no number"
+        job = {"job": number, "overrides": [f"a.{number}={CANARY}", f"lr=1e-{number}"], "folder": str(run)}
+        note_job(sweep, {**job, "exit_code": 4 * number, "message": message * number})
+    first, second = sorted(each for each in sweep.iterdir() if each.is_dir())
+    assert report(first) == compare(first, second) == write_sweep(sweep) == transcripts(first) == 0
+    pages = {path.name: path for path in sweep.rglob("*.html")}
+    assert sorted(pages) == ["compare_1<i>'.html", "report.html", "sweep.html", "transcripts.html"]
+    shown = CANARY.replace("\x1b", "\\x1b").replace("\x00", "\\x00").replace("\x9b", "\\x9b")
+    shown = shown.replace("\u202e", "\\u202e").replace("\u2066", "\\u2066").replace("\u200b", "\\u200b")
+    for name, path in pages.items():
+        text = path.read_text(encoding="utf-8")
+        page = Page(text)
+        assert [char for char in {*text} if not char.isprintable() and char != "\n"] == [], name
+        assert not {"img", "iframe", "link", "base", "object"} & {tag for tag, _ in page.tags}, name
+        names = {name for _, attributes in page.tags for name in attributes}
+        assert not [each for each in names if each.startswith("on") or each in ("src", "srcdoc")], name
+        assert {str(a["href"])[0] for tag, a in page.tags if tag == "a"} <= {"#"}, name
+        (script,) = [text for attributes, text in page.scripts if not attributes]
+        (policy,) = [str(a["content"]) for _, a in page.tags if "http-equiv" in a]
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert f"script-src 'sha256-{digest}'" in policy and policy.startswith("default-src 'none'; style-src"), name
+        assert any(shown in each for each in page.texts), name
+
+
+def test_no_template_lets_text_of_others_through() -> None:
+    """What `safe`, `escape` and joined markup give is not escaped again."""
+    for path in Path(html_page.__file__).with_name("templates").glob("*.html"):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"\|\s*(safe|e|escape|forceescape|xmlattr|urlize)\b|autoescape", text), path.name
+
+
 def test_data_for_the_script_ends_no_element() -> None:
-    text = data({"a": "</script><!--", "b": "\ud83d"})
-    assert "<" not in text and text.isascii() and json.loads(text) == {"a": "</script><!--", "b": "\ud83d"}
+    written = templates().from_string("{{ value | tojson }}")
+    text = written.render(value={"b": "</script><!--", "a": "\ud83d"})
+    assert "<" not in text and text.isascii() and json.loads(text) == {"b": "</script><!--", "a": "\ud83d"}
+    assert list(json.loads(text)) == ["b", "a"], "in their order"
     with pytest.raises(ValueError):
-        data([math.nan])
+        written.render(value=[math.nan])
 
 
 # ---------------------------------------------------------------------- a browser
@@ -218,7 +277,7 @@ def test_training_and_validations_of_one_name_are_one_picture(tmp_path: Path) ->
     rows += [{"step": at, "val_sampled/reward": at / 40, "val_sampled/reward_low": 0.0} for at in (0, 30)]
     rows += [{"step": 30, "val/hard/reward": 0.25, "val/hard/prompts": 8, "train/rewards/f/mean": 1.0}]
     summary = {"after": {"": {"greedy": {"reward": 0.5}, "sampled at 1": {"reward": 0.75}}}, "status": "finished"}
-    run = run_files.read_run_files(run_folder(tmp_path / "run", rows, summary=summary))
+    run = run_files.RunFiles.of(run_folder(tmp_path / "run", rows, summary=summary))
     (first, *others) = chart_groups([("", run)])
     (title, lines), *more = first.charts
     assert title == "reward" and not more
@@ -232,7 +291,7 @@ def test_training_and_validations_of_one_name_are_one_picture(tmp_path: Path) ->
 
 def test_the_numbers_of_the_results_have_the_same_decimals(tmp_path: Path) -> None:
     rows = [{"step": i, "train/reward": 0.48828, "val/reward": 0.608} for i in (1, 2)]
-    shown = run_page_html(run_files.read_run_files(run_folder(tmp_path / "run", rows)))
+    shown = run_page_html(run_files.RunFiles.of(run_folder(tmp_path / "run", rows)))
     results = shown[shown.index('<h2 id="results"') : shown.index('<h2 id="curves"')]
     assert set(re.findall(r"[0-9]+[.][0-9]+", results)) == {"0.488", "0.608"}
 
@@ -244,7 +303,7 @@ def test_a_run_that_is_being_written_and_a_damaged_one_are_read_as_far_as_they_g
     (folder / "summary.json").write_text("{")
     samples(folder, "step_00000001", ["p"], [1.0])
     (folder / "samples" / "step_00000000.parquet").write_bytes(b"half")
-    run = run_files.read_run_files(folder)
+    run = run_files.RunFiles.of(folder)
     assert list(run.series["train/loss"].values) == [2.0, 1.5] and run.last_step == 3
     said = " ".join(finding.text for finding in run_findings(run))
     assert "1 line of metrics.jsonl" in said and "last line of metrics.jsonl is not whole" in said
@@ -296,7 +355,7 @@ def test_samples_stop_where_the_page_would_be_too_large(tmp_path: Path, monkeypa
     for step in (0, 1):
         samples(folder, f"step_{step:08d}", ["p"] * 4, [1.0] * 4, "x" * 1000)
     monkeypatch.setattr("lit_rl.reports.run_samples.MAX_SIZE", 1500)
-    found = samples_of(run_files.read_run_files(folder))
+    found = samples_of(run_files.RunFiles.of(folder))
     assert [len(each["rows"]) for each in found.files] == [2]
     assert found.left_out == ["step_00000000 and what comes after it: the page would be too large."]
 
@@ -416,7 +475,7 @@ def test_alarms_are_what_the_files_say(tmp_path: Path) -> None:
     )
     (folder / "bad_batch.pt").write_bytes(b"")
     (folder / "alarms.jsonl").write_text('{"step": 7, "message": "Alarm kl_blow_up"}\n{"step": 9, "mess')
-    found = [(finding.weight, finding.text) for finding in run_findings(run_files.read_run_files(folder))]
+    found = [(finding.weight, finding.text) for finding in run_findings(run_files.RunFiles.of(folder))]
     assert [weight for weight, _ in found] == ["warning"] * 7 + ["note"] * 3
     said = "\n".join(text for _, text in found)
     for expected in ("up to 100.0% optimizer steps were left out", "1 line of the log, the last at step 3", "25.0%"):
@@ -428,9 +487,7 @@ def test_alarms_are_what_the_files_say(tmp_path: Path) -> None:
     assert {"Alarms (7), Notes (3)", "Alarms"} < {*page_of(folder).texts}
     noted = page_of(run_folder(tmp_path / "noted", rows[:1])).texts
     assert {"Notes (1)", "Notes"} < {*noted} and not [text for text in noted if "Alarm" in text]
-    assert (
-        run_findings(run_files.read_run_files(run_folder(tmp_path / "well", [{"step": 1, "train/reward": 1.0}]))) == []
-    )
+    assert run_findings(run_files.RunFiles.of(run_folder(tmp_path / "well", [{"step": 1, "train/reward": 1.0}]))) == []
 
 
 def test_a_device_in_the_place_of_a_file_is_not_read(tmp_path: Path) -> None:
@@ -439,7 +496,7 @@ def test_a_device_in_the_place_of_a_file_is_not_read(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").unlink()
     for name in ("metrics.jsonl", "error.json"):
         (folder / name).symlink_to("/dev/zero")
-    found = run_files.read_run_files(folder)
+    found = run_files.RunFiles.of(folder)
     assert not found.series and not found.error
     assert found.unread == ["metrics.jsonl is no file: not read.", "error.json is no file: not read."]
 
@@ -456,9 +513,13 @@ def test_curves_keep_what_sticks_out_and_ticks_are_round() -> None:
     assert [duration(each) for each in (None, 3.25, 125, 7300)] == ["-", "3.2 s", "2 min 5 s", "2 h 1 min"]
 
 
+def drawn(picture: Drawing) -> str:
+    return templates().get_template("charts.html").module.figure(picture)  # pyright: ignore
+
+
 def test_a_point_is_where_its_number_is() -> None:
     """Of a line from (0, 0) to (1, 1) the ends lie on the frame less its margin of a twentieth."""
-    text = chart("x", [ChartLine("a", series(0.0, 1.0))])
+    text = drawn(chart("x", [ChartLine("a", series(0.0, 1.0))]))
     below, left = re.findall(r'<text class="axis"([^>]*)>([^<]*)</text>', text)
     assert below[1] == "optimizer step" and left[1] == "x" and "rotate(-90)" in left[0]
     assert len([step for step in re.findall(r'text-anchor="middle">([^<]*)<', text) if step == "0.5"]) == 0
@@ -473,14 +534,14 @@ def test_a_point_is_where_its_number_is() -> None:
 
 def test_every_picture_names_both_axes_and_cuts_long_names() -> None:
     long = "completions/max_terminated_length"
-    drawn = {
+    pictures = {
         ("optimizer step", f"{long[:23]}\u2026"): chart(long, [ChartLine("a", series(0.0, 1.0))]),
         ("reward", "count"): histograms("reward", [("step 0", [0.0, 1.0])]),
         ("optimizer.lr", "val/reward"): dots("val/reward", "optimizer.lr", [("1e-5", [0.1]), ("1e-4", [0.2, 0.3])]),
     }
-    for names, text in drawn.items():
-        assert tuple(re.findall(r'<text class="axis"[^>]*>([^<]*)</text>', text)) == names
-    assert f'<span class="name">{long}</span>' in next(iter(drawn.values())), "whole above the picture"
+    for names, picture in pictures.items():
+        assert tuple(re.findall(r'<text class="axis"[^>]*>([^<]*)</text>', drawn(picture))) == names
+    assert f'<span class="name">{long}</span>' in drawn(next(iter(pictures.values()))), "whole above the picture"
 
 
 # ---------------------------------------------------------------------- doors
@@ -507,8 +568,8 @@ def test_the_page_says_what_rank_0_held_at_most(tmp_path: Path) -> None:
     peaks = {"process": 662 * 2**30 // 1000, "tensors": 2**20, "reserved": "damaged"}
     summary = {"peak_memory": peaks, "phase_memory": {"update": 66 * 2**30 // 100, "reward": "damaged"}}
     rows = [{"step": 1, "time/reward": 1.0, "time/update": 3.0}]
-    text = run_page_html(run_files.read_run_files(run_folder(tmp_path / "run", rows, summary=summary)))
+    text = run_page_html(run_files.RunFiles.of(run_folder(tmp_path / "run", rows, summary=summary)))
     shown = text[text.index('id="time"') :]
     assert "memory of the process" in shown and "1 MiB" in shown and "keeps for" not in shown
     assert shown.count("0.66 GiB") == 2 and "0.662" not in shown and "damaged" not in shown
-    assert "No memory was measured yet" in run_page_html(run_files.read_run_files(run_folder(tmp_path / "old")))
+    assert "No memory was measured yet" in run_page_html(run_files.RunFiles.of(run_folder(tmp_path / "old")))

@@ -26,6 +26,7 @@ from lit_rl.environments import CustomEnvironment
 from lit_rl.generation import RolloutFunction
 from lit_rl.generation.collect import pieces_of, response_ids
 from lit_rl.models import LanguageModel
+from lit_rl.reports.run_files import RunFiles
 from lit_rl.reports.run_samples import (
     RecordedCompletion,
     RecordedRollout,
@@ -245,7 +246,7 @@ def test_a_folder_without_samples_and_a_damaged_file_are_refused(tmp_path: Path)
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "step_00000000.parquet").write_bytes(b"no parquet")
     with pytest.raises(StorageError, match=r"step_00000000.parquet holds no samples"):
-        read_rollouts(tmp_path, "step_*", 4, 64)
+        read_rollouts(RunFiles(tmp_path), "step_*", 4, 64)
     with pytest.raises(ConfigError, match="transcripts.episodes"):
         transcripts(tmp_path, episodes=0)
     many: Any = "many"

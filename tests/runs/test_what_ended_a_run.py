@@ -101,7 +101,7 @@ def test_a_summary_that_cannot_be_written_hides_nothing(
     assert json.loads(error.read_text())["exit_code"] == 7
     error.unlink()
     write(RunDir(folder), summary)
-    assert status_of(run_files.read_run_files(folder)) == "failed", "also where there was no room for error.json"
+    assert status_of(run_files.RunFiles.of(folder)) == "failed", "also where there was no room for error.json"
 
 
 def test_losses_that_are_no_numbers_end_the_command_with_the_code_of_numbers(
