@@ -18,7 +18,7 @@ import pytest
 from chromium import CHROMIUM
 from run_folders import CONFIG, run_folder, samples
 
-from lit_rl.core.errors import ConfigError
+from lit_rl.core.errors import ConfigError, StorageError
 from lit_rl.reports import html_page, run_files
 from lit_rl.reports.charts import ChartLine, Drawing, bin_counts, chart, dots, histograms, smoothed, thinned, ticks
 from lit_rl.reports.compare import compare
@@ -301,13 +301,16 @@ def test_a_run_that_is_being_written_and_a_damaged_one_are_read_as_far_as_they_g
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('no json\n{"step": 3, "train/loss": 1.5}\n{"step": 4, "train/lo')
     (folder / "summary.json").write_text("{")
+    (folder / "config.yaml").write_text("a: 2020-13-45\n")
     samples(folder, "step_00000001", ["p"], [1.0])
     (folder / "samples" / "step_00000000.parquet").write_bytes(b"half")
     run = run_files.RunFiles.of(folder)
     assert list(run.series["train/loss"].values) == [2.0, 1.5] and run.last_step == 3
     said = " ".join(finding.text for finding in run_findings(run))
     assert "1 line of metrics.jsonl" in said and "last line of metrics.jsonl is not whole" in said
-    assert "summary.json is damaged" in said
+    assert "summary.json is damaged" in said and "config.yaml is damaged: month must be" in said
+    with pytest.raises(StorageError, match="The settings of .* cannot be read: config.yaml is damaged"):
+        run.settings()
     page = page_of(folder)
     assert [each["name"] for each in page.samples] == ["rollout of step 1"]
     assert any("step_00000000.parquet holds no samples" in text for text in page.texts)
