@@ -311,6 +311,9 @@ def test_a_run_that_is_being_written_and_a_damaged_one_are_read_as_far_as_they_g
     assert "summary.json is damaged" in said and "config.yaml is damaged: month must be" in said
     with pytest.raises(StorageError, match="The settings of .* cannot be read: config.yaml is damaged"):
         run.settings()
+    (folder / "config.yaml").write_bytes(b"data: {path: r\xe9sultats.jsonl}\n")  # Latin-1
+    with pytest.raises(StorageError, match="config.yaml is damaged, it is not UTF-8"):
+        run_files.RunFiles.of(folder).settings()
     page = page_of(folder)
     assert [each["name"] for each in page.samples] == ["rollout of step 1"]
     assert any("step_00000000.parquet holds no samples" in text for text in page.texts)
