@@ -78,7 +78,7 @@ FAMILIES: dict[str, Callable[[type], bool]] = {
     "From a data set of pairs": lambda kind: issubclass(kind, PairModule | ORPO),
     "From a data set of single good and bad completions": lambda kind: issubclass(kind, VerdictModule),
     "From texts": lambda kind: issubclass(kind, SFT | GKD),
-    "Models that score": lambda kind: issubclass(kind, ScalarModule),
+    "Reward models": lambda kind: issubclass(kind, ScalarModule),
 }
 """The tables of the index; a preset stands in the one that its class belongs to."""
 

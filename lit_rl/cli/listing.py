@@ -180,7 +180,7 @@ _FAMILIES = {
     "From a data set of pairs": ("dpo", "cpo", "orpo"),
     "From a data set of single good and bad completions": ("kto", "bco"),
     "From texts": ("sft", "gkd"),
-    "Models that score": ("reward_model", "process_reward_model"),
+    "Reward models": ("reward_model", "process_reward_model"),
 }
 """The tables of docs/algorithms/README.md, and the methods that every other choice of `algo` begins with."""
 
