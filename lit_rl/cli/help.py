@@ -59,7 +59,7 @@ COMMANDS = {
         "does a run fit into memory, and how long does a step take",
         ("lit-rl plan model=qwen0.5b data=gsm8k",),
         (("plan.memory_gb", "memory of another machine"), ("plan.probe", "false: do not time a step")),
-        "Takes the words of a training. It writes nothing.",
+        "Takes the arguments of `lit-rl train`. It writes nothing.",
     ),
     "chat": Command(
         "talk to a model",
