@@ -49,9 +49,9 @@ ERRORS_HEAD = f"""# Errors
 {mark("source_pages.py", "`lit_rl/`")}
 
 The class of an error decides the exit code of `train.py` and `lit-rl`. The message on stderr names the key or the
-file, what came, what is allowed and the likely fix. All classes are `LitRLError`; in Python, catch one with
-`from lit_rl.core.errors import ConfigError`. `LIT_RL_TRACEBACK=1` shows the traceback too. Any other exception is a
-defect of lit_rl: it keeps its traceback and gives exit code 1. What a failed run leaves:
+file, the bad value, what is allowed and the likely fix. Each class is a subclass of `LitRLError`; in Python, catch one
+with `from lit_rl.core.errors import ConfigError`. `LIT_RL_TRACEBACK=1` shows the traceback too. Any other exception, of
+lit_rl or of your code, keeps its traceback and gives exit code 1. What a failed run leaves:
 [when something goes wrong](reliability.md).
 
 """
@@ -59,9 +59,8 @@ defect of lit_rl: it keeps its traceback and gives exit code 1. What a failed ru
 MESSAGES_HEAD = """
 ## Messages
 
-Messages that need more than a look at the named key, with what to do. `<...>` stands for a name or a number. A message
-that begins with a key, such as `sampling.stop=...`, is about a value: [configuration](configuration.md) says what is
-allowed.
+Messages that need more than a look at the named key. `<...>` stands for a name or a number. For a message that begins
+with a key, such as `sampling.stop=...`, [configuration](configuration.md) says what is allowed.
 """
 SHOWN = (
     "The longest prompt has <longest> tokens",

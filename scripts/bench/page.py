@@ -57,14 +57,14 @@ METHOD = f"""\
 - **Workloads.** C1 is GRPO with 6 million weights, C2 the 0.5B shape, C3 a data set, M1 two processes. Weights are
   random. Every completion ends at a length from a file: *fixed* lengths are equal, *variable* ones lognormal. In
   *half-dead* workloads every second prompt has equal rewards in its group.
-- **Same result.** Every contender takes its first step on given completions. It must be within 1e-4 nats of TRL in
-  float32, 2e-2 in bfloat16 (or 1.5 times TRL's own deviation, where that is more), with a cosine of gradients of at
-  least 0.999; otherwise the workload has no results. With LoRA no gradient is compared, and for pairs and texts no
-  log-probs.
+- **Same result.** Every contender takes its first step on given completions. Its log-probs must be within 1e-4 nats of
+  TRL's in float32, 2e-2 in bfloat16 (or 1.5 times TRL's own deviation, where that is more), with a cosine of gradients
+  of at least 0.999; otherwise the workload has no results. With LoRA no gradient is compared, and for pairs and texts
+  no log-probs.
 - **Turns.** Contenders alternate (A B C, then C B A), with pinned threads and after warm-up. A result is the median
   over turns of their median step; a ratio has the lowest and highest ratio of a round in brackets. A round in which
   other processes took over {FOREIGN:.0%} of the processor is repeated, once or twice at most. Rows may be from
-  different commits (a plus: with changed files), never from different machines.
+  different commits (a plus: uncommitted changes), never from different machines.
 - **lit_rl** has the defaults of `train.py`, and what its name says.
 - **TRL.** "default" is its default config, which computes in bfloat16 (on a processor without bfloat16 units:
   float32). "tuned" is the fastest of all settings measured, including the default. In bfloat16 weights under AdamW at
@@ -117,8 +117,8 @@ def _answer(results: Sequence[Result]) -> str:
         found = sorted(summary.ratio(result, str(which(result)), BF16_TRUE).middle for result in compared)
         ranges.append(f"{found[0]:.1f} to {found[-1]:.1f}")
     return (
-        f"On the CPU below, lit_rl with `bf16-true` is {ranges[0]} times as fast as TRL 1.16.0 with its defaults, and\n"
-        f"{ranges[1]} times as fast as TRL with the fastest settings found.\n"
+        f"On the CPU below, lit_rl with `bf16-true` alone is {ranges[0]} times as fast as TRL 1.16.0 with its\n"
+        f"defaults, and {ranges[1]} times as fast as TRL with the fastest settings found.\n"
     )
 
 
