@@ -149,7 +149,8 @@ def fill(folder):
     except OSError:
         pass
     for i in os.listdir(folder):
-        os.remove(f"{folder}/{i}")
+        if i.isdigit():  # an interpreter below /tmp can be seen there
+            os.remove(f"{folder}/{i}")
     return written // 2**20
 
 libc = ctypes.CDLL(None)
