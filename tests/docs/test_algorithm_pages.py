@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import tiers
 import torch
 from composed_configs import tree_of
 from doc_blocks import blocks
@@ -61,12 +62,17 @@ def test_there_is_a_page_for_each_preset_and_no_other() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_tables_of_a_page_are_those_of_the_code(pages: ModuleType, preset: str) -> None:
-    """The options are generated anew; the names of the metrics come from a small rollout."""
     text = (PAGES / f"{preset}.md").read_text()
     with left_as_found():
         assert pages.block(text, "options")[1] == pages.options(preset), "run: python scripts/algorithm_pages.py"
-        assert pages.block(text, "metrics")[1] == pages.metrics(preset), "run: python scripts/algorithm_pages.py"
     assert text.splitlines()[2] == pages.MARK
+
+
+@pytest.mark.parametrize("preset", tiers.all_but_exhaustive(PRESETS, PRESETS[::4]))
+def test_the_metrics_of_a_page_are_those_of_a_small_rollout(pages: ModuleType, preset: str) -> None:
+    with left_as_found():
+        found = pages.block((PAGES / f"{preset}.md").read_text(), "metrics")[1]
+        assert found == pages.metrics(preset), "run: python scripts/algorithm_pages.py"
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -81,18 +81,10 @@ def test_it_calls_a_tool_through_its_own_template(train, tmp_path):
     whole = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     assert [*opened.ids, *said, *heard.token_ids] == whole
 
-    assert (
-        train("experiment=smollm2_tool_sft", "trainer.max_steps=1", "data.batch_size=4", f"run_dir={tmp_path}/sft") == 0
-    )
-    short = [
-        "trainer.max_steps=1",
-        "data.prompts_per_rollout=2",
-        "algo.group_size=2",
-        "eval.limit=2",
-        "eval.group_size=1",
-    ]
-    model = f"model.name={tmp_path}/sft/hf"
-    assert train("experiment=smollm2_tool", model, *short, "logger=none", f"run_dir={tmp_path}/tool") == 0
+    short = ["trainer.max_steps=1", "eval.limit=2", "logger=none"]
+    assert train("experiment=smollm2_tool_sft", *short, "data.batch_size=4", f"run_dir={tmp_path}/sft") == 0
+    short += ["data.prompts_per_rollout=2", "algo.group_size=2", "eval.group_size=1", f"run_dir={tmp_path}/tool"]
+    assert train("experiment=smollm2_tool", f"model.name={tmp_path}/sft/hf", *short) == 0
 
 
 def test_its_generator_is_examined_and_its_memory_planned(train, capsys):
