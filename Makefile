@@ -17,7 +17,7 @@ TORCHVISION := .venv/torchvision
 NOTEBOOKS := tests/doors/test_notebook.py
 
 # Two workers; tests that share what one of them started (two ranks, a run, the chain) stay on one worker.
-# Two threads of a test would spin while they wait, beside another worker: that takes eight times as long.
+# Threads of a test that wait would spin, and take the core from the other worker.
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
 TWO := -n 2 --dist loadgroup --no-loadscope-reorder
 # The tests of tests/vision, of the families whose processors need torchvision, and of quantised weights.

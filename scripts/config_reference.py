@@ -62,14 +62,15 @@ def settings(name: str) -> Iterator[tuple[str, Any, str]]:
             continue
         if parameter.name in theirs and not is_foreign(target):
             continue
-        yield parameter.name, parameter.default, _said(parameter.name, meanings.get(parameter.name, f"See `{path}`."))
+        meaning = meanings.get(parameter.name, f"See `{path}`.")
+        yield parameter.name, parameter.default, _meaning_of(parameter.name, meaning)
 
 
 REFERS = re.compile(r"(?:See|As|As in) `(\w+)(?:\.(\w+))?`\.")
 """A sentence of a setting that has the meaning of another class's."""
 
 
-def _said(name: str, meaning: str) -> str:
+def _meaning_of(name: str, meaning: str) -> str:
     """Return a meaning, or that of the class which it refers to."""
     found = REFERS.fullmatch(meaning)
     if found is None or found[1] not in schemas.TARGETS:
@@ -243,11 +244,11 @@ def page(group: str) -> str:
         parts.append("Choices of `algo=`: [algorithms](../algorithms/README.md). Those of its parts:\n")
     parts += [f"{group_table(each)}\n" for each in (TERMS if group == "algo" else [group])]
     keys: list[str] = []
-    told: dict[str, str] = {}
+    written: dict[str, str] = {}
     for prefix, of, names in KEYS:
         if prefix.partition(".")[0] == group:
             title = f"`{prefix}.*`: {of}" if of else f"`{prefix}.*`"
-            keys += [f"### {title}\n", f"{key_table(prefix, names, told)}\n"]
+            keys += [f"### {title}\n", f"{key_table(prefix, names, written)}\n"]
     for prefix, file, schema in DEPARTURES:
         if prefix.partition(".")[0] == group:
             title = f"### `{prefix}.*`: where we depart from Lightning\n"
@@ -283,13 +284,13 @@ def top_level() -> str:
     return "\n".join(["| key | default | |", "|---|---|---|", *rows])
 
 
-def key_table(prefix: str, names: list[str], told: dict[str, str]) -> str:
+def key_table(prefix: str, names: list[str], written: dict[str, str]) -> str:
     """Return a line for each setting with what it takes, its default and a sentence; below, those without a line.
 
     A setting without a line is one that another group fills, or one whose line another table of the page has.
 
     Args:
-        told: Lines of the page so far, by key. The table's own are added.
+        written: Lines of the page so far, by key. The table's own are added.
     """
     rows: dict[str, list[tuple[str, Any, str]]] = {}
     for name in names:
@@ -304,15 +305,15 @@ def key_table(prefix: str, names: list[str], told: dict[str, str]) -> str:
             continue
         text = sentence(found, [] if prefix in BY_NAME else names, whole)
         line = f"{takes(found, field)} | {defaults(found)} | {text} |"
-        if told.get(whole) == line:
+        if written.get(whole) == line:
             above.append(f"`{whole}`")
             continue
-        same = (other for other, row in told.items() if other.endswith(f".{field}") and row.endswith(f"| {text} |"))
+        same = (other for other, row in written.items() if other.endswith(f".{field}") and row.endswith(f"| {text} |"))
         if len(text) > 40 and (other := next(same, None)):
             lines.append(f"| `{whole}` | {line.replace(f'| {text} |', f'| As `{other}`. |')}")
         else:
             lines.append(f"| `{whole}` | {line}")
-        told[whole] = line
+        written[whole] = line
     text = "\n".join(["| key | takes | default | |", "|---|---|---|---|", *lines]) if lines else ""
     notes = [f"As above: {', '.join(above)}."] if above else []
     notes += [f"Filled by groups: {', '.join(filled)}."] if filled else []
@@ -331,8 +332,8 @@ def sentence(found: list[tuple[str, Any, str]], every: list[str], key: str) -> s
     first, *others = texts
     if all(other and first.startswith(other) for other in others):
         of_all = not every or len(found) == len(every)
-        told = len({shown(default) for _, default, _ in found}) > 1  # the defaults name the classes
-        text = first if of_all or told else f"{first} ({_which([name for name, _, _ in found], every)})"
+        distinct = len({shown(default) for _, default, _ in found}) > 1  # the defaults name the classes
+        text = first if of_all or distinct else f"{first} ({_which([name for name, _, _ in found], every)})"
     else:
         most = first if len(texts[first]) > 2 and len(texts[first]) > len(found) / 2 else None
         parts = [each if each == most else f"{', '.join(names)}: {each}" for each, names in texts.items() if each]

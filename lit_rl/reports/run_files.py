@@ -248,8 +248,12 @@ class RunFiles(RunPaths):
         check_has_config(self.path)
         if not self.config and (why := self.unread_of(self.config_file)):
             raise StorageError(f"The settings of {self.path} cannot be read: {why[0]}")
-        if "\ufffd" in self.config_text:  # a page shows what can be read, but a path that is almost right is another
-            raise StorageError(f"The settings of {self.path} cannot be read: config.yaml is damaged, it is not UTF-8.")
+        try:
+            self.config_file.read_text(encoding="utf-8")  # a page shows what can be read; here half a path is another
+        except UnicodeDecodeError as error:
+            raise StorageError(
+                f"The settings of {self.path} cannot be read: config.yaml is damaged, it is not UTF-8."
+            ) from error
         groups = ("algo", "sampling", "trainer")
         if not all(isinstance(self.config.get(name), dict) for name in groups):
             raise ConfigError(

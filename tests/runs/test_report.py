@@ -314,6 +314,8 @@ def test_a_run_that_is_being_written_and_a_damaged_one_are_read_as_far_as_they_g
     (folder / "config.yaml").write_bytes(b"data: {path: r\xe9sultats.jsonl}\n")  # Latin-1
     with pytest.raises(StorageError, match="config.yaml is damaged, it is not UTF-8"):
         run_files.RunFiles.of(folder).settings()
+    (folder / "config.yaml").write_text("{algo: {stop: \ufffd}, sampling: {}, trainer: {}}\n")
+    assert run_files.RunFiles.of(folder).settings()["algo"]["stop"] == "\ufffd"
     page = page_of(folder)
     assert [each["name"] for each in page.samples] == ["rollout of step 1"]
     assert any("step_00000000.parquet holds no samples" in text for text in page.texts)
