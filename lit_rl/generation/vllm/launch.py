@@ -26,8 +26,9 @@ from torch import nn
 
 from lit_rl.core import supervisor
 from lit_rl.core.errors import ConfigError, GenerationError
+from lit_rl.core.http_client import HTTP_LOOP
 from lit_rl.generation.vllm import engine_settings as vllm_settings
-from lit_rl.generation.vllm.client import Client, ServerError
+from lit_rl.generation.vllm.client import Client, ServerError, on_all
 from lit_rl.generation.vllm.engine_settings import (
     SERVER,
     APIKeyMiddleware,
@@ -36,7 +37,6 @@ from lit_rl.generation.vllm.engine_settings import (
     engine_environment,
     write_model_files,
 )
-from lit_rl.generation.vllm.transports import call_all
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.sharding import device_of
 
@@ -124,7 +124,7 @@ class ServerProcess:
                 self.stop()
                 raise self.failure(f"The vLLM server for {self.url} ended before it was ready.")
             try:
-                return self.client.health(_HEALTH_DEADLINE)
+                return HTTP_LOOP.wait(self.client.health(_HEALTH_DEADLINE))
             except ServerError:
                 now = time.monotonic()
             if now - started > deadline:
@@ -368,11 +368,11 @@ def wait_for_servers(urls: Sequence[str], deadline: float, answer_deadline: floa
 
 
 def _try_servers(urls: Sequence[str], deadline: float) -> dict[str, ServerError | None]:
-    def try_server(client: Client) -> ServerError | None:
+    async def try_server(client: Client) -> ServerError | None:
         try:
-            client.rpc("lit_rl_facts", deadline=deadline)
+            await client.rpc("lit_rl_facts", deadline=deadline)
         except ServerError as error:
             return error
         return None
 
-    return dict(zip(urls, call_all([Client(url) for url in urls], try_server), strict=True))
+    return dict(zip(urls, HTTP_LOOP.wait(on_all([Client(url) for url in urls], try_server)), strict=True))
