@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import re
 import string
 import warnings
@@ -19,7 +18,7 @@ from lit_rl.ops.ranges import AtLeastOne, NotNegative, Portion, Positive
 from lit_rl.rewards.contract import Completion, content_of, text_of
 from lit_rl.rewards.jobs import TrainerState
 from lit_rl.rewards.judges import LogMetric, Verdict, average_orders, check_judge_columns
-from lit_rl.rewards.remote_reward import RemoteReward, RequestFailed
+from lit_rl.rewards.remote_reward import RemoteReward, RequestFailed, back_off
 
 TEMPLATE = """\
 Two assistants, A and B, answered the same request. Decide which answer serves the person who asked better. Weigh \
@@ -39,7 +38,6 @@ Reply with one line and nothing else: "verdict: A", "verdict: B", or "verdict: t
 _VERDICT = re.compile(r"verdict\W{0,5}\s*(A|B|tie)\b", re.IGNORECASE)
 _BARE = re.compile(r"\W*(A|B|tie)\W*", re.IGNORECASE)
 _WINS = {"a": 1.0, "b": 0.0, "tie": 0.5}
-_LONGEST_WAIT = 30.0
 _FREE_FAILURES = 8
 
 
@@ -182,8 +180,7 @@ class LLMJudge:
         failure: Exception = RuntimeError("never sent")
         for attempt in range(self.attempts):
             if attempt:
-                wait = min(_LONGEST_WAIT, self.backoff * 2 ** (attempt - 1))
-                await asyncio.sleep(wait * random.uniform(0.5, 1))
+                await back_off(attempt, self.backoff)
             try:
                 async with free:
                     return parse_reply(await self._server.post(self.url, request))

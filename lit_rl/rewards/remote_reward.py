@@ -114,8 +114,7 @@ class RemoteReward:
         for attempt in range(tries):
             url = self.urls[(first + attempt) % len(self.urls)]
             if attempt and attempt % len(self.urls) == 0:
-                rounds = attempt // len(self.urls) - 1
-                await asyncio.sleep(min(_LONGEST_WAIT, self.backoff * 2**rounds) * random.uniform(0.5, 1))
+                await back_off(attempt // len(self.urls), self.backoff)
             try:
                 async with free:
                     return parse_rewards(await self.post(url, body), count)
@@ -145,6 +144,11 @@ class RemoteReward:
                 for_good=400 <= answer.status < 500 and answer.status not in _RETRIED_STATUSES,
             )
         return JSONValue.parse(answer.body, lambda what: RequestFailed(f"the answer is wrong: {what}"))
+
+
+async def back_off(failures: int, first: float) -> None:
+    """Wait after a failure: `first` seconds, doubled every time up to 30, and shortened by up to half at random."""
+    await asyncio.sleep(min(_LONGEST_WAIT, first * 2 ** (failures - 1)) * random.uniform(0.5, 1))
 
 
 class RequestFailed(Exception):
