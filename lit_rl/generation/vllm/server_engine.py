@@ -211,8 +211,7 @@ class ServerEngine:
 
     def _deal(self, work: EngineWork, calls: _Calls, heartbeat: Heartbeat | None) -> None:
         """Send new requests and take finished answers, until nothing is left."""
-        at_once = [min(_AT_ONCE, work.max_concurrent) for server in self._asked]
-        free = dict(zip(self._asked, map(asyncio.Semaphore, at_once)))
+        free = {server: asyncio.Semaphore(_AT_ONCE) for server in self._asked}
         capacities = [self._capacities[server] for server in self._asked]
         dealer = Dealer(capacities_for_rank(ranks.rank(), ranks.world_size(), self._asked, capacities))
         for server in self._asked:
