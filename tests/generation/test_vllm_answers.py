@@ -6,9 +6,11 @@ import asyncio
 import copy
 import json
 import math
+import socket
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,10 +27,12 @@ from lit_rl.core.http_client import HTTP_LOOP, JSONValue
 from lit_rl.generation.generator import EngineLost
 from lit_rl.generation.vllm import client as answers
 from lit_rl.generation.vllm import client as calls
+from lit_rl.generation.vllm import launch
 from lit_rl.generation.vllm import server_engine as asking
-from lit_rl.generation.vllm.client import Client, ServerRefused
+from lit_rl.generation.vllm.client import Client, ServerDead, ServerRefused
 from lit_rl.generation.vllm.engine import EngineAnswer, Facts, ImagePrompt, Request, complete
 from lit_rl.generation.vllm.in_process import read_output
+from lit_rl.generation.vllm.launch import responsive_servers, wait_for_servers
 from lit_rl.generation.vllm.server_engine import ServerEngine
 from lit_rl.generation.vllm.transports import Gloo, own_address
 
@@ -343,6 +347,32 @@ def test_a_server_that_does_not_join_the_transport_is_named(behaviour: Behaviour
             engine.load(iter([("w", torch.zeros(1))]), torch.float32)
     message = str(refusal.value)
     assert server.url in message and message.isprintable() and len(message) < 1000
+
+
+def test_a_server_that_comes_up_later_is_waited_for_and_one_that_does_not_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tries, real = list[float](), launch.time.sleep
+    monkeypatch.setattr(launch, "_RETRY_SECONDS", 0.2)
+    with socket.socket() as free, socket.socket() as away:
+        free.bind(("127.0.0.1", 0))
+        away.bind(("127.0.0.1", 0))
+        port, nobody = free.getsockname()[1], f"http://127.0.0.1:{away.getsockname()[1]}"
+        late = f"http://127.0.0.1:{port}"
+        with pytest.raises(ServerDead, match="refused"):
+            wait_for_servers([late, nobody], 0.5, 1.0)
+        with ExitStack() as servers:
+
+            def sleep(seconds: float) -> None:
+                tries.append(seconds)
+                if len(tries) == 2:
+                    free.close()
+                    servers.enter_context(standing_in(routed(ANSWERS), port))
+                real(seconds)
+
+            monkeypatch.setattr(launch.time, "sleep", sleep)
+            assert wait_for_servers([late, nobody], 30.0, 1.0) == responsive_servers([late, nobody], 1.0) == [late]
+            assert len(tries) == 2
 
 
 def test_a_server_to_which_there_is_no_way_is_named() -> None:

@@ -230,11 +230,9 @@ class Client:
 
 async def on_all(clients: Sequence[Client], call: Callable[[Client], Awaitable[Result]]) -> list[Result]:
     """Call servers at the same time, and return the results in order. Raise the first error, once all have ended."""
-    results = await asyncio.gather(*map(call, clients), return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results  # pyright: ignore[reportReturnType]
+    calls = [asyncio.ensure_future(call(client)) for client in clients]
+    await asyncio.gather(*calls, return_exceptions=True)
+    return [each.result() for each in calls]
 
 
 def checked_url(url: str, key: str) -> str:
