@@ -12,6 +12,7 @@ from pathlib import Path
 from lit_rl.core.errors import ConfigError, in_range
 from lit_rl.core.http_client import HTTP_LOOP
 from lit_rl.core.machine import is_loopback, require_vllm
+from lit_rl.core.signals import exit_on_sigterm
 from lit_rl.generation.vllm.engine_settings import (
     API_KEY_VARIABLE,
     EngineSettings,
@@ -23,7 +24,6 @@ from lit_rl.generation.vllm.engine_settings import (
 )
 from lit_rl.generation.vllm.launch import ServerProcess, checked_port, server_arguments, temporary_log
 from lit_rl.models.language_model import LanguageModel
-from lit_rl.runs.exit_signals import exit_on_sigterm
 
 _LOOK_EVERY = 0.5
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
