@@ -22,8 +22,8 @@ from talks import Talk, asked, chats, one, texts
 from warm import Popen
 
 from lit_rl.algorithms import GRPO
-from lit_rl.core import supervisor
 from lit_rl.core.errors import BackendError, ConfigError
+from lit_rl.core.processes import supervised
 from lit_rl.core.rollout import Sampling
 from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Repeated
@@ -250,7 +250,7 @@ def test_a_group_ends_although_nobody_reads_what_its_supervisor_says() -> None:
     leaves = "import mcp_tools; print(mcp_tools.child(), flush=True)"
     reader, stderr = os.pipe()
     watched = subprocess.Popen(
-        [sys.executable, supervisor.__file__, str(os.getpid()), "1", sys.executable, "-c", leaves],
+        supervised([sys.executable, "-c", leaves], 1.0),
         cwd=Path(SERVER).parent,
         stdout=subprocess.PIPE,
         stderr=stderr,

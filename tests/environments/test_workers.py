@@ -102,7 +102,7 @@ def _all(talk: Talk, count: int) -> list[Any]:
 
 def _workers(factory: EnvironmentFactory) -> list[int]:
     assert factory.pool is not None
-    return [place.life.process.process.pid for place in factory.pool._slots if place.life is not None]
+    return [place.life.process.child.process.pid for place in factory.pool._slots if place.life is not None]
 
 
 def _is_gone(pid: int) -> bool:
@@ -122,7 +122,7 @@ def _is_gone(pid: int) -> bool:
         ("hang", "timeout", "env.step_timeout=0.5", {"step_timeout": 0.5}),
         ("spin", "timeout", "env.step_timeout=0.5", {"step_timeout": 0.5}),
         ("exit", "failed", "ended with exit code 3 during step", {}),
-        ("kill", "failed", "was killed by signal 9", {}),
+        ("kill", "failed", r"was killed by SIGKILL \(as the kernel does when memory is out\) during step", {}),
         ("memory", "failed", "ended, after MemoryError.*512 MiB .env.memory_mb.", {"memory_mb": 512}),
         ("raise", "failed", "KeyError: 'gold'", {}),
     ],

@@ -263,7 +263,7 @@ KILLS = {
     "regex": (["more than 1 seconds", "reward.on_error=0"], {}),
     "leaves": (["raised SystemExit"], {}),
     "exits": (["ended with exit code 0 while it scored 1 completion", "goodbye"], {}),
-    "killed": (["was killed by signal 9", "out of memory?"], {}),
+    "killed": (["was killed by SIGKILL (as the kernel does when memory is out) while it scored 1 completion"], {}),
     "interrupted": (["raised KeyboardInterrupt"], {}),
     "memory": (["raised MemoryError", "512 MiB (reward.memory_mb)"], {"memory_mb": 512}),
     "floods": (["after a megabyte", "first words", "bytes left out", "last words"], {}),
