@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import re
@@ -13,10 +12,12 @@ from typing import Any
 
 import pytest
 from talks import Talk, asked, one, texts
+from waiting import until
 from worker_games import Counts, double
 
 from lit_rl.core.episode import Episode
 from lit_rl.core.errors import ConfigError, GenerationError
+from lit_rl.core.processes import is_alive
 from lit_rl.environments import CustomEnvironment, FunctionTools, GymnasiumEnvironment, MCPTools
 from lit_rl.environments.factory import EnvironmentFactory
 
@@ -106,14 +107,7 @@ def _workers(factory: EnvironmentFactory) -> list[int]:
 
 
 def _is_gone(pid: int) -> bool:
-    until = time.monotonic() + 30
-    while time.monotonic() < until:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
-                time.sleep(0.02)
-                continue
-        return True
-    return False
+    return until(lambda: not is_alive(pid), 30)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import watched_parent
 from standin_vllm import write_vllm
+from waiting import until
 
 from lit_rl.core import machine
 from lit_rl.core.errors import BackendError, ConfigError, GenerationError, StorageError
@@ -161,10 +162,7 @@ def test_a_server_is_no_rank_of_this_run(monkeypatch):
 
 
 def gone(group: int, seconds: float = 5.0) -> bool:
-    end = time.monotonic() + seconds
-    while group_members(group) and time.monotonic() < end:
-        time.sleep(0.02)
-    return not group_members(group)
+    return until(lambda: not group_members(group), seconds)
 
 
 def test_a_killed_parent_leaves_no_process():
