@@ -27,7 +27,9 @@ from gpu.result import Result
 from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import Interval
 from transformers import AutoModelForCausalLM, Qwen2Config
+from waiting import until
 
+from lit_rl.core.processes import is_alive
 from lit_rl.models.model_costs import ModelFlops
 from lit_rl.models.trial import EquivalenceTrial
 
@@ -40,13 +42,6 @@ def stage(out: Path, then: str, box: float = 60) -> dict[str, Any]:
     code = FIRST.format(file=str(out / "sound.json")) + then
     prove.run_stage("sound", [sys.executable, "-c", code], out, box, {"PYTHONPATH": str(SCRIPTS)})
     return proof.read_stages(out)["sound"]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_a_stage_that_breaks_keeps_its_rows_and_its_last_lines(tmp_path: Path) -> None:
@@ -85,10 +80,8 @@ def test_a_stage_out_of_time_is_killed_with_its_children_though_it_ignores_signa
     found = stage(tmp_path, child, box=6)
     assert time.perf_counter() - began < 30
     assert found["status"] == "ran out of time" and len(found["rows"]) == 1
-    until = time.monotonic() + 20  # a signal takes a moment where cores are busy
-    while alive(int((tmp_path / "child").read_text())) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not alive(int((tmp_path / "child").read_text()))
+    child = int((tmp_path / "child").read_text())
+    assert until(lambda: not is_alive(child), 20)  # a signal takes a moment where cores are busy
 
 
 def test_a_stage_that_ended_passes_unless_a_check_failed(tmp_path: Path) -> None:

@@ -18,9 +18,10 @@ from waiting import until
 
 from lit_rl.core.errors import ConfigError, GenerationError
 from lit_rl.core.http_client import HTTP_LOOP
+from lit_rl.core.processes import group_members
 from lit_rl.generation.vllm.client import Client, ServerHung, ServerRefused
 from lit_rl.generation.vllm.engine_settings import API_KEY_VARIABLE, EngineSettings, model_arguments
-from lit_rl.generation.vllm.launch import ServerProcess, group_members, server_arguments
+from lit_rl.generation.vllm.launch import ServerProcess, server_arguments
 from lit_rl.models import LanguageModel
 from lit_rl.runs.serve import Serve, serve
 

@@ -389,7 +389,9 @@ def test_a_rank_that_fails_ends_the_others_and_is_heard_last(
     if fault == "dies":
         assert (child.returncode, error["error"], error["rank"]) == (8, "BackendError", 0), output
         said = error["message"]
-        assert re.match(r"Rank 1 \(process \d+\) was killed by SIGKILL, as the kernel does when memory is out\. ", said)
+        assert re.match(
+            r"Rank 1 \(process \d+\) was killed by SIGKILL \(as the kernel does when memory is out\)\. ", said
+        )
         assert f"ckpt_path=last run_dir={folder} to resume the run" in said and "printed say why" not in said
         assert "What torch.distributed said: " in said.rpartition(". ")[2] and f"BackendError: {said}" in output
         assert "RuntimeError" in error["traceback"]
