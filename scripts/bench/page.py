@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu.result import markdown, read_stages
+from gpu.prove import markdown, read_stages
 from matplotlib.axes import Axes
 from run_curves import BLUE, GREEN, GREY, INK, ORANGE, look, plt, styled
 

@@ -10,7 +10,7 @@ from bench import page, summary
 from bench.run import merged
 from bench.suites import C1, DEFAULT, DPO, OURS
 from bench_results import contender, result, run
-from gpu.result import read_stages
+from gpu.prove import read_stages
 
 
 def test_the_page_is_what_its_results_make() -> None:
