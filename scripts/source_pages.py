@@ -6,9 +6,9 @@
 
 docs/errors.md has every class of error with its exit code and what it means, and the messages that users ask about.
 
-docs/modules.md has the first sentence of every module and script. A page of docs/api has a table of the modules in its `:::`
-lines, with the public classes and functions of each. The site shows their docstrings below it. Where a `:::` line has
-`members` below it, the table and the site have these names of the module and no others.
+docs/modules.md has the first sentence of every module and script. A page of docs/api has a table of the modules in its
+`:::` lines, with the public classes and functions of each. The site shows their docstrings below it. Where a `:::` line
+has `members` below it, the table and the site have these names of the module and no others.
 
 Two columns of lit_rl/core/other_names.yaml have what a name of TRL or verl is here, from the tables of docs/from-trl.md
 and docs/from-verl.md.
