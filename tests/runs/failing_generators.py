@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lit_rl.core.errors import GenerationError
 from lit_rl.core.rollout import Completions, Prompts, Sampling
-from lit_rl.generation.decode_batches import Decoded
+from lit_rl.generation.generator import Decoded
 from lit_rl.generation.native import NativeGenerator
 
 
