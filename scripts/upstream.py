@@ -94,7 +94,7 @@ TESTS = {
     "._parameters": _SHIPPING,
     "._step_count": _GOING_ON,
     "._non_persistent_buffers_set": _SHIPPING,
-    "._step_supports_amp_scaling": "tests/runs/test_dist_mixed.py",
+    "._step_supports_amp_scaling": "tests/runs/test_dist_cases.py",
     ".forward": "tests/models/test_models_fused_accumulation.py",
     # Lightning
     "lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver": "tests/runs/test_ranks_end.py",

@@ -62,7 +62,7 @@ def fitted(tmp_path: Any, algorithm: Any, settings: dict[str, Any], *, accumulat
             **settings,
         },
     )
-    data = RolloutDataModule(task=Addition(max_operand=99, val_rows=4), prompts_per_rollout=8)
+    data = RolloutDataModule(task=Addition(max_operand=30, val_rows=4), prompts_per_rollout=8)
     kept = EachBatch(lambda m: m.rollout)
     run = trainer(tmp_path, max_steps=steps, accumulate_grad_batches=accumulate, callbacks=[kept])
     run.fit(module, datamodule=data)
@@ -256,8 +256,8 @@ def test_what_reshapes_the_distribution_is_allowed_where_samples_are_weighted(se
 
 
 def test_weights_are_the_ratio_to_what_was_drawn_from(tmp_path):
-    """With the policy's own weights in the engine a bias on digits is all that differs: by hand, token by token."""
-    sampling = Sampling(max_new_tokens=6, logit_bias=dict.fromkeys(range(15, 25), 2.0))
+    """The policy's own weights are in the engine, and a bias on some digits is all that differs: token by token."""
+    sampling = Sampling(max_new_tokens=6, logit_bias=dict.fromkeys(range(15, 20), 4.0))
     settings = {"sampling": sampling, "generator": CopiedPolicyGenerator(), "minibatches": 2, "group_size": 4}
     module, _, rollout = fitted(tmp_path, GRPO, settings, steps=2)
     mask = rollout.loss_mask

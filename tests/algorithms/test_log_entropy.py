@@ -43,7 +43,7 @@ def fitted(tmp_path: Any, method: Any, log_entropy: bool, **settings: Any) -> tu
     module = method(
         "tiny", by_characters, minibatches=2, sampling=Sampling(max_new_tokens=4), log_entropy=log_entropy, **settings
     )
-    data = RolloutDataModule(task=Addition(max_operand=99, val_rows=4), prompts_per_rollout=4)
+    data = RolloutDataModule(task=Addition(max_operand=30, val_rows=4), prompts_per_rollout=4)
     run = trainer(tmp_path, max_steps=2)
     run.fit(module, datamodule=data)
     return dict(run.callback_metrics), [weight.detach().clone() for weight in module.policy.parameters()]

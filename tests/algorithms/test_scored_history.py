@@ -35,7 +35,7 @@ def seen(tmp_path: Any, algorithm: Any = GRPO, **settings: Any) -> list[Any]:
     """Of each micro-batch: the whole rollout, and its log-probs under the policy after it."""
     module = algorithm("tiny", exact_match, group_size=4, sampling=HISTORY, **settings)
     each = EachBatch(look)
-    data = RolloutDataModule(task=Addition(max_operand=99, val_rows=4), prompts_per_rollout=8)
+    data = RolloutDataModule(task=Addition(max_operand=30, val_rows=4), prompts_per_rollout=8)
     trainer(tmp_path, max_steps=1, accumulate_grad_batches=2, callbacks=[each]).fit(module, datamodule=data)
     return each.seen
 

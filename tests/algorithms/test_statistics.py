@@ -42,6 +42,11 @@ def test_wilson_interval_of_seven_in_ten():
     assert (mean, low, high) == pytest.approx((0.7, 0.3968, 0.8922), abs=1e-4)
 
 
+def test_the_interval_of_a_mean_is_two_standard_errors_wide_on_each_side():
+    mean, low, high = mean_with_interval(torch.tensor([0.0, 2.0, 4.0, 6.0]))
+    assert (mean, low, high) == pytest.approx((3.0, 3.0 - 2.5303, 3.0 + 2.5303), abs=1e-3)  # 1.96 sqrt(20 / 3) / 2
+
+
 @given(st.integers(1, 40), st.data())
 def test_intervals_hold_the_mean_and_stay_between_zero_and_one(n, data):
     x = torch.tensor(data.draw(st.lists(st.sampled_from([0.0, 1.0]), min_size=n, max_size=n)))

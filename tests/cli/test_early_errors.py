@@ -1,15 +1,15 @@
-"""What needs no torch to be refused is refused without it, in the words of who would have refused it later."""
+"""What is refused before PyTorch is loaded is refused in the words of who would have refused it later.
+
+What is refused: `refusals.yaml`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-import json
 import math
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,190 +32,6 @@ from lit_rl.core.errors import BackendError, ConfigError, DataError, LitRLError
 from lit_rl.core.model_paths import check_model_is_readable
 from lit_rl.core.user_functions import check_function
 from lit_rl.rewards.contract import load_function
-
-REFUSED = {
-    "optimizer.lr=fast": (2, "optimizer.lr=fast is not a number: type one, such as optimizer.lr=0.0005."),
-    "algo.group_size=two": (2, "algo.group_size=two is not a whole number: type one, such as algo.group_size=8."),
-    "trainer.max_steps=few": (2, "trainer.max_steps=few is not a whole number"),
-    "trainer.max_steps=1e3": (2, "without a point or an exponent. Type trainer.max_steps=1000."),
-    "trainer.max_steps=": (2, "trainer.max_steps= has no value after the =. It takes a whole number: type trainer.max"),
-    "trainer.max_steps=null": (2, "trainer.max_steps=null: it cannot be null: its default is 700."),
-    "trainer.detect_anomaly=si": (2, "trainer.detect_anomaly=si is not a switch: type true or false."),
-    "algo.beta=None": (2, "algo.beta=None is not a number: type one, such as algo.beta="),
-    "seed=1.5": (2, "seed=1.5 is not a whole number, such as seed=1."),
-    "@data=x": (2, "A choice is typed without an @: data=NAME."),
-    "+seed=1": (2, "+seed=... would add a key, and seed exists already. Type seed=..., without the +."),
-    "run_dir=${nope}": (2, "there is no key nope."),
-    "run_dir=${oc.env:NO_SUCH}": (2, "the environment variable NO_SUCH, which is not set. Type export NO_SUCH=VALUE"),
-    "run_dir=${": (2, "run_dir=${: ${ begins a reference, such as ${data.path}, and this one is not closed"),
-    "--config-name nope": (2, "put it into FOLDER/experiment/ and type --config-dir FOLDER experiment=nope."),
-    "--config-path own": (2, "To add a folder of your own, type --config-dir FOLDER."),
-    "--config-dir nowhere": (2, "--config-dir: there is no folder "),
-    "--resolve": (2, "type --cfg job --resolve."),
-    "--config-dir own experiment=listed": (2, "own/experiment/listed.yaml is no config: it holds a list"),
-    "--config-dir own experiment=latin": (2, "own/experiment/latin.yaml is no config: it is no text in UTF-8"),
-    "--config-dir own experiment=text": (2, "own/experiment/text.yaml: defaults has to be a list, a line each"),
-    "--config-dir own experiment=here": (2, "experiment/here.yaml: its first line must be `# @package _global_`"),
-    "--config-dir own experiment=added": (2, "To choose another algo, write `- override /algo: dpo`."),
-    "--config-dir own experiment=tab": (2, "Indent YAML with spaces, not with tabs."),
-    "trainer.devices=0": (2, "trainer.devices=0: a run needs at least one device."),
-    "trainer.precision=16.0": (2, "trainer.precision='16.0' is unknown: allowed is auto, 64, 32, 16,"),
-    "trainer.max_time=5": (2, "trainer.max_time=5 is not a valid duration: expected is a text of the form DD:HH:MM:SS"),
-    "trainer.profiler=foo": (2, "trainer.profiler='foo' is unknown: allowed is simple, advanced, pytorch, xla."),
-    "trainer.fast_dev_run=si": (2, "trainer.fast_dev_run='si': allowed is true, false, or how many steps"),
-    "allow_targets=mine": (2, "allow_targets=mine is no list of packages: type 'allow_targets=[mine]'."),
-    "allow_targets=[5]": (2, "allow_targets=[5] is no list of packages: type 'allow_targets=[my_package]'."),
-    "trainer.deterministic=si": (2, "trainer.deterministic='si': allowed is true, false or warn."),
-    "plan plan=5": (2, "plan=5 sets nothing: type one of its keys, plan.memory_gb, plan.probe=..."),
-    "plan plan.probe=si": (2, "plan.probe=si is not a switch: type true or false."),
-    "reward-test reward_test.rows=1.5": (2, "reward_test.rows=1.5 is not a whole number, such as reward_test.rows=4."),
-    "chat chat.plain=si": (2, "chat.plain=si is not a switch: type true or false."),
-    "plan plan.memory_gb=lots": (2, "plan.memory_gb='lots' is no number: allowed is (0, inf]."),
-    "algo.loss=cispo": (2, "write algo/loss=cispo"),
-    "seed=-1": (2, "seed=-1 is out of range"),
-    "seed=abc": (2, "seed='abc' is not a whole number"),
-    "data.path=none.jsonl": (3, "data.path=none.jsonl: no such file or folder. Did you mean 'nine.jsonl'?"),
-    "data.path=hf://datasets/org/set/a.jsonl": (3, "read. Of the hub type the id: org/set."),
-    "data.path=https://x.y/z.jsonl": (3, "data.path=https://x.y/z.jsonl is an address;"),
-    "data.path=[a.jsonl,b.jsonl]": (2, "data.sources=[{path:A},{path:B}]"),
-    "data=jsonl data.path=none.jsonl": (3, "data.path=none.jsonl: no such file or folder."),
-    "algo=dpo data.path=none.jsonl": (3, "data.path=none.jsonl: no such file or folder."),
-    "lr=1e-5 algo=dpo data.path=none.jsonl": (3, "data.path=none.jsonl: no such file or folder."),
-    "model=./finished": (
-        2,
-        "model.name='./finished' is the folder of a run. Its model is model.name=finished/hf; `lit",
-    ),
-    "data.path=odd.jsonl": (3, "odd.jsonl:1: columns found: prmpt, answer; they are of no format that is known."),
-    "algo=dpo data.path=prompts.jsonl": (
-        2,
-        "DPO needs pairs of a chosen and a rejected completion, and prompts.jsonl ",
-    ),
-    "plan algo=kto data.path=prompts.jsonl": (2, "KTO needs completions with a verdict, and prompts.jsonl has"),
-    "algo=sft data=jsonl data.path=prompts.jsonl": (
-        2,
-        "SFT needs texts to imitate, and data=jsonl (RolloutDataModule)",
-    ),
-    "data=addition data.path=prompts.jsonl": (2, "is a file of yours, and data=addition is computed"),
-    "model=nobody/nothing": (8, "model.name='nobody/nothing' is not in the local cache, and the hub is not asked"),
-    "data-check model=nobody/nothing": (8, "model.name='nobody/nothing' is not in the local cache"),
-    "reward=./nowhere.py:score": (2, "reward.fn: there is no file"),
-    "reward=./mine.py:scor": (2, "reward.fn='./mine.py:scor': there is no 'scor'. There are: score."),
-    "model=./nowhere": (2, "model.name='./nowhere' is written as a path, and there is no such folder"),
-    "ckpt_path=none.ckpt": (2, "ckpt_path=none.ckpt does not exist: give"),
-    "run_dir=mine.py": (7, "run_dir=mine.py is a file"),
-    "run_dir=finished": (2, "run_dir=finished holds a finished run."),
-    "report": (2, "lit-rl report needs the folder of a run: run_dir=runs/..."),
-    "export ckpt_path=last": (2, "lit-rl export needs the folder of a run: run_dir=runs/..."),
-    "replay": (2, "lit-rl replay needs the folder of a run: run_dir=runs/..."),
-    "transcripts": (2, "lit-rl transcripts needs the folder of a run: run_dir=runs/..."),
-    "report run_dir=nowhere": (2, "run_dir=nowhere is no folder"),
-    "algo.group_size=0": (2, "algo.group_size=0 is out of range: allowed is [1, inf]."),
-    "sampling.temperature=-1": (2, "sampling.temperature=-1.0 is out of range: allowed is [0, inf)."),
-    "algo.loss.clip_low=2": (2, "algo.loss.clip_low=2.0 is out of range: allowed is (0, 1]."),
-    "trainer.devices=two": (2, "trainer.devices='two' is not a number of devices. Allowed are auto, a number (2), and"),
-    "eval.limit=0": (2, "eval.limit=0 is out of range: allowed is [1, inf]."),
-    "model.dtype=fp23": (2, "model.dtype='fp23' is unknown: allowed is float32, bfloat16, float16, auto, null."),
-    "trainer.max_time=1h": (
-        2,
-        "trainer.max_time='1h' is not a valid duration: expected is a text of the form DD:HH:MM",
-    ),
-    "trainer.accumulate_grad_batches=word": (2, "trainer.accumulate_grad_batches='word': allowed is auto (as many"),
-    "trainer.gradient_clip_val=-1": (2, "trainer.gradient_clip_val=-1 is out of range: allowed is [0, inf]."),
-    "trainer.limit_val_batches=few": (2, "trainer.limit_val_batches='few' is no number: allowed is [0, inf]."),
-    "algo.iterations=0": (2, "algo.iterations=0 is out of range: allowed is [1, inf]."),
-    "model.lora.r=0": (2, "model.lora.r=0 is out of range: allowed is [1, inf]."),
-    "lr=abc": (2, "optimizer.lr=abc is not a number: type one, such as optimizer.lr="),
-    "optimizer.lr=-1": (2, "optimizer.lr=-1.0 is out of range: allowed is (0, 1]."),
-    "temperature=hot": (2, "sampling.temperature=hot is not a number: type one, such as sampling.temperature=1.0."),
-    "sampling.temperature=0": (2, "sampling.temperature=0 draws one and the same completion for a whole group"),
-    "trainer.max_steps=-5": (2, "trainer.max_steps=-5 must be a non-negative integer or -1 (infinite steps)."),
-    "trainer.max_epochs=-2": (2, "trainer.max_epochs=-2 must be a non-negative integer or -1 (infinite epochs)."),
-    "reward.weights=[1,a]": (2, "weights=[1, 'a'] must be 1 numbers, for exact_match."),
-    "reward=combined reward.weights.math_answer=a": (2, "weights.math_answer='a' must be a finite number."),
-    "reward=./mine.py:score reward.weights=[a]": (2, "weights.score='a' must be a finite number."),
-    "trainer.strategy=dpp": (2, "trainer.strategy='dpp' is unknown: allowed is auto, ddp, "),
-    "trainer.accelerator=gppu": (2, "trainer.accelerator='gppu' is unknown: allowed is auto, gpu, cpu, cuda, mps, tpu"),
-    "doctor trainer.precision=bf61": (2, "trainer.precision='bf61' is unknown: allowed is auto, 64, 32, 16,"),
-    "optimizer.betas=word": (2, "optimizer.betas='word' must be two numbers, such as optimizer.betas=[0.9,0.999]."),
-    "optimizer.betas=[0.9]": (2, "optimizer.betas=[0.9] must be two numbers, such as optimizer.betas=[0.9,0.999]."),
-    "optimizer.betas=[0.9,a]": (2, "optimizer.betas[1]='a' is no number: allowed is [0, 1)."),
-    "optimizer.betas=[0.9,1.0]": (2, "optimizer.betas[1]=1.0 is out of range: allowed is [0, 1)."),
-    "optimizer=adamw_8bit optimizer.betas=1": (2, "optimizer.betas=1 must be two numbers"),
-    "trainer.val_check_interval=abc": (2, "trainer.val_check_interval='abc': allowed is a whole number of micro-batch"),
-    "trainer.val_check_interval=-1": (2, "trainer.val_check_interval=-1: allowed is a whole number"),
-    "sampling.stop=3": (2, "sampling.stop=3 is no list of strings. In a shell: \"sampling.stop=['3']\"."),
-    "sampling.stop=[a,3]": (2, "sampling.stop=['a', 3] is no list of strings. In a shell: \"sampling.stop=['a', '3']"),
-    "sampling.bad_words=word": (2, "sampling.bad_words='word' is a string; it takes a list of strings: ['word']."),
-    "run_dir=finished ckpt_path=last": (0, "finished holds a finished run: nothing to do."),
-    "transcripts run_dir=finishd": (2, "run_dir=finishd is no folder: give the folder of a run, such as runs/... Did"),
-    "chat run_dir=finishd": (2, "run_dir=finishd holds no config.yaml: give the folder of a run. Did you mean 'finis"),
-    "eval run_dir=finishd logger=none trainer.accelerator=cpu": (2, "run_dir=finishd holds no config.yaml: give the"),
-    "eval run_dir=finishd eval.limit=4": (2, "run_dir=finishd holds no config.yaml: give the folder of a run. Did you"),
-    "eval run_dir=finishd ckpt_path=last": (7, "no whole checkpoint in finishd/checkpoints. Set run_dir to the run th"),
-}
-"""A command line, with its exit code and what it says."""
-
-OWN = {
-    "listed": b"# @package _global_\n- a\n",
-    "latin": b"# @package _global_\nrun_dir: \xe9\n",
-    "text": b"# @package _global_\ndefaults: algo\n",
-    "here": b"defaults:\n  - override /algo: rloo\n",
-    "added": b"# @package _global_\ndefaults:\n  - algo: dpo\n",
-    "tab": b"# @package _global_\ntrainer:\n\tmax_steps: 1\n",
-}
-"""Files of one's own, with what people get wrong in them."""
-
-WITHOUT_TORCH = """
-import io, json, sys
-from contextlib import redirect_stderr, redirect_stdout
-
-class Refuses:
-    def find_spec(self, name, path=None, target=None):
-        if name == "torch":
-            raise AssertionError("torch is loaded")
-
-sys.meta_path.insert(0, Refuses())
-import pytest, quick_configs
-quick_configs.install(pytest.MonkeyPatch())
-from hydra.core.global_hydra import GlobalHydra
-from lit_rl import cli
-for line in json.loads(sys.argv[1]):
-    said = io.StringIO()
-    GlobalHydra.instance().clear()
-    sys.argv = ["lit-rl", *line.split()]
-    with redirect_stderr(said), redirect_stdout(said):
-        code = cli.run(line.split())
-    print(json.dumps([code, said.getvalue()]))
-"""
-
-
-@pytest.mark.all
-def test_what_needs_no_torch_is_refused_without_it(root: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def score(prompts, completions):\n    return [0.0]\n")
-    (tmp_path / "nine.jsonl").touch()
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    (tmp_path / "odd.jsonl").write_text('{"prmpt": "1+1=", "answer": "2"}\n')
-    (tmp_path / "finished").mkdir()
-    run = dict.fromkeys(("algo", "data", "run_dir", "task", "trainer"))
-    (tmp_path / "finished" / "config.yaml").write_text(json.dumps(run))
-    (tmp_path / "finished" / "summary.json").write_text('{"status": "finished"}')
-    experiments = tmp_path / "own" / "experiment"
-    experiments.mkdir(parents=True)
-    for name, text in OWN.items():
-        (experiments / f"{name}.yaml").write_bytes(text)
-    path = [str(root), str(root / "tests"), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-    env |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "none")}
-    command = [sys.executable, "-c", WITHOUT_TORCH, json.dumps(list(REFUSED))]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    for (line, (code, words)), row in zip(REFUSED.items(), done.stdout.splitlines(), strict=True):
-        ended, said = json.loads(row)
-        assert (ended, words in said) == (code, True), f"{line}: {ended}: {said}"
-        assert "composing the config ..." in said and "loading torch" not in said
-    assert {path.name for path in tmp_path.iterdir()} == {
-        *("mine.py", "nine.jsonl", "prompts.jsonl", "odd.jsonl", "finished", "own"),
-    }
 
 
 def test_what_an_algorithm_needs_and_a_data_module_makes_is_what_their_classes_say() -> None:

@@ -102,6 +102,8 @@ def test_clip_metrics():
     _, wider = clipped_policy_loss(logprobs, old, advantages, mask, clip_high=0.6)
     assert wider["clip_ratio/high_mean"][0] == 0 and wider["clip_ratio/low_mean"][0] == 1
     assert "clip_ratio/delta_mean" not in wider
+    _, bad = clipped_policy_loss(logprobs, old, -torch.ones(3), mask, delta=1.4)
+    assert means(bad)["clip_ratio/delta_mean"] == pytest.approx(2 / 5), "bad tokens alone, and all of them"
 
 
 def test_a_row_that_is_clipped_as_a_whole_counts_with_all_its_tokens():

@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 TESTS, ROOT = HERE.parent, HERE.parents[1]
 sys.path += [str(TESTS), *(str(TESTS / name) for name in ("runs", "doors", "algorithms", "generation", "rewards"))]
 sys.path += [str(ROOT / "scripts")]
-import dist_scorers  # noqa: E402
+import dist_equal  # noqa: E402
 import same_bits  # noqa: E402
 
 
@@ -68,7 +68,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, text in same_bits.FILES.items():
         (folder / name).write_text(text)
     same_bits.teacher(same_bits.HERE, folder / "teacher")
-    dist_scorers.scorer_in(folder)
+    dist_equal.scorer_in(folder)
     return folder
 
 

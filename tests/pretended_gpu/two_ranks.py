@@ -9,11 +9,12 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1] / "runs"))
 
 import dist_equal
-import dist_scorers
+import test_dist_scorers
 import torch
-from dist_mesh import CLIP, SGD, SHAPES
+from dist_equal import CLIP, SGD
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
+from test_dist_mesh import SHAPES
 
 from lit_rl.algorithms.optim.strategies import FSDP2Strategy, FSDPTPStrategy
 from lit_rl.callbacks import GracefulStop
@@ -81,4 +82,4 @@ if __name__ == "__main__":
                 f"{strategy}-{method}", method, Path(sys.argv[1]), resume=resume, devices=2, accelerator="cuda",
                 strategy=made,
             )  # fmt: skip
-    dist_scorers.run("scorer", Path(sys.argv[1]), devices=2, accelerator="cuda", strategy=FSDP2Strategy())
+    test_dist_scorers.run("scorer", Path(sys.argv[1]), devices=2, accelerator="cuda", strategy=FSDP2Strategy())

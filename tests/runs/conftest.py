@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import subprocess
 import sys
@@ -62,31 +61,31 @@ def _processes(root: Path) -> Iterator[Callable[..., subprocess.Popen]]:
 
 @pytest.fixture(scope="session")
 def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two processes left, in a folder for each list of `dist_jobs` that a test of this session reads."""
-    import dist_jobs  # not before: it imports every list
-
-    files = {item.path.stem for item in request.session.items}
-    wanted = [name for name in dist_jobs.LISTS if f"test_dist_{name}" in files]
-    folder = tmp_path_factory.mktemp("two_ranks")
-    if "worlds" in wanted:
-        dist_jobs.dist_worlds.alone(folder / "worlds")
-    if "mesh" in wanted:
-        for kind in dist_jobs.dist_mesh.OTHERS:
-            dist_jobs.dist_mesh.other_family(kind, folder / kind)
-    return in_processes(dist_jobs.__file__, folder, *wanted)
+    """What two processes left of all that the tests of this session read of them (`dist_jobs.py`)."""
+    folder, names = tmp_path_factory.mktemp("two_ranks"), dict[str, None]()
+    for item in request.session.items:
+        name = item.path.stem.removeprefix("test_dist_")
+        if name == "cases":
+            given = item.callspec.params if hasattr(item, "callspec") else {}
+            names |= dict.fromkeys([*given.get("rows", ()), *([given["row"]] if "row" in given else [])])
+        elif name != item.path.stem and hasattr(item.module, "main") and name not in names:
+            names[name] = None
+            (folder / name).mkdir()
+            if hasattr(item.module, "alone"):
+                item.module.alone(folder / name)
+    return in_processes(str(Path(__file__).with_name("dist_jobs.py")), folder, *names)
 
 
 @pytest.fixture(scope="module")
 def two(request: pytest.FixtureRequest, two_ranks: Path) -> Path:
-    """What two processes left behind of the list `dist_NAME.py`, for `test_dist_NAME.py`."""
+    """What two processes left behind of `test_dist_NAME.py`."""
     return two_ranks / request.module.__name__.removeprefix("test_dist_")
 
 
 @pytest.fixture(scope="module")
 def one(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ones:
-    """`one(name)`: what one process does of the same list."""
-    jobs = importlib.import_module(request.module.__name__.removeprefix("test_"))
-    return Ones(jobs.run, tmp_path_factory.mktemp("one"))
+    """`one(name)`: what `run` of the file does in one process."""
+    return Ones(request.module.run, tmp_path_factory.mktemp("one"))
 
 
 @pytest.fixture

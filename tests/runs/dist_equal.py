@@ -18,12 +18,25 @@ import torch
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from lit_rl.algorithms.rollouts.phase_costs import is_speed
 from lit_rl.cli import schemas
 from lit_rl.cli.build import build, plain
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.sharding import full_state_dict
+
+SGD = ["optimizer=by_path", "optimizer.path=torch.optim.SGD", "optimizer.lr=0.3", "scheduler=constant"]
+"""Plain SGD: the change of the weights is the gradient."""
+SMALL_GRPO = [
+    *("data.task.max_operand=9", "data.task.val_rows=4", "data.prompts_per_rollout=4", "algo.group_size=4"),
+    *("algo.minibatches=2", "algo.beta=0.2", "reference=frozen_copy"),
+]
+GRPO = [*SMALL_GRPO, *SGD]
+OFFLINE = ["data.task.max_operand=9", "data.task.val_rows=4", "data.batch_size=8", *SGD]
+DPO = ["algo=dpo", *OFFLINE]
+CLIP = 0.05
+"""What gradients of these are longer than."""
 
 
 def trainer(folder: Path, devices: int, **more: Any) -> L.Trainer:
@@ -59,21 +72,29 @@ def parts(*overrides: str) -> tuple[Any, Any]:
     return build(tree["algo"]), build(tree["data"])
 
 
-def train_and_leave(module: Any, data: Any, runner: L.Trainer, path: Path, **beside: Any) -> None:
-    """Train, validate on everything, and leave a file: the weights, what was logged, and what the caller adds."""
-    runner.fit(module, datamodule=data)
-    metrics = logged(runner)
-    runner.limit_val_batches = 1.0
-    runner.validate(module, datamodule=data, verbose=False)
-    leave(module, runner, path, metrics=metrics | logged(runner), **beside)
-
-
 def leave(module: Any, runner: L.Trainer, path: Path, **beside: Any) -> None:
     """Leave a file: the weights, as they are exported, and what the caller adds."""
     weights = full_state_dict(module.policy)
     if runner.is_global_zero:
         torch.save({"weights": weights, **beside}, path)
     runner.strategy.barrier()
+
+
+def scorer_in(folder: Path) -> str:
+    """A reward model of random weights, which rank 0 writes: it starts the other, or the two run already."""
+    path = folder / "scorer"
+    if int(os.environ.get("LOCAL_RANK", 0)):
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+        return str(path)
+    tiny = LanguageModel("tiny")
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(tiny.path, num_labels=1))
+    model.save_pretrained(path)
+    tiny.tokenizer.save_pretrained(path)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    return str(path)
 
 
 def in_processes(script: str, folder: Path, *names: str) -> Path:

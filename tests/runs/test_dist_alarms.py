@@ -7,10 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from alarm_runs import saved
+from alarm_runs import AtLooks, fitted, saved
 from runs_helpers import assert_same
 
 pytestmark = [pytest.mark.dist, pytest.mark.all]
+
+
+def main(folder: Path) -> None:
+    """Wrong at the ends of rollouts 2 and 3, of two optimizer steps each: back to step 3 after step 6."""
+    fitted(folder, AtLooks({2, 3}, then="roll_back", patience=2), steps=4, strategy="ddp", devices=2)
 
 
 def test_two_processes_go_back_together_and_on(two_ranks: Path) -> None:

@@ -5,17 +5,39 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-import dist_samples
+import dist_equal
 import pytest
+from lightning.pytorch.loggers import CSVLogger
 
+from lit_rl.callbacks import Samples, TokenSamples
 from lit_rl.callbacks.output_files import list_tables
 
-BY_TOKENS = ["tokens_00000000", "tokens_00000001"]
 pytestmark = [pytest.mark.dist, pytest.mark.all]
 
 
+def run(folder: Path, devices: int) -> None:
+    """Two rollouts of 16 completions, and a validation of 3 prompts, which do not divide over two processes."""
+    few = ["data.task.max_operand=5", "data.task.val_rows=3", "data.prompts_per_rollout=4", "algo.group_size=4"]
+    few += ["algo.skip_zero_advantages=false"]
+    module, data = dist_equal.parts(*few)
+    callbacks = [Samples(print=0, every=1), TokenSamples(completions=16 // devices, every=1)]
+    logger = CSVLogger(folder, name="csv", version="")
+    trainer = dist_equal.trainer(folder, devices, max_steps=2, callbacks=callbacks, logger=logger)
+    trainer.fit(module, datamodule=data)
+    trainer.limit_val_batches = 1.0
+    trainer.validate(module, datamodule=data, verbose=False)
+    trainer.strategy.barrier()
+
+
+def main(folder: Path) -> None:
+    run(folder, 2)
+
+
+BY_TOKENS = ["tokens_00000000", "tokens_00000001"]
+
+
 def test_rows_of_all_ranks_are_in_the_files(two_ranks: Path, tmp_path: Path) -> None:
-    dist_samples.run(tmp_path, 1)
+    run(tmp_path, 1)
     one, two = (
         {each.name: each.read().to_pydict() for each in list_tables(f / "samples")}
         for f in (tmp_path, two_ranks / "samples")

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import dist_equal
-import dist_mesh
 import pytest
-from dist_scorers import scorer_in
+import test_dist_mesh
+from dist_equal import scorer_in
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from lit_rl.algorithms import GRPO, KTO
@@ -38,7 +38,7 @@ def compared(shapes: Iterable[Sequence[str]], folder: Path) -> Proven:
     ("strategy", "shapes"),
     [
         ("DeepSpeed", [[*zero_runs.WORDS, *words] for words in zero_runs.SHAPES.values()]),
-        ("strategy=fsdp_tp", [*dist_mesh.SHAPES.values()]),
+        ("strategy=fsdp_tp", [*test_dist_mesh.SHAPES.values()]),
     ],
 )
 def test_what_is_proven_is_what_is_compared(strategy: str, shapes: list[list[str]], tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 import torch
-from dist_resumed import PPO
-from dist_resumed import STATEFUL as TERMS
 from runs_helpers import EVERY_STEP, SMALL, assert_resumes, assert_same_run, interrupted, kept_beside, newest, rows
+from test_dist_resumed import PPO
+from test_dist_resumed import STATEFUL as TERMS
 
 QUICK = [*SMALL, "trainer.limit_val_batches=0"]
 CRITIC = [*QUICK, *PPO, "trainer.max_steps=8"]

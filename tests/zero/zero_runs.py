@@ -16,7 +16,7 @@ sys.path += [str(HERE.parent / "runs"), str(HERE.parent / "algorithms")]
 
 import dist_equal  # noqa: E402
 import lightning as L  # noqa: E402
-from dist_scorers import scorer_in  # noqa: E402
+from dist_equal import scorer_in  # noqa: E402
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from runs_helpers import interrupted  # noqa: E402
 from zero_on_cpu import ZeROOnCPU  # noqa: E402

@@ -1,0 +1,144 @@
+"""One table of what is refused, `refusals.yaml`: by the settings, by who builds, and by every door."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import warm
+import yaml
+from cli_helpers import Command, contents, refused
+from tiers import quick
+
+import lit_rl
+from lit_rl.core import errors
+
+TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text())
+
+
+def exit_code(error: str) -> int:
+    return 0 if error == "none" else getattr(errors, error).exit_code
+
+
+def rows(part: str) -> dict[str, tuple[int, list[str]]]:
+    """Command lines, each with its exit code and what the message has in it."""
+    return {line: (exit_code(error), says) for error, told in TABLE[part].items() for line, says in told.items()}
+
+
+OWN = {
+    "listed": b"# @package _global_\n- a\n",
+    "latin": b"# @package _global_\nrun_dir: \xe9\n",
+    "text": b"# @package _global_\ndefaults: algo\n",
+    "here": b"defaults:\n  - override /algo: rloo\n",
+    "added": b"# @package _global_\ndefaults:\n  - algo: dpo\n",
+    "tab": b"# @package _global_\ntrainer:\n\tmax_steps: 1\n",
+}
+"""Files of one's own, with what people get wrong in them."""
+
+WITHOUT_TORCH = """
+import io, json, sys
+from contextlib import redirect_stderr, redirect_stdout
+
+class Refuses:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            raise AssertionError("torch is loaded")
+
+sys.meta_path.insert(0, Refuses())
+import pytest, quick_configs
+quick_configs.install(pytest.MonkeyPatch())
+from hydra.core.global_hydra import GlobalHydra
+from lit_rl import cli
+for line in json.loads(sys.argv[1]):
+    said = io.StringIO()
+    GlobalHydra.instance().clear()
+    sys.argv = ["lit-rl", *line.split()]
+    with redirect_stderr(said), redirect_stdout(said):
+        code = cli.run(line.split())
+    print(json.dumps([code, said.getvalue()]))
+"""
+
+
+@pytest.mark.all
+def test_what_needs_no_torch_is_refused_without_it(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def score(prompts, completions):\n    return [0.0]\n")
+    (tmp_path / "nine.jsonl").touch()
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "odd.jsonl").write_text('{"prmpt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "finished").mkdir()
+    run = dict.fromkeys(("algo", "data", "run_dir", "task", "trainer"))
+    (tmp_path / "finished" / "config.yaml").write_text(json.dumps(run))
+    (tmp_path / "finished" / "summary.json").write_text('{"status": "finished"}')
+    experiments = tmp_path / "own" / "experiment"
+    experiments.mkdir(parents=True)
+    for name, text in OWN.items():
+        (experiments / f"{name}.yaml").write_bytes(text)
+    path = [str(root), str(root / "tests"), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    env |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "none")}
+    early = rows("early")
+    command = [sys.executable, "-c", WITHOUT_TORCH, json.dumps(list(early))]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    composed = 0
+    for (line, (code, says)), row in zip(early.items(), done.stdout.splitlines(), strict=True):
+        ended, said = json.loads(row)
+        assert (ended, [words for words in says if words not in said]) == (code, []), f"{line}: {ended}: {said}"
+        assert "loading torch" not in said
+        composed += "composing the config ..." in said
+    assert composed > len(early) / 2, "what takes a second is said"
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("mine.py", "nine.jsonl", "prompts.jsonl", "odd.jsonl", "finished", "own"),
+    }
+
+
+QUICK_ROWS = {
+    *("algo.group_size=1", "trainer.max_steps=-1 trainer.max_epochs=-1 trainer.max_time=null", "data=jsonl"),
+    *("trainer.precision=16-true trainer.accelerator=cpu", "model.dtype=float16", "algo/kl_control=adaptive"),
+}
+"""One of each way to be refused: by a constructor, by what is missing, by what the machine lacks."""
+
+
+@pytest.mark.parametrize("line", quick(rows("later"), QUICK_ROWS))
+def test_what_is_told_by_who_builds_writes_nothing(step: Command, cwd: Path, line: str) -> None:
+    code, says = rows("later")[line]
+    refused(step(*line.split()), code, *says)
+    assert contents(cwd) == []
+
+
+DOORS = pytest.mark.parametrize("row", TABLE["doors"], ids=lambda row: row["typed"])
+
+
+@DOORS
+def test_a_constructor_refuses(row: dict[str, Any]) -> None:
+    with pytest.raises(errors.ConfigError) as refusal:
+        eval(row["python"], {name: getattr(lit_rl, name) for name in dir(lit_rl) if name in row["python"]})
+    assert [words for words in row["says"] if words not in str(refusal.value)] == [], str(refusal.value)
+
+
+LEAST = [
+    *("--model=GRPO", "--model.model=tiny", "--model.reward=lit_rl.rewards.exact_match"),
+    "--data.task=lit_rl.data.tasks.Addition",
+]
+
+
+@pytest.mark.all
+@DOORS
+def test_lightnings_command_line_refuses(row: dict[str, Any], command: Command) -> None:
+    refused(command("fit", *LEAST, *shlex.split(row["lightning"])), 2, *row["says"])
+
+
+@pytest.mark.all
+def test_train_py_refuses(root: Path, tmp_path: Path) -> None:
+    """In a process of its own for each."""
+    for row in TABLE["doors"]:
+        done = warm.run([sys.executable, str(root / "train.py"), row["typed"]], cwd=tmp_path, timeout=120)
+        assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+        assert [words for words in row["says"] if words not in done.stderr] == [], done.stderr
+    assert contents(tmp_path) == []
