@@ -125,4 +125,4 @@ def callback_store(name: str, rank: int) -> Any | None:
     store = upstream.default_store().clone()
     # Counted in the store: in the second job of a sweep rank 0 has already counted one call, and others have not.
     turn = store.add(f"lit_rl/{name}/turns/{rank}", 1)
-    return dist.PrefixStore(f"lit_rl/{name}/{turn}", store)
+    return dist.PrefixStore(f"lit_rl/{name}/{turn}", store)  # pyright: ignore[reportPrivateImportUsage]

@@ -1,4 +1,4 @@
-"""What a signal does to a process of lit_rl: the table, and the handlers outside of the training.
+"""Signals: a table of their effects in each phase of a command, and the handlers outside of the training.
 
 | Phase                                 | SIGINT       | SIGTERM    | SIGHUP     | Slurm's       | a second one |
 |---------------------------------------|--------------|------------|------------|---------------|--------------|
