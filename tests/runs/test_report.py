@@ -71,14 +71,16 @@ class Page(HTMLParser):
         self.texts: list[str] = []
         self.scripts: list[tuple[dict[str, str | None], str]] = []
         self._open: list[str] = []
+        self._goes_on = False
         self.feed(text)
         self.close()
         assert not self._open, "every element is closed"
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
-        if tag not in ("meta", "input", "br"):
+        if tag not in ("meta", "input", "br", "wbr"):
             self._open.append(tag)
+        self._goes_on = tag == "wbr"
         if tag == "script":
             self.scripts.append((dict(attrs), ""))
 
@@ -92,8 +94,11 @@ class Page(HTMLParser):
         if self._open[-1:] == ["script"]:
             attributes, text = self.scripts[-1]
             self.scripts[-1] = attributes, text + data
+        elif self._goes_on:
+            self.texts[-1] += data
         elif self._open[-1:] != ["style"]:
             self.texts.append(data)
+        self._goes_on = False
 
     @property
     def samples(self) -> list[dict[str, Any]]:
