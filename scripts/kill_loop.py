@@ -198,11 +198,14 @@ def _kill_once(run: Run, folder: Path, kills: Kills) -> str:
             return f"not at {place}: it had finished"
         time.sleep(0.0005)  # who sleeps is awake at once, also on a busy machine
         seen = seen | signs(folder) if signs else seen
-    stayed = going.killed(whom)
+    stayed, code = going.killed(whom)
+    if code == 0:
+        return f"not at {place}: it had finished"
     there = not signs or bool(signs(folder) - before)
     kills.count(place, there)
     whose = "" if run.ranks == 1 else f", {'all ranks' if whom is None else f'rank {whom}'}"
-    return f"{place}{'' if there else ' (just past it)'}{whose}{f', {STAYED}' if stayed else ''}"
+    ended = f", exit code {code}{f', {STAYED}' if stayed else ''}"
+    return f"{place}{'' if there else ' (just past it)'}{whose}{ended}"
 
 
 @dataclass
@@ -273,8 +276,9 @@ class Going:
             started = Path(f"/proc/{self._group}/task/{self._group}/children").read_text().split()
             return next((int(each) for each in started if f"LOCAL_RANK={number}" in _environment(each)), None)
 
-    def killed(self, whom: int | None) -> bool:
-        """Kill a rank, or all of them, with what they started. Returns whether one of the others stayed."""
+    def killed(self, whom: int | None) -> tuple[bool, int]:
+        """Kill a rank, or all of them, with what they started. Returns whether one of the others stayed, and the exit
+        code of rank 0, as a shell has it."""
         if whom is None:
             os.killpg(self._group, signal.SIGKILL)
         elif (process := self.rank(whom)) is not None:
@@ -285,7 +289,8 @@ class Going:
         if stayed := not self.has_ended():
             os.killpg(self._group, signal.SIGKILL)
         self.ended()
-        return stayed
+        code = self._codes[self._group]
+        return stayed, code if code >= 0 else 128 - code
 
 
 def _environment(process: str) -> list[str]:

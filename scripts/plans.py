@@ -449,17 +449,15 @@ def expected_seconds(words: list[str]) -> float:
     return float(found[1])
 
 
-def measured_seconds(words: list[str], folder: Path, checkout: Path = ROOT, steps: int = TIMED_STEPS) -> float:
+def measured_seconds(words: list[str], folder: Path) -> float:
     """Return seconds a step, as the median step of a training took, after its first.
 
     Args:
         words: Of the command line.
         folder: Of the run; a new one.
-        checkout: Whose train.py runs.
-        steps: Of the training.
     """
-    off = ["trainer.limit_val_batches=0", "logger=none", f"trainer.max_steps={steps}", f"run_dir={folder}"]
-    subprocess.run([sys.executable, "train.py", *words, *off], cwd=checkout, capture_output=True, check=True)
+    off = ["trainer.limit_val_batches=0", "logger=none", f"trainer.max_steps={TIMED_STEPS}", f"run_dir={folder}"]
+    subprocess.run([sys.executable, "train.py", *words, *off], cwd=ROOT, capture_output=True, check=True)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     seconds = [sum(line[name] for name in TIMED_PHASES) for line in lines if TIMED_PHASES[-1] in line]
     return statistics.median(seconds[1:])

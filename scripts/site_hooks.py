@@ -26,6 +26,7 @@ PAGES = {"README.md": "index.md"} | {
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[#)])")
 FORMULA = re.compile(r"(\$\$?)([^$]+)\1")
 ROLE = re.compile(r":\w+:`~?(?:[\w.]+\.)?(\w+)`")
+CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.S)
 NAMED_BLOCK = re.compile(r"^<!-- file: (\S+) -->\n```(\w+)$", re.M)
 
 
@@ -100,6 +101,17 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return os.path.relpath(home(path), os.path.dirname(uri) or ".") if path else found[0]
 
     return LINK.sub(moved, NAMED_BLOCK.sub(r'```\2 title="\1"', markdown))
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Let long names and commands in tables break after their separators: a cell is as wide as its longest word."""
+
+    def broken(code: re.Match[str]) -> str:
+        return re.sub(r"(?<=\S[_./:=,(\[])(?=[\w'\"])", "<wbr>", code[0])
+
+    return re.sub(
+        r"<t[dh]\b.*?</t[dh]>", lambda cell: re.sub(r"(?<=<code>)[^<]{17,}", broken, cell[0]), html, flags=re.S
+    )
 
 
 def on_post_build(config: Any) -> None:

@@ -37,6 +37,7 @@ from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
+import grimp
 import lightning as L
 from omegaconf import DictConfig
 
@@ -193,19 +194,23 @@ def trace(overrides: list[str]) -> Seen:
     return watch.seen
 
 
-def walk_of_config(overrides: list[str]) -> list[str]:
-    """Return the modules whose functions are called with the config of a run, one entry a stay."""
-    stays: list[str] = []
+def walk_of_config(overrides: list[str]) -> tuple[list[str], set[tuple[str, str]]]:
+    """Return the modules whose functions are called with the config of a run, one entry a stay; and the calls with it
+    that go up: from a module to one that imports it."""
+    stays, calls = list[str](), set[tuple[str, str]]()
+
+    def is_given_it(frame: FrameType) -> bool:
+        names = frame.f_code.co_varnames[: frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount]
+        return any(issubclass(type(frame.f_locals.get(name)), DictConfig) for name in names)
 
     def called(frame: FrameType, event: str, argument: Any) -> None:
         function = function_of(frame) if event == "call" else None
-        if function is None:
-            return
-        code = frame.f_code
-        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        has_config = any(isinstance(frame.f_locals.get(name), DictConfig) for name in names)
-        if has_config and stays[-1:] != [function[0]]:
-            stays.append(function[0])
+        if function is not None and is_given_it(frame):
+            calls.update(
+                (found[0], function[0]) for each in below(frame) if (found := function_of(each)) and is_given_it(each)
+            )
+            if stays[-1:] != [function[0]]:
+                stays.append(function[0])
 
     sys.argv = ["train.py"]
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
@@ -214,7 +219,12 @@ def walk_of_config(overrides: list[str]) -> list[str]:
             cli.run([*SMALL, *overrides, f"run_dir={folder}/run"])
         finally:
             sys.setprofile(None)
-    return stays
+    graph = grimp.build_graph("lit_rl")
+    return stays, {(a, b) for a, b in calls if a != b and graph.chain_exists(_module(b), _module(a))}
+
+
+def _module(file: str) -> str:
+    return "lit_rl." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def numbers(found: Seen) -> tuple[int, ...]:
@@ -237,9 +247,9 @@ def main() -> None:
     parser.add_argument("--config", action="store_true", help="print the walk of a config instead")
     given = parser.parse_args()
     if given.config:
-        stays = walk_of_config(METHODS["GRPO"])
-        print(*stays, sep="\n")
-        print(f"{len(set(stays))} modules, {len(stays)} stays, {len(stays) - len(set(stays))} returns")
+        stays, up = walk_of_config(METHODS["GRPO"])
+        print(*stays, *(f"up: {a} -> {b}" for a, b in sorted(up)), sep="\n")
+        print(f"{len(set(stays))} modules, {len(stays)} stays, {len(up)} ways back up")
         return
     seen = {name: trace(overrides) for name, overrides in METHODS.items()}
     print("| one step of | files | in `algorithms/` | calls between files | inside `algorithms/` | back-calls |")

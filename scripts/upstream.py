@@ -128,7 +128,6 @@ TESTS = {
     "._start_method": "tests/cli/test_bad_config.py",
     "._tensor_parallel_size": _STRATEGIES,
     "._timeout": "tests/runs/test_watchdog.py",
-    "._trainer": "tests/algorithms/test_phase_memory.py",
     "._val_check_time_interval": _FAULTS,
     # transformers, PEFT, Liger, the hub
     "transformers.AutoModelForImageTextToText._model_mapping": "tests/vision/test_vision_rewards.py",
@@ -179,7 +178,7 @@ TESTS = {
 """What is used, and the test that would notice a change of it."""
 
 OWN_SIGNATURES = {
-    *("lit_rl/algorithms/kto.py", "lit_rl/algorithms/signatures.py"),
+    *("lit_rl/algorithms/kto.py", "lit_rl/algorithms/chosen_functions.py"),
     *(
         "lit_rl/algorithms/checks/policy_gradient_checks.py",
         "lit_rl/algorithms/checks/argument_checks.py",
@@ -190,7 +189,7 @@ OWN_SIGNATURES = {
         "lit_rl/generation/rollout_function.py",
     ),
     *(
-        "lit_rl/algorithms/rollouts/identity.py",
+        "lit_rl/algorithms/loop/run_identity.py",
         "lit_rl/environments/tools.py",
     ),
     *("lit_rl/core/declared_settings.py", "lit_rl/core/fingerprints.py", "lit_rl/environments/environment_base.py"),

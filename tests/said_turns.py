@@ -11,8 +11,7 @@ from torch import nn
 from lit_rl.core.rollout import Completions, PromptBatch, Prompts, Sampling
 from lit_rl.environments.environment_base import EpisodeSource
 from lit_rl.generation.collect import RolloutRequest, Vocabulary
-from lit_rl.generation.decode_batches import DecodeBatch, Decoded, assemble
-from lit_rl.generation.generator import Generator
+from lit_rl.generation.generator import DecodeBatch, Decoded, Generator, assemble
 from lit_rl.generation.hf import TurnByTurn
 
 

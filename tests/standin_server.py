@@ -43,8 +43,8 @@ class StandIn(ThreadingHTTPServer):
 
 
 @contextmanager
-def standing_in(behaviour: Behaviour) -> Iterator[StandIn]:
-    with StandIn(("127.0.0.1", 0), Handler) as server:
+def standing_in(behaviour: Behaviour, port: int = 0) -> Iterator[StandIn]:
+    with StandIn(("127.0.0.1", port), Handler) as server:
         server.seen, server.behaviour = [], behaviour
         thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
         thread.start()

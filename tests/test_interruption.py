@@ -14,12 +14,11 @@ import pytest
 import torch.distributed as dist
 
 from lit_rl.algorithms.data_parallel import Ranks
-from lit_rl.algorithms.rollouts.rollout_source import abort_on_all_ranks
+from lit_rl.algorithms.rollouts.rollout_source import Ahead, DrawnAhead, abort_on_all_ranks
 from lit_rl.callbacks import graceful_stop
 from lit_rl.callbacks.graceful_stop import SignalWatch
 from lit_rl.core import interrupts
 from lit_rl.core.interrupts import Interrupted, agreed_by_ranks, interruptible, run_ending_hook, uninterruptible
-from lit_rl.generation.ahead import Ahead, DrawnAhead
 
 
 class Ended(Exception):

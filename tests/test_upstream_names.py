@@ -145,7 +145,7 @@ def test_a_trainer_that_has_not_begun() -> None:
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu", "devices": 1}
     trainer = L.Trainer(**quiet, enable_progress_bar=False, enable_model_summary=False)
     module = L.LightningModule()
-    assert upstream.trainer_of(module) is None and not upstream.is_compiled(module)
+    assert not upstream.is_compiled(module)
     assert not upstream.validates_by_timer(trainer) and not upstream.validates_next(trainer)
     assert upstream.cluster_environment(trainer) is not None
     assert upstream.start_method(trainer.strategy) == "popen"

@@ -18,8 +18,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lit_rl.algorithms.chosen_functions import setting_of, unwrap
 from lit_rl.algorithms.families.pairs import ChosenRejected, Columns, PairModule, pair_metrics, policy_columns
-from lit_rl.algorithms.signatures import setting_of, unwrap
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.core.examples import PairBatch
 from lit_rl.models.forward import TextScores
@@ -68,8 +68,4 @@ def _per_token_reward(preferences: list[Callable]) -> Callable[[Tensor], Tensor]
     if not all(traits is not None and traits.per_token for traits in declared):
         return None
     is_alphapo = len(preferences) == 1 and unwrap(preferences[0]) is alphapo
-    return partial(alpha_reward, alpha=setting_of(preferences[0], "alpha")) if is_alphapo else _identity
-
-
-def _identity(mean: Tensor) -> Tensor:
-    return mean
+    return partial(alpha_reward, alpha=setting_of(preferences[0], "alpha")) if is_alphapo else lambda mean: mean

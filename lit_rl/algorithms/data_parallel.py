@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_rl.algorithms.signatures import arguments_for, copies_for
+from lit_rl.algorithms.chosen_functions import arguments_for, copies_for
 from lit_rl.core.ranks import broadcast_object, gather_objects
 from lit_rl.core.transfers import to_host
 
@@ -23,11 +23,6 @@ def tensor_parallel_size(trainer: Any) -> int:
 def data_world_size(trainer: Any) -> int:
     """Return the number of ranks with rows of their own; known before the processes are started."""
     return trainer.world_size // tensor_parallel_size(trainer)
-
-
-def data_rank(trainer: Any) -> int:
-    """Return the index of this process among the ranks with rows of their own."""
-    return trainer.global_rank // tensor_parallel_size(trainer)
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,7 @@ class Ranks:
     def of(cls, trainer: Any, device: torch.device | str) -> Ranks:
         """Return the ranks of a Trainer's run that have rows of their own."""
         groups = getattr(trainer.strategy, "data_group", None), getattr(trainer.strategy, "tensor_group", None)
-        return cls(device, data_rank(trainer), data_world_size(trainer), *groups)
+        return cls(device, trainer.global_rank // tensor_parallel_size(trainer), data_world_size(trainer), *groups)
 
     def gather(self, column: Tensor) -> Tensor:
         """Return the rows `(n, ...)` of all ranks, in the order of ranks, from our `(b, ...)`.

@@ -23,8 +23,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_rl.algorithms.checks.argument_checks import try_settings
+from lit_rl.algorithms.chosen_functions import accepts_positional, setting_of
 from lit_rl.algorithms.families.verdicts import VerdictModule
-from lit_rl.algorithms.signatures import accepts_positional, setting_of
 from lit_rl.algorithms.terms.verdict_terms import RunLength, mismatched_texts
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.core.errors import ConfigError

@@ -27,11 +27,11 @@ from lit_rl.algorithms.checks import policy_gradient_checks
 from lit_rl.algorithms.checks.memory import AuxiliaryTexts
 from lit_rl.algorithms.checks.model_sizes import StepFacts
 from lit_rl.algorithms.checks.strategy_checks import Feature
+from lit_rl.algorithms.chosen_functions import arguments_for
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
 from lit_rl.algorithms.optim.schedules import After, FromTorch, Schedule, as_schedule
 from lit_rl.algorithms.rollouts.rollout_plan import without_gradient
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.algorithms.signatures import arguments_for
 from lit_rl.algorithms.terms.credit import Credit, turns_of
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import Completions, PromptBatch, Rollout

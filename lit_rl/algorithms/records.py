@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.evaluation.summary_statistics import (
     Averages,
-    input_tokens,
-    prefixed,
+    repeated_share,
     rollout_metrics,
     sample_table,
     token_columns,
@@ -32,10 +31,12 @@ from lit_rl.core.examples import Totals
 from lit_rl.core.rollout import Rollout
 from lit_rl.generation.collect import texts_of
 from lit_rl.ops.reductions import Metrics, masked_sum
-from lit_rl.ops.token_statistics import repeated_share
 
 MAX_UNSCORED = 8
 """The number of consecutive rollouts without any reward after which a run ends."""
+
+_PLAIN_TYPES = {bool, int, float, str, type(None)}
+"""Types of values that a checkpoint can contain."""
 
 
 class StepRecords:
@@ -45,13 +46,17 @@ class StepRecords:
         self.averages = Averages()
         self._tokens_seen = 0
         self._opened = time.perf_counter()
+        self._rates: dict[str, float] = {}
+        """Learning rates of the last step: `lr` of the first parameter group, `lr_<name>` of the others."""
 
     def add(self, metrics: Metrics) -> None:
         """Add the metrics of a micro-batch, or of a rollout."""
         self.averages.add(metrics)
 
-    def add_step(self, grad_norm: Tensor, *, skipped: bool) -> None:
+    def add_step(self, grad_norm: Tensor, optimizer: Optimizer, *, skipped: bool) -> None:
         """Record an optimizer step with this gradient norm, or one that was `skipped` because it was not finite."""
+        first, *others = optimizer.param_groups
+        self._rates = {"lr": first["lr"]} | {f"lr_{group['name']}": group["lr"] for group in others}
         one, nothing = torch.ones_like(grad_norm), torch.zeros_like(grad_norm)
         norm = (nothing, nothing) if skipped else (grad_norm, one)
         self.add({"grad_norm": norm, "skipped_steps": (one if skipped else nothing, one)})
@@ -71,6 +76,8 @@ class RolloutRecords(StepRecords):
         """The reward of each function, the data's columns and notes of rewards for each row of the current rollout, if
         their values are plain Python; also after a resume in the middle of the rollout."""
         self.unscored = 0
+        self.rollout_tokens = 0.0
+        """Tokens that all ranks sampled for the rollout that `close` was called for."""
         self._stats: dict[str, float] = {}
         self._input_tokens_seen = 0
 
@@ -102,7 +109,8 @@ class RolloutRecords(StepRecords):
         self._count_unscored(scores.names, of_all["rewards"])
         tokens = sum(ranks.counts(sampled_tokens))
         self._tokens_seen += tokens
-        self._input_tokens_seen += sum(ranks.counts(input_tokens(host)))
+        read = int(host.prompt_mask.sum() + host.response_mask.sum())  # as TRL counts: a prompt once a completion
+        self._input_tokens_seen += sum(ranks.counts(read))
         self._stats = rollout_metrics(scores.names, **of_all)
         self._stats |= {"num_tokens": float(self._tokens_seen), "rollout_tokens": float(tokens)}
         self._stats["num_input_tokens_seen"] = float(self._input_tokens_seen)
@@ -121,7 +129,12 @@ class RolloutRecords(StepRecords):
         self.samples = sample_table(step, scored.batch, texts, host, scores, _advantage_of_rows(rollout))
         if completions.episodes is not None:
             self.samples |= token_columns(completions, rollout, tokenizer)
-        self.plain_columns = _plain_columns(self.samples, {*scored.batch.columns, *scores.extras})
+        named = {*scored.batch.columns, *scores.extras}
+        self.plain_columns = {
+            name: values
+            for name, values in self.samples.items()
+            if (name.startswith("rewards/") or name in named) and {type(value) for value in values} <= _PLAIN_TYPES
+        }
         self._opened = time.perf_counter()
 
     def _count_unscored(self, names: Sequence[str], rewards: Tensor) -> None:
@@ -140,7 +153,6 @@ class RolloutRecords(StepRecords):
         seconds: Mapping[str, float],
         within: Mapping[str, float],
         coefficients: Mapping[str, float],
-        rates: Mapping[str, float],
         kept: bool = False,
     ) -> dict[str, float]:
         """Return the metrics of the rollout and its updates, over all ranks. A collective.
@@ -150,23 +162,17 @@ class RolloutRecords(StepRecords):
             seconds: Seconds of generation and of rewards.
             within: Seconds of parts of these phases: an engine's update, waiting for environments.
             coefficients: Current values of coefficients that change during the run.
-            rates: Learning rates of the last step.
             kept: Whether the rollout is still in use: its averages are kept for the log line after its last step.
         """
         stats = dict(self._stats)
-        tokens = stats.pop("rollout_tokens")
-        means = {**stats, **self._means(ranks, kept=kept), **coefficients, **rates}
+        self.rollout_tokens = stats.pop("rollout_tokens")
+        means = {**stats, **self._means(ranks, kept=kept), **coefficients, **self._rates}
         # Reading the averages has waited for the GPU, so the seconds of the update are complete.
         phases = {**seconds, "update": time.perf_counter() - self._opened}
-        metrics = prefixed(means, "train")
+        metrics = {f"train/{name}": value for name, value in means.items()}
         metrics |= {f"time/{phase}": value for phase, value in {**phases, **within}.items()}
-        metrics["tokens_per_second"] = tokens / max(1e-9, sum(phases.values()))
+        metrics["tokens_per_second"] = self.rollout_tokens / max(1e-9, sum(phases.values()))
         return metrics
-
-    @property
-    def rollout_tokens(self) -> float:
-        """Tokens that all ranks sampled for the current rollout."""
-        return self._stats["rollout_tokens"]
 
     def counts(self) -> dict[str, Any]:
         """Return the counts over the whole run, for a checkpoint."""
@@ -189,18 +195,6 @@ class RolloutRecords(StepRecords):
         self._opened = time.perf_counter()  # seconds before the resume are not known
 
 
-_PLAIN_TYPES = {bool, int, float, str, type(None)}
-
-
-def _plain_columns(samples: Mapping[str, list[Any]], names: Collection[str]) -> dict[str, list[Any]]:
-    """Return rewards and the named columns, if a checkpoint can contain all of their values."""
-    return {
-        name: values
-        for name, values in samples.items()
-        if (name.startswith("rewards/") or name in names) and {type(value) for value in values} <= _PLAIN_TYPES
-    }
-
-
 class OfflineRecords(StepRecords):
     """Averages over the optimizer steps since the last line of the log."""
 
@@ -215,16 +209,14 @@ class OfflineRecords(StepRecords):
         self._tokens_seen += totals.attended
         self._opened = time.perf_counter()
 
-    def close(self, grad_norm: Tensor, *, skipped: bool) -> None:
-        """Record an optimizer step with this gradient norm, or one that was `skipped` because it was not finite."""
-        self.add_step(grad_norm, skipped=skipped)
+    def add_step(self, grad_norm: Tensor, optimizer: Optimizer, *, skipped: bool) -> None:
+        super().add_step(grad_norm, optimizer, skipped=skipped)
         self._seconds += time.perf_counter() - self._opened
 
     def line(
         self,
         ranks: Ranks,
         coefficients: Mapping[str, float],
-        rates: Mapping[str, float],
         generated_in: float,
         *,
         kept: bool = False,
@@ -234,14 +226,14 @@ class OfflineRecords(StepRecords):
         Args:
             ranks: The ranks of the run.
             coefficients: Values at the last step of coefficients that change during the run.
-            rates: Learning rates of the last step.
             generated_in: Seconds of generating texts to learn from; 0 if none were generated.
             kept: Whether the averages are kept for a later log line.
         """
         asked = time.perf_counter()
-        means = {**self._means(ranks, kept=kept), **coefficients, **rates}
+        means = {**self._means(ranks, kept=kept), **coefficients, **self._rates}
         self._seconds += time.perf_counter() - asked  # reading the averages has waited for the GPU
-        metrics = prefixed(means | {"num_tokens": float(self._tokens_seen)}, "train")
+        means["num_tokens"] = float(self._tokens_seen)
+        metrics = {f"train/{name}": value for name, value in means.items()}
         metrics |= {"time/update": self._seconds} | ({"time/generate": generated_in} if generated_in else {})
         metrics["tokens_per_second"] = self._tokens / max(1e-9, self._seconds + generated_in)
         self._tokens, self._seconds = 0, 0.0
@@ -257,21 +249,9 @@ class OfflineRecords(StepRecords):
         self.averages.load_state(saved["averages"], device)
 
 
-def learning_rates(optimizer: Optimizer) -> dict[str, float]:
-    """Return the learning rates of the parameter groups: `lr` for the first, `lr_<name>` for the others."""
-    first, *others = optimizer.param_groups
-    return {"lr": first["lr"]} | {f"lr_{group['name']}": group["lr"] for group in others}
-
-
 def _advantage_of_rows(rollout: Rollout) -> Tensor | None:
     """Return each row's advantage for the sample table: the mean over its loss tokens; for pairs the verdict."""
     advantages = rollout.verdicts if rollout.advantages is None else rollout.advantages
     if advantages is None or advantages.ndim == 1:
         return advantages
     return (advantages * rollout.loss_mask).sum(1) / rollout.loss_mask.sum(1).clamp(min=1)
-
-
-def log_to_loggers(trainer: Any, metrics: Mapping[str, float], step: int) -> None:
-    """Write metrics, already reduced over ranks, to the Trainer's loggers as those of an optimizer step."""
-    for logger in trainer.loggers:
-        logger.log_metrics(metrics, step=step)

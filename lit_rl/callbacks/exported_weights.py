@@ -162,9 +162,8 @@ class AveragedWeights(L.Callback, ABC):
         self._saved = state_dict
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        stops = [callback for callback in trainer.callbacks if isinstance(callback, GracefulStop)]  # pyright: ignore
-        stopped = any(callback.signum is not None for callback in stops)
-        if self.folder is None or stopped or trainer.fast_dev_run:  # pyright: ignore
+        stop = GracefulStop.of(trainer)
+        if self.folder is None or (stop and stop.signum) or trainer.fast_dev_run:  # pyright: ignore
             return
         state = self.averaged(pl_module)
         if trainer.is_global_zero:

@@ -3,7 +3,7 @@
 An optimizer step that has begun is finished. A rollout, its rewards and a validation are abandoned: nothing was
 learned from them, and the resumed run makes them anew (`lit_rl.core.interrupts`). A signal to one rank reaches the
 others by `SignalWatch`, a thread that reads the key-value store of the process group. A second signal ends the
-process at once.
+process at once. What signals do in other phases is in `lit_rl.core.signals`.
 
 An error ends the run too: see `algorithms.loop.save_on_error`.
 """
@@ -16,6 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,31 +26,9 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lit_rl.algorithms.loop.save_on_error import SaveOnError, folder_of
 from lit_rl.callbacks.checkpoint_io import is_whole
-from lit_rl.callbacks.process_signals import detach_from_terminal, requeue, requeue_signal
 from lit_rl.callbacks.timed_checkpoint import save_step
-from lit_rl.core import interrupts, upstream
-
-# ---------------------------------------------------------------------- signals between ranks
-
-
-def callback_store(name: str, rank: int) -> Any | None:
-    """Return a store that is the same on all ranks, by the count of calls; None without a process group.
-
-    It has a connection of its own: the training may block on that of the rendezvous store. The connection lasts as long
-    as the store is referenced.
-
-    Args:
-        name: Name of the callback.
-        rank: This rank.
-    """
-    distributed: Any = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return None
-    store = upstream.default_store().clone()
-    # Counted in the store: in the second job of a sweep rank 0 has already counted one call, and others have not.
-    turn = store.add(f"lit_rl/{name}/turns/{rank}", 1)
-    return distributed.PrefixStore(f"lit_rl/{name}/{turn}", store)
-
+from lit_rl.core import interrupts, signals, upstream
+from lit_rl.core.ranks import callback_store
 
 POLL_SECONDS = 0.5
 """Seconds between two polls, after which a signal reaches the other ranks."""
@@ -157,9 +136,6 @@ class SignalWatch:
             signal.pthread_kill(main, number)
 
 
-# ---------------------------------------------------------------------- the stop
-
-
 class GracefulStop(SaveOnError):
     """A stop at the next optimizer step, on which all ranks agree, in place of Lightning's signal handler.
 
@@ -172,14 +148,12 @@ class GracefulStop(SaveOnError):
         super().__init__()
         self.signum: int | None = None
         """The received signal; None before any."""
-        self._before: dict[int, Any] = {}
+        self._handlers = signals.SignalHandlers()
         self.gave_up = False
         """True where the signal came in work that was abandoned."""
         self.saved: Path | None = None
         """The checkpoint of the step that the run stopped at; None while there is none."""
         self._watch: SignalWatch | None = None
-        self._repeatable: tuple[int | None, ...] = (signal.SIGHUP,)
-        """Signals that may come twice from one cause: an ending shell and the kernel; Slurm, and torchrun for it."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -187,23 +161,26 @@ class GracefulStop(SaveOnError):
         if threading.current_thread() is not threading.main_thread():
             return
         interrupts.enable_interrupts(lambda: self._give_up(trainer), several=trainer.world_size > 1)
-        self._repeatable = (signal.SIGHUP, requeue_signal(trainer))
         self._watch = SignalWatch(lambda: self.signum, trainer.world_size, trainer.global_rank)
-        for signum in stop_signals(trainer):
-            self._before[signum] = signal.signal(signum, lambda number, frame: self._on_signal(trainer, number))
+        self._handlers.install(signals.stop_signals(trainer), partial(self._on_signal, trainer))
 
-    def _on_signal(self, trainer: L.Trainer, number: int) -> None:
+    @classmethod
+    def of(cls, trainer: L.Trainer) -> GracefulStop | None:
+        """Return the Trainer's own; None without one."""
+        return next((each for each in trainer.callbacks if isinstance(each, cls)), None)  # pyright: ignore
+
+    def _on_signal(self, trainer: L.Trainer, number: int, frame: Any) -> None:
         assert self._watch is not None
         again = self.signum is not None and self._watch.was_sent_here()
-        if again or (number == self.signum and number in self._repeatable):
+        if again or (number == self.signum and signals.may_repeat(number, trainer)):
             return interrupts.request_stop()
         if self.signum is not None:
-            self._restore(leaves=number)
+            self._restore(trainer, leaves=number)
             signal.raise_signal(number)  # for the previous handler
             return
         self.signum = number
         if number == signal.SIGHUP:
-            detach_from_terminal()
+            signals.detach_from_terminal()
         self._watch.begin()
         what = "stopping and saving" if folder_of(trainer) else "stopping; nothing is saved, as checkpoints are off"
         # The handler may have interrupted a write: a second write to the same stream is refused in the same thread, and
@@ -227,7 +204,7 @@ class GracefulStop(SaveOnError):
                 save_step(trainer, self.saved)
             trainer.should_stop = True
             upstream.skip_validation(trainer)
-            self._requeue(trainer)
+            signals.requeue_if_asked(self.signum, trainer)
 
     def _is_to_end(self, trainer: L.Trainer) -> bool:
         """Tell whether a signal ends the run, the same on every rank, and set `signum` to it. A collective."""
@@ -237,10 +214,6 @@ class GracefulStop(SaveOnError):
         if self.signum is not None:
             interrupts.record_stop_request()
         return self.signum is not None
-
-    def _requeue(self, trainer: L.Trainer) -> None:
-        if trainer.is_global_zero and self.signum == requeue_signal(trainer):
-            requeue()
 
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -255,7 +228,7 @@ class GracefulStop(SaveOnError):
         self._is_to_end(trainer)
         self.gave_up, in_validation = True, trainer.validating
         self.saved = self._save_place(trainer, in_validation=in_validation, anew=in_validation)
-        self._requeue(trainer)
+        signals.requeue_if_asked(self.signum, trainer)
         upstream.end_fit(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -263,18 +236,18 @@ class GracefulStop(SaveOnError):
         if self._place is not None and self._is_to_end(trainer):
             self.saved = self._save_place(trainer, in_validation=False)
             trainer.should_stop = True
-            self._requeue(trainer)
+            signals.requeue_if_asked(self.signum, trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
-        self._restore()
+        self._restore(trainer)
 
     def saves_after(self, exception: BaseException) -> bool:
         again = isinstance(exception, KeyboardInterrupt) and self.signum is not None
         return super().saves_after(exception) and not again
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._restore()
+        self._restore(trainer)
         super().on_exception(trainer, pl_module, exception)
 
     def is_saved(self, path: Path) -> bool:
@@ -283,19 +256,10 @@ class GracefulStop(SaveOnError):
     def save(self, trainer: L.Trainer, path: Path) -> None:
         save_step(trainer, path)
 
-    def _restore(self, leaves: int | None = None) -> None:
+    def _restore(self, trainer: L.Trainer, leaves: int | None = None) -> None:
         interrupts.disable_interrupts()
         if self._watch is not None:
             self._watch.end(leaves)
-        for signum, handler in self._before.items():
-            may_repeat = signum == self.signum and signum in self._repeatable  # and the run is about to end
-            signal.signal(signum, signal.SIG_IGN if may_repeat else handler)
-        self._before = {}
+        comes_again = self.signum is not None and signals.may_repeat(self.signum, trainer)  # the run is about to end
+        self._handlers.restore(ignored=self.signum if comes_again else None)
         self._watch = None  # with its store: the next job of a sweep must find nothing of this one
-
-
-def stop_signals(trainer: L.Trainer) -> list[int]:
-    """Return the signals that save and end a run. SIGHUP is none of them where it is ignored, as under `nohup`."""
-    hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
-    asked = requeue_signal(trainer)
-    return [signal.SIGINT, signal.SIGTERM, *hangup, *([] if asked is None else [asked])]

@@ -154,8 +154,8 @@ class HubSamples(L.Callback):
             self._push(trainer)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        signalled = any(isinstance(each, GracefulStop) and each.signum for each in trainer.callbacks)  # pyright: ignore
-        if self._sends(trainer) and not signalled:
+        stop = GracefulStop.of(trainer)
+        if self._sends(trainer) and not (stop and stop.signum):
             self._push_the_last(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:

@@ -132,7 +132,7 @@ class _FaultTolerantLogger:
         setattr(self._inner, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") or name in self.__slots__:  # these are missing before `__init__`, as in a copy
             raise AttributeError(name)
         inner = _NoOpLogger() if self.unwritten.left_out else self._inner
         try:

@@ -297,7 +297,7 @@ class TokenSamples(_Periodic):
             return
         local: Table | None = None
         with self.unwritten.spared("the tokens of this rank"):
-            rollout, tokenizer = pl_module.dealt_out(batch)[0], pl_module.tokenizer
+            rollout, tokenizer = pl_module.dealt_out(batch).rollout, pl_module.tokenizer
             local = token_table(step, rollout, seen, self.completions, tokenizer, pl_module.plain_columns)
         table = stack_tables(gather_on_rank_zero(trainer, local, self.unwritten))
         if table["step"]:

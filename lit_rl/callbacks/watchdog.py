@@ -29,10 +29,10 @@ import torch
 from torch.distributed import DistError
 
 from lit_rl.algorithms import data_parallel
-from lit_rl.callbacks.graceful_stop import callback_store
 from lit_rl.core import upstream
 from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import BackendError
+from lit_rl.core.ranks import callback_store
 from lit_rl.ops.ranges import Positive
 
 _SHARE = 0.9

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from lit_rl.callbacks import process_signals
 from lit_rl.cli import process
+from lit_rl.core import signals
 from lit_rl.core.machine import is_rank_zero
 
 LIGHTNING = ("fit", "validate", "test", "predict")
@@ -84,7 +84,7 @@ def _with_dashes(arguments: list[str]) -> list[str]:
 def _lightning(command: str, arguments: list[str]) -> int:
     """Run a command of LightningCLI's."""
     if command == "fit":
-        process_signals.requeue_before_training()
+        signals.requeue_before_training()
     from lit_rl.cli import lightning_words
 
     lightning_words.check(arguments)
@@ -97,7 +97,7 @@ def _lightning(command: str, arguments: list[str]) -> int:
 def _hydra(command: str | None, rest: list[str]) -> int:
     """Run a command over a composed config."""
     if (command or "train") == "train" and not any(word.startswith("task=") and word != "task=fit" for word in rest):
-        process_signals.requeue_before_training()
+        signals.requeue_before_training()
     from lit_rl.cli import typed_secrets
     from lit_rl.cli.aliases import expand_aliases, expand_export
     from lit_rl.cli.typed_words import after_settings

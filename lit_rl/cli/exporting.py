@@ -21,8 +21,8 @@ from lit_rl.cli.replays import checkpoint_of
 from lit_rl.cli.targets import ALLOWED, check_target
 from lit_rl.cli.trainer_settings import precision_of
 from lit_rl.core.errors import BackendError, ConfigError, StorageError
+from lit_rl.core.signals import exit_on_sigterm
 from lit_rl.models.language_model import LanguageModel
-from lit_rl.runs.exit_signals import exit_on_sigterm
 from lit_rl.runs.export_checkpoint import CheckpointExport, card_facts, export
 from lit_rl.runs.run_dir import HF_STEPS, RunDir
 

@@ -21,7 +21,6 @@ from lit_rl.algorithms.checks.data_and_trainer import check_process_count
 from lit_rl.algorithms.checks.strategy_checks import check_trainable_settings
 from lit_rl.algorithms.rollouts.checkpoints import check_algorithm_kind
 from lit_rl.callbacks.checkpoint_io import read_lazily, verify
-from lit_rl.callbacks.process_signals import is_requeued
 from lit_rl.cli import (
     data_choice,
     data_kinds,
@@ -51,10 +50,11 @@ from lit_rl.cli.trainer_settings import cut_by, settle_precision, trainer_of, tr
 from lit_rl.core import upstream
 from lit_rl.core.errors import BackendError, ConfigError, StorageError
 from lit_rl.core.machine import is_rank_zero
+from lit_rl.core.signals import exit_on_signal, is_requeued
 from lit_rl.data.example_module import ExampleDataModule
 from lit_rl.reports import run_files, run_page
 from lit_rl.reports.secrets import redact
-from lit_rl.runs import env_check, evaluate, exit_signals, plan, reward_test, train
+from lit_rl.runs import env_check, evaluate, plan, reward_test, train
 from lit_rl.runs.rank_processes import end_children, wait_for_children, watching_children
 from lit_rl.runs.rendezvous import (
     Rendezvous,
@@ -215,7 +215,7 @@ def _run(
             if meeting is not None:
                 meeting.wait_until_ready()
             try:
-                leaves = contextlib.nullcontext() if fits else exit_signals.exit_on_signal(job.trainer, _print_ended_by)
+                leaves = contextlib.nullcontext() if fits else exit_on_signal(job.trainer, _print_ended_by)
                 on_loss = functools.partial(_record_lost_rank, job, config.task, start)
                 with watching_children(job.trainer, on_loss), leaves:
                     code = TASKS[config.task](job)

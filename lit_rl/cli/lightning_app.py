@@ -38,7 +38,6 @@ from lit_rl.algorithms.optim.schedules import ScheduleByPath
 from lit_rl.algorithms.rollouts.checkpoints import check_algorithm_kind
 from lit_rl.callbacks import AtomicCheckpointIO, Export, GracefulStop, JsonlLogger, let_loggers_fail
 from lit_rl.callbacks.checkpoint_io import read_lazily, verify_once
-from lit_rl.callbacks.process_signals import remove_requeue_handler, requeue_signal
 from lit_rl.cli import config_files, lightning_arguments, process, run_info
 from lit_rl.cli.build import check_trainer
 from lit_rl.cli.lightning_arguments import data_module_of
@@ -50,12 +49,13 @@ from lit_rl.cli.targets import ALLOWED, find_here
 from lit_rl.cli.trainer_settings import Accumulation, Asked, cut_by, settle_precision, trainer_precision
 from lit_rl.core import upstream
 from lit_rl.core.errors import SIGNALLED, BackendError, ConfigError, StorageError, did_you_mean
+from lit_rl.core.signals import exits_as_errors, remove_requeue_handler, requeue_signal
 from lit_rl.core.user_functions import is_file_path
 from lit_rl.data.tasks import Task
 from lit_rl.models import references
 from lit_rl.reports import run_files, run_page
 from lit_rl.reports.secrets import redact, redact_command
-from lit_rl.runs import closing_report, evaluate, exit_signals, train
+from lit_rl.runs import closing_report, evaluate, train
 from lit_rl.runs.export_checkpoint import commands_for_readers
 from lit_rl.runs.rank_processes import end_children, wait_for_children, watching_children
 from lit_rl.runs.rendezvous import devices_of_launcher
@@ -85,8 +85,8 @@ def main(arguments: list[str]) -> int:
     process.filter_warnings()
     sys.argv = [sys.argv[0], *arguments]  # Lightning starts the processes of other ranks with it
     cli = command_line(arguments)
-    stops = _stopped(cli.trainer)
-    return SIGNALLED + (stops[0].signum or 0) if stops else 0
+    stop = GracefulStop.of(cli.trainer)
+    return SIGNALLED + stop.signum if stop and stop.signum else 0
 
 
 def command_line(arguments: Sequence[str], *, run: bool = True) -> CommandLine:
@@ -157,8 +157,7 @@ class CommandLine(LightningCLI):
 
     def before_fit(self) -> None:
         """Refuse settings that Lightning lets pass and no run can use, as the Hydra command line does."""
-        stops = any(isinstance(each, GracefulStop) for each in self.trainer.callbacks)  # pyright: ignore
-        if not stops or requeue_signal(self.trainer) is None:
+        if GracefulStop.of(self.trainer) is None or requeue_signal(self.trainer) is None:
             remove_requeue_handler()
         self.place_metrics()
         checkpoint = self._setting("ckpt_path")
@@ -191,8 +190,8 @@ class CommandLine(LightningCLI):
     def after_fit(self) -> None:
         """Print the closing table of `train`: results before and after, and the time by phase."""
         remove_requeue_handler()  # a job that has learned all is not to begin again
-        if stopped := _stopped(self.trainer):
-            return self._say_what_is_saved(stopped[0])
+        if (stop := GracefulStop.of(self.trainer)) and stop.signum:
+            return self._say_what_is_saved(stop)
         if self.trainer.fast_dev_run:  # pyright: ignore
             return
         run, summary = self._run_of(), self.summary
@@ -386,7 +385,7 @@ class CommandLine(LightningCLI):
                     if isinstance(self.model, PolicyModule)
                     else contextlib.nullcontext()
                 )
-                exits = exit_signals.exits_as_errors(self.trainer) if subcommand == "fit" else contextlib.nullcontext()
+                exits = exits_as_errors(self.trainer) if subcommand == "fit" else contextlib.nullcontext()
                 with watching_children(self.trainer, self._give_up), exits, told:
                     super()._run_subcommand(subcommand)
                 wait_for_children(self.trainer.strategy.launcher)
@@ -567,11 +566,6 @@ def _command() -> str:
         else:
             words.append(word)
     return shlex.join(words)
-
-
-def _stopped(trainer: L.Trainer) -> list[GracefulStop]:
-    """Return the callback that has caught the signal which ended the training."""
-    return [each for each in trainer.callbacks if isinstance(each, GracefulStop) and each.signum]  # pyright: ignore
 
 
 def _write_where_it_is_typed(section: Any, words: Sequence[str]) -> None:

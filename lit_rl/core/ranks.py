@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from lit_rl.core import upstream
 from lit_rl.core.errors import GenerationError, LitRLError
 from lit_rl.core.interrupts import Interrupted
 
@@ -107,3 +108,21 @@ def run_on_all_ranks(work: Callable[[], Result]) -> Result:
             raise error
         raise kind(f"Rank {first}: {message}")
     return result
+
+
+def callback_store(name: str, rank: int) -> Any | None:
+    """Return a store that is the same on all ranks, by the count of calls; None without a process group.
+
+    It has a connection of its own: the training may block on that of the rendezvous store. The connection lasts as long
+    as the store is referenced.
+
+    Args:
+        name: Name of the callback.
+        rank: This rank.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    store = upstream.default_store().clone()
+    # Counted in the store: in the second job of a sweep rank 0 has already counted one call, and others have not.
+    turn = store.add(f"lit_rl/{name}/turns/{rank}", 1)
+    return dist.PrefixStore(f"lit_rl/{name}/{turn}", store)

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import torch
@@ -214,7 +215,7 @@ class Sampling:
     def greedy(self) -> bool:
         return self.temperature == 0
 
-    @property
+    @cached_property
     def truncation(self) -> Truncation:
         """The tokens that may be drawn at all; greedy decoding has no use for it."""
         return Truncation() if self.greedy else Truncation(self.top_k, float(self.top_p), float(self.min_p))

@@ -153,11 +153,6 @@ def count_steps_as_logged(trainer: Any) -> None:
 # ---------------------------------------------------------------------- Lightning's parts
 
 
-def trainer_of(module: Any) -> Any | None:
-    """Return a module's Trainer, or None: the public property raises an error where there is none."""
-    return getattr(module, "_trainer", None)
-
-
 def is_compiled(module: Any) -> bool:
     """Tell whether Lightning has compiled a module (`torch.compile` around a LightningModule), which leaves no public
     mark."""

@@ -26,9 +26,9 @@ from jsonschema.exceptions import SchemaError
 from jsonschema.validators import Draft202012Validator, validator_for
 from referencing import Registry
 
-from lit_rl.core import supervisor
 from lit_rl.core.errors import BackendError, ConfigError, did_you_mean, excerpt
 from lit_rl.core.event_loops import BackgroundLoop
+from lit_rl.core.processes import supervised
 from lit_rl.environments.factory import EnvironmentFactory, EnvironmentKind
 from lit_rl.environments.observations import IMAGE_LIMIT, content_of, replace_surrogates
 from lit_rl.environments.tools import Tool, ToolAnswer, Toolbox
@@ -223,8 +223,8 @@ class _Session:
         try:
             transport: Any = self._place.url
             if self._stderr is not None:
-                watched = ["-I", supervisor.__file__, str(os.getpid()), str(_GRACE), *self._place.command]
-                process = StdioServerParameters(command=sys.executable, args=watched, env=self._place.variables)
+                program, *arguments = supervised(self._place.command, _GRACE)
+                process = StdioServerParameters(command=program, args=arguments, env=self._place.variables)
                 transport = stdio_client(process, errlog=self._stderr.file)
             async with asyncio.timeout(self._place.seconds) as limit, Client(transport) as client:
                 limit.reschedule(None)

@@ -40,7 +40,9 @@ class Vocabulary:
     def of(cls, model: LanguageModel) -> Vocabulary:
         """Return the vocabulary of the model's description."""
         tokenizer: Any = model.tokenizer
-        return cls(model.eos_ids, model.pad_id, tokenizer.decode, partial(tokenizer.encode, add_special_tokens=False))
+        return cls(
+            model.eos_ids, tokenizer.pad_token_id, tokenizer.decode, partial(tokenizer.encode, add_special_tokens=False)
+        )
 
     def prompts(self, token_ids: Sequence[list[int]], keys: Sequence[int], group_size: int) -> Prompts:
         """Return a request for a generator, in this vocabulary."""
@@ -162,14 +164,15 @@ def texts_of(completions: Completions, tokenizer: Any) -> list[str]:
 
 
 def as_reward_input(
-    batch: PromptBatch, texts: Sequence[str], group_size: int, episodes: Sequence[Episode] | None = None
+    batch: PromptBatch, texts: Sequence[str], episodes: Sequence[Episode] | None = None
 ) -> tuple[list[Prompt], list[str | list[Message]], dict[str, list]]:
-    """Return prompts, completions and columns, one entry a completion, in the form for reward functions.
+    """Return prompts, completions and columns, one entry a completion, in the form for reward functions; completions of
+    a prompt are neighbours.
 
     A message prompt makes its completions message lists too: `[{"role": "assistant", "content": text}]`, or all of the
     messages of its episode. Episodes are a column of their own, and so is each of their `extra` values.
     """
-    rows = torch.arange(len(batch)).repeat_interleave(group_size).tolist()
+    rows = torch.arange(len(batch)).repeat_interleave(len(texts) // len(batch)).tolist()
     columns = {name: [values[i] for i in rows] for name, values in batch.columns.items()}
     prompts = [batch.prompts[i] for i in rows]
     if episodes is not None:

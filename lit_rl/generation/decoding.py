@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lit_rl.core.errors import ConfigError, in_range
 from lit_rl.core.vision_inputs import Later, Vision
-from lit_rl.generation.decode_batches import DecodeBatch
+from lit_rl.generation.generator import DecodeBatch
 from lit_rl.models.forward_inputs import (
     cache_input,
     cache_name,
@@ -51,7 +51,7 @@ class DecodingSteps:
         self._policy: Any = policy
         self._named = forward_parameters(policy)
         self._cache = empty_cache(policy)
-        self._cache_name = str(cache_name(policy))
+        self._cache_name = "cache" if "cache" in self._named else "past_key_values"  # `empty_cache` refuses others
         self._max_new_tokens = max_new_tokens
         self._joined = False
         # True where a mask may hide a token: else none is passed, and the device is not queried.
@@ -60,7 +60,7 @@ class DecodingSteps:
         mask = batch.prompt_mask
         self._last_position = mask.shape[1] + max_new_tokens - 1
         positions = prompt_positions(policy, batch.prompt_ids, mask, batch.vision)
-        seen = Vision.of(batch.vision, 1)
+        seen = Vision.of(batch.vision, 1) if batch.vision else None
         shown = {} if seen is None else seen.model_inputs(mask.shape[1], 0, mask.device)
         # The last column by its number: of a slice, whose rows lie apart, torch makes one product a row where the head
         # is frozen (LoRA), which in bfloat16 on a CPU takes up to hundreds of times as long.

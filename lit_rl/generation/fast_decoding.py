@@ -50,7 +50,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lit_rl.generation.decode_batches import DecodeBatch
+from lit_rl.generation.generator import DecodeBatch
 from lit_rl.generation.grouped_cache import (
     GroupedCache,
     GroupedProvingCache,

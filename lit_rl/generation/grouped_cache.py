@@ -41,8 +41,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lit_rl.core.errors import GenerationError
-from lit_rl.generation.decode_batches import DecodeBatch
 from lit_rl.generation.decoding import DecodingSteps, at_columns, empty_cache, joined, moved_up
+from lit_rl.generation.generator import DecodeBatch
 from lit_rl.models.forward_inputs import forward_parameters
 from lit_rl.models.shared_attention import is_causal, keeps_whole_texts, plain_attention, text_config, using_attention
 from lit_rl.models.trial import EquivalenceTrial, Unfit

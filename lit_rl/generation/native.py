@@ -21,9 +21,8 @@ from lit_rl.core.other_names import reject_unknown_keywords
 from lit_rl.core.rollout import Prompts, Sampling
 from lit_rl.core.speedups import DecodingSpeedups, SpeedupsSetting
 from lit_rl.core.vision_inputs import Later
-from lit_rl.generation.decode_batches import DecodeBatch, Decoded, WaitingRows, decode_batches
 from lit_rl.generation.decoding import DecodingSteps, empty_cache, keeps_all
-from lit_rl.generation.generator import Generator, InProcessGenerator
+from lit_rl.generation.generator import DecodeBatch, Decoded, Generator, InProcessGenerator, WaitingRows, decode_batches
 from lit_rl.generation.responses import FinishedRows, Responses, RowStates
 from lit_rl.generation.token_sampler import TokenSampler
 from lit_rl.models.trunk import base_of

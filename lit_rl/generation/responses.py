@@ -16,7 +16,7 @@ from lit_rl.core.episode import EnvironmentTurn, PolicyTurn
 from lit_rl.core.errors import GenerationError
 from lit_rl.core.rollout import Prompts, Sampling
 from lit_rl.core.vision_inputs import Later
-from lit_rl.generation.decode_batches import Decoded
+from lit_rl.generation.generator import Decoded
 from lit_rl.generation.token_sampler import Drawn, EndDetector
 
 

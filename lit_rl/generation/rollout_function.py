@@ -35,7 +35,7 @@ from lit_rl.core.user_functions import load_by_path
 from lit_rl.data.rendering import encode_prompt
 from lit_rl.environments.environment_base import EpisodeRequest, EpisodeSource, Interactive
 from lit_rl.environments.episode_replay import error_line
-from lit_rl.generation.decode_batches import Decoded, assemble
+from lit_rl.generation.generator import Decoded, assemble
 from lit_rl.generation.noise import sample_key, turn_key
 from lit_rl.ops.ranges import AtLeastOne, Portion, Positive
 from lit_rl.rewards.contract import ARGUMENTS, SINGULAR

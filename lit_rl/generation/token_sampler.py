@@ -20,7 +20,7 @@ from torch import Tensor
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import Prompts, Sampling
 from lit_rl.generation import noise
-from lit_rl.generation.decode_batches import DecodeBatch
+from lit_rl.generation.generator import DecodeBatch
 from lit_rl.ops.sampling_distribution import ban, kept_logmass, penalised, running_sum, temperature
 
 _MOST_NOISE = 1 << 22

@@ -26,8 +26,7 @@ from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.references import Held, OnCPU, Scorer
 from lit_rl.models.tokenizer import different_tokens
 from lit_rl.ops.fused_head import measure_rows
-from lit_rl.ops.logprobs import logprobs_and_entropy
-from lit_rl.ops.token_statistics import token_stats
+from lit_rl.ops.logprobs import logprobs_and_entropy, token_stats
 
 _AS_TEACHER = ((r"\bmodel\.(?=[a-z])", "algo.teacher."), (r"reference\.device", "algo.teacher_device"))
 

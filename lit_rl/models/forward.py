@@ -37,8 +37,8 @@ from lit_rl.models.shared_prefix import run_shared, shared_prompts
 from lit_rl.models.trunk import base_of
 from lit_rl.models.vision_parts import placeholder_ids
 from lit_rl.ops.fused_head import Distribution
+from lit_rl.ops.logprobs import TokenStats
 from lit_rl.ops.sampling_distribution import History
-from lit_rl.ops.token_statistics import TokenStats
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def score_texts(
         model: A causal language model; under PEFT with the adapter that is active.
         tokens: ``b`` rows.
         entropy: Whether to compute entropies.
-        stats: Whether to compute `lit_rl.ops.token_statistics.TokenStats`.
+        stats: Whether to compute `lit_rl.ops.logprobs.TokenStats`.
         router_aux: Whether to compute the load-balancing loss of a mixture of experts (2101.03961, eq. 4 to 6).
         options: Whether the head is fused, rows of like length run together (rows with several texts never do), and how
             many rows a call without gradient may have. A router's loss is over all rows, which are one call.

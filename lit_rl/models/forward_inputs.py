@@ -62,12 +62,13 @@ def cache_input(model: nn.Module, cache: Any) -> dict[str, Any]:
     return {name: cache}
 
 
-def position_ids(model: nn.Module, completions: Completions) -> Tensor:
+def position_ids(model: nn.Module, completions: Completions, mask: Tensor) -> Tensor:
     """Return long ``(b, p + t)``, or ``(3, b, p + t)`` where a model has three axes and a row has images.
 
-    Attended tokens are counted, so padding changes nothing, also where positions are absolute (GPT-2).
+    Attended tokens, `mask` `(b, p + t)`, are counted, so padding changes nothing, also where positions are absolute
+    (GPT-2).
     """
-    counted = counted_positions(completions.attention_mask)
+    counted = counted_positions(mask)
     find_axes = axes_of(model)
     if completions.vision is None or find_axes is None:
         return counted
@@ -124,7 +125,7 @@ def trunk_inputs(model: nn.Module, completions: Completions) -> dict[str, Tensor
     return {
         "input_ids": torch.cat([ids, completions.response_ids], dim=1),
         "attention_mask": mask,
-        "position_ids": position_ids(model, completions),
+        "position_ids": position_ids(model, completions, mask),
         **seen,
     }
 

@@ -32,8 +32,8 @@ from lit_rl.models.modes import evaluation_mode
 from lit_rl.models.sharding import has_partitions
 from lit_rl.models.trunk import base_of
 from lit_rl.ops.fused_head import Distribution, SummedWeight, linear_logprobs
+from lit_rl.ops.logprobs import TokenStats, token_stats
 from lit_rl.ops.sampling_distribution import History
-from lit_rl.ops.token_statistics import TokenStats, token_stats
 
 _OPEN: dict[int, SummedWeight] = {}
 """Sums of the passes that are running, by the weight's `id`."""

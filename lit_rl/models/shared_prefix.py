@@ -168,7 +168,8 @@ def _run_behind(
 ) -> TargetScores:
     """Compute `run_shared` with responses that run with this cache; None: with their prompts' keys repeated."""
     host, device = completions.on_host, completions.response_ids.device
-    attended, mask, positions = host.attention_mask, completions.attention_mask.long(), position_ids(model, completions)
+    attended, mask = host.attention_mask, completions.attention_mask.long()
+    positions = position_ids(model, completions, mask)
     p, response_ids, wanted = completions.prompt_ids.shape[1], completions.response_ids, host.response_mask
     images = {} if completions.vision is None else completions.vision.select(prompts.rows).model_inputs(p, 0, device)
     past = DynamicCache(config=base_of(model).config)

@@ -50,8 +50,8 @@ from torch.autograd import Variable
 from torch.nn import functional as F
 
 from lit_rl.ops import logprobs as of_logits
+from lit_rl.ops.logprobs import TokenStats
 from lit_rl.ops.sampling_distribution import NO_TRUNCATION, History, Truncation
-from lit_rl.ops.token_statistics import TokenStats
 
 
 @dataclass(frozen=True)

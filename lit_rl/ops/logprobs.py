@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, and entropies, from logits.
+"""Log-probabilities of given tokens, entropies, and further statistics of positions, from logits.
 
 The logits of a language model are its largest tensor, so both directions work block by block: half-precision logits
 are upcast a block at a time, and the backward pass computes the softmax anew instead of keeping it.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Float32, Int
+from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor
 
 from lit_rl.ops import sampling_distribution
@@ -195,3 +195,34 @@ def block_numbers(device: torch.device, truncation: Truncation, history: History
     """Return the largest number of float32 elements of a block."""
     numbers = CPU_BLOCK if device.type == "cpu" else GPU_BLOCK
     return numbers if truncation.off and history is None else numbers // _TRUNCATED_SHARE
+
+
+@dataclass(frozen=True)
+class TokenStats:
+    """Statistics of each position, in any shape."""
+
+    log_sum_sq: Float[Tensor, "*shape"]
+    """``log sum_v p_v^2``, in [-log v, 0]: the log-prob that a sampled token has on average, by its probability. WPO
+    (2406.11827) takes the log-prob of a token relative to it."""
+    correct: Bool[Tensor, "*shape"]
+    """The token is the likeliest one; of several likeliest, the first."""
+    mean_logit: Float[Tensor, "*shape"]
+    """Mean over the vocabulary."""
+
+
+@torch.no_grad()
+def token_stats(logits: Float[Tensor, "b t v"], ids: Int[Tensor, "b t"]) -> TokenStats:
+    """Return statistics of positions, computed in float32 block by block.
+
+    Args:
+        logits: Of the positions that predict ``ids``: the caller has shifted them by one.
+        ids: In ``[0, v)``, at padding too.
+    """
+    log_sum_sq = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
+    mean_logit, correct = torch.empty_like(log_sum_sq), torch.empty_like(ids, dtype=torch.bool)
+    for block in blocks(logits, NO_TRUNCATION):
+        numbers = logits[block].float()
+        mean_logit[block] = numbers.mean(-1)
+        correct[block] = numbers.argmax(-1) == ids[block]
+        log_sum_sq[block] = (2 * numbers.log_softmax(-1)).logsumexp(-1)
+    return TokenStats(log_sum_sq, correct, mean_logit)

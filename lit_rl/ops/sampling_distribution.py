@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ class Truncation:
     def __post_init__(self) -> None:
         assert self.top_k >= 0 and 0 < self.top_p <= 1 and 0 <= self.min_p <= 1, f"{self} is out of range"
 
-    @property
+    @cached_property
     def off(self) -> bool:
         return not self.top_k and self.top_p == 1 and self.min_p == 0
 

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from lit_rl.core.errors import ConfigError, LitRLError, RewardError
@@ -310,6 +310,10 @@ class Caller:
             )
         return wanted
 
+    @cached_property
+    def _is_async(self) -> bool:
+        return is_async(self.function)
+
     @property
     def logs_metrics(self) -> bool:
         """True if the function gets ``log_metric``."""
@@ -343,7 +347,7 @@ class Caller:
             job: All rows of the batch. Missing completions are put into its inputs before `tell` is called for a row.
             completions: The same of the completions, for messages.
         """
-        runs_elsewhere = self.pool is not None or is_async(self.function)
+        runs_elsewhere = self.pool is not None or self._is_async
         inner = self.function.function if isinstance(self.function, FunctionFromPath) else self.function
         # Its value for a completion then depends on that completion, its prompt and columns alone: it may be called
         # with some of the rows of a batch, in a thread of its own, while other rows are still generated.
@@ -365,7 +369,7 @@ class Caller:
         """The event loop on which it runs, if it does not run on the calling thread."""
         if self.pool is not None:
             return WORKER_LOOP
-        return FUNCTION_LOOP if is_async(self.function) else BESIDE_LOOP
+        return FUNCTION_LOOP if self._is_async else BESIDE_LOOP
 
     def begin(
         self, job: Job, completions: Sequence[Completion], early: EarlyRows | None = None
@@ -377,7 +381,7 @@ class Caller:
             completions: Of the whole batch.
             early: Calls that began before the batch was complete, and the rows for which they are valid.
         """
-        if early is None and self.pool is None and not is_async(self.function):
+        if early is None and self.pool is None and not self._is_async:
             return None
         return self._loop.submit(self._score(job, completions, early))
 
@@ -486,14 +490,14 @@ class Caller:
     def _concurrency(self) -> int:
         if self.pool is not None:
             return self.settings.workers
-        return self.settings.max_concurrent if is_async(self.function) else 1
+        return self.settings.max_concurrent if self._is_async else 1
 
     async def _run(self, job: Job) -> Outcome:
         """Run one call, within the time limit if there can be one; its rows are counted."""
         limit = self.settings.timeout
         if self.pool is not None:
             outcome = await self.pool.call(job, limit)
-        elif is_async(self.function):
+        elif self._is_async:
             with self._warn_when_late(None if limit is None else limit + GRACE):
                 try:
                     async with asyncio.timeout(limit):  # it is not seeded: the training draws beside it

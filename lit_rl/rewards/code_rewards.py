@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import BackendError, ConfigError, RewardError
+from lit_rl.core.processes import Child, kill_group
 from lit_rl.ops.ranges import AtLeastOne, Positive, Range
 from lit_rl.rewards.contract import Completion, text_of
 from lit_rl.rewards.sandbox import FIRST_UID, Bubblewrap, fresh_uid
@@ -155,28 +155,16 @@ class CodeExecution:
                 uid = fresh_uid()
                 os.chown(folder, uid, uid)
                 command = [*namespaces(), *_other_user(uid), sys.executable, "-I", _RUNNER]
-            process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            runner = Child(command, cwd=folder, env=environment, **pipes)
             request = json.dumps({"code": code, "tests": tests, **self.limits})
-            groups, answer = [process.pid], b""
-            try:
-                answer, _ = process.communicate(request.encode(), timeout=self.timeout + _GRACE)
-            except subprocess.TimeoutExpired as error:
-                answer = error.stdout or b""
-            child, _, verdict = answer.decode().partition("\n")
-            if child and not namespaces():  # its number is one of this system
-                groups.append(int(child))
-            for group in groups:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(group, signal.SIGKILL)
-            process.communicate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                runner.process.communicate(request.encode(), timeout=self.timeout + _GRACE)
+            runner.end()
+            answer, _ = runner.process.communicate()
+            program, _, verdict = answer.decode().partition("\n")
+            if program and not namespaces():  # its number is one of this system
+                kill_group(int(program))
         return json.loads(verdict) if verdict else "ended the process that watched it"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import re
 import string
 import warnings
@@ -14,12 +13,12 @@ from typing import Any
 from lit_rl.core.declared_settings import checked
 from lit_rl.core.episode import Prompt
 from lit_rl.core.errors import ConfigError, RewardError
-from lit_rl.core.event_loops import FUNCTION_LOOP
+from lit_rl.core.http_client import HTTP_LOOP, JSONValue
 from lit_rl.ops.ranges import AtLeastOne, NotNegative, Portion, Positive
 from lit_rl.rewards.contract import Completion, content_of, text_of
 from lit_rl.rewards.jobs import TrainerState
 from lit_rl.rewards.judges import LogMetric, Verdict, average_orders, check_judge_columns
-from lit_rl.rewards.remote_reward import NO_ANSWER, Post, RemoteReward, RequestRefused, concurrent_posts
+from lit_rl.rewards.remote_reward import RemoteReward, RequestFailed, back_off
 
 TEMPLATE = """\
 Two assistants, A and B, answered the same request. Decide which answer serves the person who asked better. Weigh \
@@ -39,7 +38,6 @@ Reply with one line and nothing else: "verdict: A", "verdict: B", or "verdict: t
 _VERDICT = re.compile(r"verdict\W{0,5}\s*(A|B|tie)\b", re.IGNORECASE)
 _BARE = re.compile(r"\W*(A|B|tie)\W*", re.IGNORECASE)
 _WINS = {"a": 1.0, "b": 0.0, "tie": 0.5}
-_LONGEST_WAIT = 30.0
 _FREE_FAILURES = 8
 
 
@@ -58,7 +56,7 @@ class LLMJudge:
         model: The model's name there.
         template: The message that is sent: ``$prompt``, ``$first`` and ``$second`` are put in.
         allow_http: Send texts unencrypted to an http:// address of another machine too.
-        concurrency: Requests under way at once, each in a thread.
+        concurrency: Requests under way at once.
         timeout: Seconds that one request may take.
         attempts: Times that a request is sent before it counts as unanswered; once where the server refuses it for
             good (a status of the 400s other than 408, 409, 425 and 429: no such key, no such model, a text too long).
@@ -139,7 +137,7 @@ class LLMJudge:
                 "max_tokens": self.max_tokens,
             }
             requests.append(json.dumps(body).encode())
-        answers = FUNCTION_LOOP.wait(self._ask_all(requests)) if requests else []
+        answers = HTTP_LOOP.wait(self._ask_all(requests)) if requests else []
         read = [None if isinstance(answer, Exception) else verdict_of(answer) for answer in answers]
         verdicts = average_orders(read[: len(forth)], read[len(forth) :])
         silent = sum(isinstance(answer, Exception) for answer in answers)
@@ -157,7 +155,7 @@ class LLMJudge:
             return
         last = next((answer for answer, verdict in zip(answers, read) if verdict is None), "")
         what = str(last) if isinstance(last, Exception) else f"no verdict in the answer {last[-200:]!r}"
-        refused = all(isinstance(answer, RequestRefused) and answer.for_good for answer in answers)
+        refused = all(isinstance(answer, RequestFailed) and answer.for_good for answer in answers)
         if not refused and self._failed <= max(_FREE_FAILURES, self.max_failures * self._asked):
             if not self._warned:
                 self._warned = True
@@ -174,21 +172,21 @@ class LLMJudge:
         )
 
     async def _ask_all(self, requests: Sequence[bytes]) -> list[str | Exception]:
-        with concurrent_posts(self._server.post, self.concurrency) as post:
-            return list(await asyncio.gather(*(self._ask(request, post) for request in requests)))
+        free = asyncio.Semaphore(self.concurrency)
+        return list(await asyncio.gather(*(self._ask(request, free) for request in requests)))
 
-    async def _ask(self, request: bytes, post: Post) -> str | Exception:
+    async def _ask(self, request: bytes, free: asyncio.Semaphore) -> str | Exception:
         """Return the text of the answer, or the error after all attempts or after a permanent refusal."""
         failure: Exception = RuntimeError("never sent")
         for attempt in range(self.attempts):
             if attempt:
-                wait = min(_LONGEST_WAIT, self.backoff * 2 ** (attempt - 1))
-                await asyncio.sleep(wait * random.uniform(0.5, 1))
+                await back_off(attempt, self.backoff)
             try:
-                return _reply_text(await post(self.url, request))
-            except NO_ANSWER as error:
+                async with free:
+                    return parse_reply(await self._server.post(self.url, request))
+            except RequestFailed as error:
                 failure = error
-                if isinstance(error, RequestRefused) and error.for_good:
+                if error.for_good:
                     break
         return failure
 
@@ -219,15 +217,7 @@ def _prompt_text(prompt: Prompt) -> str:
     return "\n\n".join(f"{message.get('role', '')}: {content_of(message)}" for message in prompt)
 
 
-def _reply_text(answer: bytes) -> str:
-    """Return the text of a chat completion.
-
-    Raises:
-        RequestRefused: the answer is none.
-    """
-    decoded = json.loads(answer)
-    try:
-        content = decoded["choices"][0]["message"]["content"]
-    except (KeyError, IndexError, TypeError) as error:
-        raise RequestRefused(f"answered {answer[:120]!r}, which is no chat completion") from error
-    return content if isinstance(content, str) else ""  # empty if a model only thought, or called a tool
+def parse_reply(answer: JSONValue) -> str:
+    """Return the text of a chat completion; empty if the model only thought, or called a tool."""
+    content = answer.part("choices").entry(0).part("message").part("content").value
+    return content if isinstance(content, str) else ""

@@ -6,22 +6,15 @@ import asyncio
 import base64
 import inspect
 import json
-import math
 import os
 import random
-import time
-import urllib.request
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from http.client import HTTPException
+from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
 from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import ConfigError, RewardError
-from lit_rl.core.http_client import AnswerTooLarge, opener_for, read_answer
+from lit_rl.core.http_client import HTTP_LOOP, JSONValue, NoAnswer, plain_line, request
 from lit_rl.core.machine import is_loopback
 from lit_rl.core.visuals import ImageRef, VideoRef, visuals_in
 from lit_rl.ops.ranges import AtLeastOne, NotNegative, Positive
@@ -102,15 +95,18 @@ class RemoteReward:
         parts = [slice(start, start + self.batch_size) for start in starts]
         bodies = [_body(prompts[part], completions[part], {k: v[part] for k, v in sent.items()}) for part in parts]
         counts = [len(completions[part]) for part in parts]
+        return await asyncio.wrap_future(HTTP_LOOP.submit(self._ask_all(bodies, counts)))
+
+    async def _ask_all(self, bodies: Sequence[bytes], counts: Sequence[int]) -> list[float | None]:
+        free = asyncio.Semaphore(_REQUESTS_PER_SERVER * len(self.urls))
         try:
-            with concurrent_posts(self.post, _REQUESTS_PER_SERVER * len(self.urls)) as post:
-                async with asyncio.TaskGroup() as group:  # the first request to fail for good ends the others
-                    asked = [group.create_task(self._ask(*job, post)) for job in zip(bodies, counts)]
+            async with asyncio.TaskGroup() as group:  # the first request to fail for good ends the others
+                asked = [group.create_task(self._ask(*job, free)) for job in zip(bodies, counts)]
         except* RewardError as errors:
             raise errors.exceptions[0] from None
         return [value for task in asked for value in task.result()]
 
-    async def _ask(self, body: bytes, count: int, post: Post) -> list[float | None]:
+    async def _ask(self, body: bytes, count: int, free: asyncio.Semaphore) -> list[float | None]:
         """Send one request until a server answers it."""
         first, failure = self._sent, ""
         self._sent += 1
@@ -118,69 +114,45 @@ class RemoteReward:
         for attempt in range(tries):
             url = self.urls[(first + attempt) % len(self.urls)]
             if attempt and attempt % len(self.urls) == 0:
-                rounds = attempt // len(self.urls) - 1
-                await asyncio.sleep(min(_LONGEST_WAIT, self.backoff * 2**rounds) * random.uniform(0.5, 1))
+                await back_off(attempt // len(self.urls), self.backoff)
             try:
-                return _rewards(await post(url, body), count)
-            except NO_ANSWER as error:
-                kind = "" if isinstance(error, RequestRefused) else f"{type(error).__name__}: "
-                failure = f"{url}: {kind}{error}"
+                async with free:
+                    return parse_rewards(await self.post(url, body), count)
+            except RequestFailed as error:
+                failure = f"{url}: {error}"
         raise RewardError(
             f"no server gave the rewards of {count} completions in {tries} attempts. The last one, {failure}. Servers: "
             f"{', '.join(self.urls)}. Are they running? timeout={self.timeout:g} is the limit of one "
             "request in seconds, attempts the number of rounds."
         )
 
-    def post(self, url: str, body: bytes) -> bytes:
-        """Return the answer to a JSON body, read within the limits of this reward.
+    async def post(self, url: str, body: bytes) -> JSONValue:
+        """Return the JSON of the answer to a JSON body, read within the limits of this reward.
 
         Raises:
-            RequestRefused: the server refuses, or answers too much.
-            OSError: it cannot be reached, or its answer takes longer than `timeout`.
-            http.client.HTTPException: the connection ended before the answer did.
+            RequestFailed: the server cannot be reached, refuses, or answers too late, too much or no JSON.
         """
-        headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if self.token_env is not None:
-            headers["Authorization"] = f"Bearer {os.environ.get(self.token_env, '').strip()}"
-        request = urllib.request.Request(url, body, headers, method="POST")
-        until = time.monotonic() + self.timeout
+        bearer = os.environ.get(self.token_env, "").strip() if self.token_env is not None else None
         try:
-            with opener_for(url).open(request, timeout=self.timeout) as response:
-                return read_answer(response, largest=_LARGEST_ANSWER, until=until)
-        except TimeoutError as error:
-            raise TimeoutError(f"the answer took longer than {self.timeout:g} seconds") from error
-        except AnswerTooLarge as error:
-            raise RequestRefused(f"the answer is larger than {_LARGEST_ANSWER >> 20} MiB") from error
-        except HTTPError as error:
-            with error:
-                raise RequestRefused(
-                    f"answered {error.code} {error.reason} {error.read(200).decode(errors='replace')}",
-                    for_good=400 <= error.code < 500 and error.code not in _RETRIED_STATUSES,
-                ) from error
+            answer = await request("POST", url, body, bearer=bearer, timeout=self.timeout, largest=_LARGEST_ANSWER)
+        except NoAnswer as error:
+            raise RequestFailed(str(error)) from error
+        if not answer.is_ok:
+            raise RequestFailed(
+                f"answered {answer.status} {plain_line(answer.reason)} "
+                f"{plain_line(answer.body[:200].decode(errors='replace'))}",
+                for_good=400 <= answer.status < 500 and answer.status not in _RETRIED_STATUSES,
+            )
+        return JSONValue.parse(answer.body, lambda what: RequestFailed(f"the answer is wrong: {what}"))
 
 
-Post = Callable[[str, bytes], Awaitable[bytes]]
+async def back_off(failures: int, first: float) -> None:
+    """Wait after a failure: `first` seconds, doubled every time up to 30, and shortened by up to half at random."""
+    await asyncio.sleep(min(_LONGEST_WAIT, first * 2 ** (failures - 1)) * random.uniform(0.5, 1))
 
 
-@contextmanager
-def concurrent_posts(post: Callable[[str, bytes], bytes], at_once: int) -> Iterator[Post]:
-    """Make `post` async with a limit on concurrent calls: each runs in a thread of its own.
-
-    The event loop's own threads would be another limit, of as many as the machine has processors and four more.
-    """
-    threads = ThreadPoolExecutor(at_once, "lit_rl-request")
-
-    async def posted(url: str, body: bytes) -> bytes:
-        return await asyncio.get_running_loop().run_in_executor(threads, post, url, body)
-
-    try:
-        yield posted
-    finally:
-        threads.shutdown(wait=False, cancel_futures=True)
-
-
-class RequestRefused(Exception):
-    """A server answered, but not with the requested result.
+class RequestFailed(Exception):
+    """A request without the requested result.
 
     Args:
         why: The reason, in words.
@@ -190,11 +162,6 @@ class RequestRefused(Exception):
     def __init__(self, why: str, *, for_good: bool = False) -> None:
         super().__init__(why)
         self.for_good = for_good
-
-
-NO_ANSWER = (OSError, HTTPException, ValueError, RecursionError, RequestRefused)
-"""Errors after which a request is retried. Invalid JSON or UTF-8 is a ValueError, JSON that is nested too
-deeply a RecursionError."""
 
 
 def _check_url(url: str, allow_http: bool) -> None:
@@ -251,22 +218,8 @@ def _encode_visual(value: Any) -> Any:
     raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
-def _rewards(answer: bytes, count: int) -> list[float | None]:
-    """Return the rewards in an answer.
-
-    Raises:
-        RequestRefused: it is anything but `count` finite numbers or nulls.
-    """
-    decoded = json.loads(answer)
-    rewards = decoded.get("rewards") if isinstance(decoded, dict) else None
-    if not isinstance(rewards, list):
-        raise RequestRefused(f'answered {answer[:120]!r}, expected {{"rewards": [...]}}')
-    if len(rewards) != count:
-        raise RequestRefused(f"gave {len(rewards)} rewards for {count} completions")
-    for index, value in enumerate(rewards):
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (number and abs(value) < math.inf):
-            raise RequestRefused(
-                f"gave {value!r:.80} for completion {index}, which is neither a finite number nor null"
-            )
-    return rewards
+def parse_rewards(answer: JSONValue, count: int) -> list[float | None]:
+    """Return the rewards in an answer: `count` finite numbers or nulls."""
+    rewards = answer.part("rewards")
+    rewards.as_list(count, "one for each completion")
+    return [None if each.value is None else each.finite() for each in rewards.entries()]

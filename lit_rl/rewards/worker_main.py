@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import signal
 import socket
 import struct
 import sys
@@ -19,6 +18,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lit_rl.core.processes import die_with_parent
 from lit_rl.core.user_functions import load_source
 from lit_rl.rewards.jobs import CallFailed, Failure, failure_of, run, run_async
 
@@ -27,8 +27,6 @@ SPARE_TASKS = 4096
 
 LENGTH = struct.Struct("<Q")
 """The format of the length in bytes before each message."""
-
-_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -127,11 +125,7 @@ def set_limits(memory_mb: int | None, parent: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
     if not sys.platform.startswith("linux"):
         return
-    import ctypes
-
-    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # also where Python holds its lock in C code
-    if os.getppid() != parent:
-        os._exit(0)  # it ended before prctl
+    die_with_parent(parent)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # where memory runs out, this process goes before the training
     tasks = SPARE_TASKS  # beside the threads of this user's processes

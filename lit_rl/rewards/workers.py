@@ -7,21 +7,20 @@ also runs environments. `WorkerPool` has the processes of one reward function.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import pickle
-import signal
 import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lit_rl.core.errors import RewardError
+from lit_rl.core.processes import Child, how_ended
 from lit_rl.rewards.contract import FunctionFromPath, is_async
 from lit_rl.rewards.jobs import CallFailed, Failure, Job, Outcome, n_completions
 from lit_rl.rewards.worker_main import LENGTH, Setup, pack
@@ -78,6 +77,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 _WORKER_MODULES = [
     "lit_rl.core.process_state",
+    "lit_rl.core.processes",
     "lit_rl.core.user_functions",
     "lit_rl.rewards.jobs",
     "lit_rl.rewards.worker_main",
@@ -119,13 +119,12 @@ class WorkerProcess:
         ]
         arguments = json.dumps([files, sys.path, child_end.fileno()])
         try:
-            self.process = subprocess.Popen(
+            self.child = Child(
                 [sys.executable, "-c", _START_SCRIPT, arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=write_end,
                 stderr=write_end,
                 pass_fds=[child_end.fileno()],
-                start_new_session=True,  # a group of its own, out of reach of Ctrl-C and in reach of one kill
             )
         except OSError:
             own_end.close()
@@ -135,12 +134,12 @@ class WorkerProcess:
             child_end.close()
             os.close(write_end)
         self.connection, self.output = own_end, WorkerOutput(read_end)
-        self.kill = weakref.finalize(self, _end_worker, self.process, own_end, read_end, os.getpid())
+        self.kill = weakref.finalize(self, _end_worker, self.child.end, own_end, read_end)
         """Ends the process and its group, and closes its connections."""
 
     @property
     def alive(self) -> bool:
-        return self.process.poll() is None
+        return self.child.alive
 
     async def start(self, setup: Any) -> Failure | None:
         """Send the setup, and wait until the function is loaded; return the failure, if any."""
@@ -214,26 +213,14 @@ class WorkerProcess:
             if not self.alive:
                 break
             await asyncio.sleep(_POLL)
-        code = self.process.poll()
-        if code is None:
-            how = "closed its connection"
-        elif code < 0:
-            how = f"was killed by signal {-code}"
-            how += " (out of memory?)" if code == -signal.SIGKILL else ""
-        else:
-            how = f"ended with exit code {code}"
-        return Failure("WorkerEnded", how, died=True)
+        code = self.child.process.poll()
+        return Failure("WorkerEnded", "closed its connection" if code is None else how_ended(code), died=True)
 
 
-def _end_worker(process: subprocess.Popen[bytes], connection: socket.socket, output: int, owner: int) -> None:
+def _end_worker(end: Callable[[], object], connection: socket.socket, output: int) -> None:
     connection.close()
     os.close(output)
-    if os.getpid() != owner:  # a forked copy of this object: the process is not its own to kill
-        return
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(10)
+    end()
 
 
 class WorkerPool:

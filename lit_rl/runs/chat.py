@@ -21,9 +21,8 @@ from lit_rl.core.visuals import ImageRef
 from lit_rl.data.rendering import control_tokens, encode_prompt, render_prompt
 from lit_rl.data.row_visuals import PART, image_of
 from lit_rl.generation.collect import Vocabulary
-from lit_rl.generation.decode_batches import decode_batches
 from lit_rl.generation.decoding import DecodingSteps
-from lit_rl.generation.generator import check_request, rollout_mode
+from lit_rl.generation.generator import check_request, decode_batches, rollout_mode
 from lit_rl.generation.noise import prompt_key
 from lit_rl.generation.token_sampler import EndDetector, TokenSampler
 from lit_rl.models.language_model import LanguageModel

@@ -228,7 +228,7 @@ def _reward_findings(checked: _Checked) -> Iterator[EnvFinding]:
                 if talk.episode.failed:  # reported with its calls
                     continue
                 whole = module.tokenizer.decode(talk.written, skip_special_tokens=True)
-                prompts, completions, columns = as_reward_input(batch, [whole], 1, [talk.episode])
+                prompts, completions, columns = as_reward_input(batch, [whole], [talk.episode])
                 scores = module.reward_functions.score(
                     prompts, completions, columns, completion_ids=[talk.written], trainer_state=module.state_at(batch)
                 )

@@ -18,6 +18,7 @@ from typing import Any
 
 from hydra.utils import instantiate
 
+from lit_rl.core.processes import Child, die_with_parent, how_ended
 from lit_rl.environments.parser_base import Parser
 
 _SEEDS = "1", "2"
@@ -48,8 +49,8 @@ class OtherProcess:
         hashes = _SEEDS[os.environ.get("PYTHONHASHSEED") == _SEEDS[0]]
         path = os.pathsep.join(each or os.getcwd() for each in sys.path)
         with self._output.open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(job), str(self._result)],
+            self._child = Child(
+                [sys.executable, "-m", __name__, str(job), str(self._result), str(os.getpid())],
                 env={**os.environ, "PYTHONHASHSEED": hashes, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -63,22 +64,22 @@ class OtherProcess:
             seconds: To wait for them.
         """
         try:
-            code = self._process.wait(timeout=seconds)
+            code = self._child.process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
             return f"it was not done after {seconds:.0f} seconds"
         if code:
             last = self._output.read_text(errors="replace").strip().splitlines()[-1:]
-            return f"it ended with code {code}: {''.join(last)}"
+            return f"it {how_ended(code)}: {''.join(last)}"
         return [tuple(lines) for lines in json.loads(self._result.read_text())]
 
     def close(self) -> None:
         """End the process, and remove its files."""
-        self._process.kill()
-        self._process.wait()
+        self._child.end()
         self._folder.cleanup()
 
 
-def _main(job: Path, result: Path) -> None:
+def _main(job: Path, result: Path, parent: int) -> None:
+    die_with_parent(parent)
     from lit_rl.runs.env_plays import EpisodePlayer
 
     settings, parsers, max_image_pixels, cases = pickle.loads(job.read_bytes())
@@ -87,5 +88,5 @@ def _main(job: Path, result: Path) -> None:
 
 
 if __name__ == "__main__":
-    _main(*map(Path, sys.argv[1:]))
+    _main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
     os._exit(0)  # what an environment left behind, such as a thread, keeps nobody waiting

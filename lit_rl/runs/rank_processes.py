@@ -1,6 +1,6 @@
 """Processes of ranks that end together: rank 0 watches those that it started, and each of them watches rank 0.
 
-Loaded before anything else, so it imports the standard library and `lit_rl.core.errors` only.
+Loaded before anything else, so it imports the standard library and light files of `lit_rl.core` only.
 
 Once ranks have met, one hears of another's end by a collective that fails. Before that it would wait for half an hour,
 and a rank that decodes or scores hears of nothing. So a thread asks the system for the parent's process id, which
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from lit_rl.core import upstream
 from lit_rl.core.errors import SIGNALLED, BackendError, LitRLError
+from lit_rl.core.processes import how_ended, is_alive
 
 if TYPE_CHECKING:
     import lightning as L
@@ -83,7 +84,7 @@ def while_parent_matters(on_loss: Callable[[BackendError], int]) -> Iterator[Non
 
 def _watch_parent(parent: int) -> None:
     directly = os.getppid() == parent  # or there is a script between, which has started this Python
-    while os.getppid() == parent if directly else _is_alive(parent):
+    while os.getppid() == parent if directly else is_alive(parent):
         time.sleep(_PARENT_INTERVAL)
     if _over.wait(PARENT_GRACE if ranks_have_met() else 0.0):
         while _over.is_set():  # until another job needs rank 0
@@ -102,18 +103,6 @@ def _watch_parent(parent: int) -> None:
             sys.stderr.flush()
     finally:  # also where the terminal is gone, and nothing can be said
         os._exit(code)
-
-
-def _is_alive(process: int) -> bool:
-    """Tell whether a process is alive; a zombie is not."""
-    try:
-        os.kill(process, 0)
-        with open(f"/proc/{process}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except ProcessLookupError:
-        return False
-    except OSError:  # there is no /proc, or it is somebody else's
-        return True
 
 
 def ranks_have_met() -> bool:
@@ -269,13 +258,7 @@ def _first_killed() -> subprocess.Popen[Any] | None:
 
 def _exit_clause(process: subprocess.Popen[Any], rank: int) -> str:
     """Return a clause about the end of a child. Lightning starts the ranks of a node in their order."""
-    name = f"Rank {rank + 1 + _children.index(process)} (process {process.pid})"
-    if process.returncode < 0:
-        with contextlib.suppress(ValueError):
-            signal_name = signal.Signals(-process.returncode).name
-            memory_hint = ", as the kernel does when memory is out" if signal_name == "SIGKILL" else ""
-            return f"{name} was killed by {signal_name}{memory_hint}"
-    return f"{name} has ended with exit code {process.returncode}"
+    return f"Rank {rank + 1 + _children.index(process)} (process {process.pid}) {how_ended(process.returncode)}"
 
 
 def wait_for_children(launcher: Any, seconds: float = _EXIT_TIMEOUT) -> None:

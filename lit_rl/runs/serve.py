@@ -10,7 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lit_rl.core.errors import ConfigError, in_range
+from lit_rl.core.http_client import HTTP_LOOP
 from lit_rl.core.machine import is_loopback, require_vllm
+from lit_rl.core.signals import exit_on_sigterm
 from lit_rl.generation.vllm.engine_settings import (
     API_KEY_VARIABLE,
     EngineSettings,
@@ -22,7 +24,6 @@ from lit_rl.generation.vllm.engine_settings import (
 )
 from lit_rl.generation.vllm.launch import ServerProcess, checked_port, server_arguments, temporary_log
 from lit_rl.models.language_model import LanguageModel
-from lit_rl.runs.exit_signals import exit_on_sigterm
 
 _LOOK_EVERY = 0.5
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -62,7 +63,7 @@ def serve(job: Serve) -> int:
         try:
             server.start()
             server.wait_healthy(job.startup_timeout, _note)
-            longest = server.client.models(10.0).get(job.model.label)
+            longest = HTTP_LOOP.wait(server.client.models(10.0)).get(job.model.label)
             overrides = ["generator=vllm_server", f"generator.urls=[{server.url}]", *job.typed]
             sys.stdout.write(
                 f"Serving {job.model.name} at {server.url}, prompt and response together up to {longest} tokens. Give "

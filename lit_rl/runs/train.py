@@ -24,16 +24,15 @@ from lit_rl.callbacks.alarms import Alarm
 from lit_rl.callbacks.checkpoint_io import is_whole, step_of
 from lit_rl.callbacks.graceful_stop import GracefulStop
 from lit_rl.callbacks.loggers import TrackioLogger, not_written
-from lit_rl.callbacks.process_signals import remove_requeue_handler, requeue, requeue_signal
 from lit_rl.callbacks.record import Record
 from lit_rl.callbacks.timed_checkpoint import save_step
-from lit_rl.core import upstream
+from lit_rl.core import signals, upstream
 from lit_rl.core.errors import SIGNALLED, ConfigError, GenerationError, LitRLError, NumericError
 from lit_rl.models.sharding import full_state_dict
 from lit_rl.reports import run_page
 from lit_rl.reports.metric_groups import decoding_label
 from lit_rl.reports.secrets import redact_command
-from lit_rl.runs import closing_report, exit_signals
+from lit_rl.runs import closing_report
 from lit_rl.runs.export_checkpoint import READER_FOLDER, card_facts, commands_for_readers
 from lit_rl.runs.run_dir import RunDir
 from lit_rl.runs.run_lock import RunLock
@@ -114,7 +113,7 @@ def train(run: Run) -> int:
             _save(run, summary | {"status": "running"})
         elif summary.get("status") != "running" and not run.dry:  # it goes on
             _save(run, summary | {"status": "running"})
-        with _saving_after_error(run, summary), exit_signals.exits_as_errors(run.trainer):
+        with _saving_after_error(run, summary), signals.exits_as_errors(run.trainer):
             try:
                 with explain_out_of_memory(run.module):
                     run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.ckpt_path, weights_only=True)
@@ -330,7 +329,7 @@ def _saving_after_error(run: Run, summary: dict[str, Any]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(getattr(error.__cause__, "__context__", None), exit_signals.ExitBySignal):
+        if isinstance(getattr(error.__cause__, "__context__", None), signals.ExitBySignal):
             raise  # Ctrl-C once more: nobody waits for a model to be written
         with contextlib.suppress(Exception):  # nothing may hide the error itself
             save_after_error(run, summary, error)
@@ -396,9 +395,9 @@ def _signals(run: Run) -> Iterator[GracefulStop]:
 
     Around the training, in a validation or an export, a signal ends the process at once: all that is trained is saved.
     """
-    found = [callback for callback in run.trainer.callbacks if isinstance(callback, GracefulStop)]  # pyright: ignore
-    if not found or requeue_signal(run.trainer) is None:
-        remove_requeue_handler()
+    stop = GracefulStop.of(run.trainer)
+    if stop is None or signals.requeue_signal(run.trainer) is None:
+        signals.remove_requeue_handler()
 
     def note_exit(number: int) -> None:
         if not run.dry:
@@ -407,11 +406,10 @@ def _signals(run: Run) -> Iterator[GracefulStop]:
                 with contextlib.suppress(OSError):  # of a full disk: the exit code says it too
                     run.run_dir.write_summary(summary | {"status": "stopped"})
             Console(stderr=True).print(_resume_lines(run), soft_wrap=True, markup=False, highlight=False)
-        if number == requeue_signal(run.trainer):
-            requeue()
+        signals.requeue_if_asked(number, run.trainer)
 
-    with exit_signals.exit_on_signal(run.trainer, note_exit) if found else contextlib.nullcontext():
-        yield found[0] if found else GracefulStop()
+    with signals.exit_on_signal(run.trainer, note_exit) if stop else contextlib.nullcontext():
+        yield stop or GracefulStop()
 
 
 def _stopped(run: Run, summary: dict[str, Any], stop: GracefulStop) -> int:

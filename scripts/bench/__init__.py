@@ -8,8 +8,7 @@ One idea a file:
     ours, peer   the two kinds of contender: `train.py`'s door with forced lengths, and TRL's own trainers
     bounds       the gate (same loss, log-probs and gradient, or no figure), and what no step is faster than
     run          the command: rounds, A B C and then C B A
-    summary      medians, ratios, shares of the limit: arithmetic on the results
-    page         docs/benchmarks.md and its pictures, made of the results
+    page         medians, ratios and shares of the limit, and of these docs/benchmarks.md and its pictures
 
 `peer`, and what it imports, runs in an environment without lit_rl.
 """

@@ -1,23 +1,26 @@
 """docs/benchmarks.md and its pictures, made of the results: nothing on it is typed by hand.
 
-PYTHONPATH=scripts python -m bench.page
+    PYTHONPATH=scripts python -m bench.page
+
+A contender's seconds are the median over rounds of the median step of each; a ratio is one of such medians, and its
+interval the lowest and highest ratio of a round.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu.result import markdown, read_stages
+from gpu.prove import markdown, read_stages
 from matplotlib.axes import Axes
 from run_curves import BLUE, GREEN, GREY, INK, ORANGE, look, plt, styled
 
-from bench import summary
-from bench.bounds import LIMITS
+from bench.bounds import LIMITS, Bound, Work
 from bench.suites import BF16_TRUE, OURS
-from bench.summary import FOREIGN, Result, Spread
 from bench.workload import SLOW_SECONDS, Workload
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -25,6 +28,122 @@ PAGE = DOCS / "benchmarks.md"
 RESULTS = DOCS / "benchmarks"
 """Results as JSON: `cpu.json`, and in `gpu` a file a stage of the proof; pictures stand in `docs/images/benchmarks`."""
 PICTURES = DOCS / "images" / "benchmarks"
+
+# --------------------------------------------------------------------------------- medians, ratios, shares of the limit
+
+
+FOREIGN = 0.05
+"""Share of the processor that others may take in a turn."""
+
+Result = Mapping[str, Any]
+"""One benchmark, as `Turns.run` gives it."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A number, and the lowest and highest of its rounds."""
+
+    middle: float
+    low: float
+    high: float
+
+
+def of_rounds(result: Result, name: str, what: str = "seconds") -> dict[int, float]:
+    """Return the median step of each round."""
+    return {turn["round"]: statistics.median(turn[what]) for turn in result["contenders"][name]["turns"]}
+
+
+def spread(result: Result, name: str, what: str = "seconds") -> Spread:
+    """Return seconds of a step, or CPU seconds."""
+    rounds = list(of_rounds(result, name, what).values())
+    return Spread(statistics.median(rounds), min(rounds), max(rounds))
+
+
+def ratio(result: Result, slower: str, faster: str, what: str = "seconds") -> Spread:
+    """Return how many times as long one takes."""
+    a, b = of_rounds(result, slower, what), of_rounds(result, faster, what)
+    rounds = [a[number] / b[number] for number in a if number in b]
+    middle = statistics.median(a.values()) / statistics.median(b.values())
+    return Spread(middle, min(rounds), max(rounds))
+
+
+def fastest(result: Result, *roles: str) -> str | None:
+    """Return the name of the peer's fastest setting of some roles, "default" or "tuned"; None where none takes part."""
+    names = [name for name, one in result["contenders"].items() if one["role"] in roles]
+    return min(names, key=lambda name: spread(result, name).middle) if names else None
+
+
+def default(result: Result) -> str | None:
+    """Return the peer as it comes: the fastest of its ways to wait."""
+    return fastest(result, "default")
+
+
+def tuned(result: Result) -> str | None:
+    """Return the fastest of all settings of the peer, the default too."""
+    return fastest(result, "default", "tuned")
+
+
+def ours(result: Result) -> list[str]:
+    """Return our contenders with every technique on."""
+    return [name for name, one in result["contenders"].items() if one["side"] == "ours" and one["technique"] is None]
+
+
+def is_compared(result: Result) -> bool:
+    """Return whether ours and the peer as it comes both take part."""
+    return bool(ours(result)) and default(result) is not None
+
+
+def phases(result: Result, name: str) -> dict[str, float]:
+    """Return median seconds of each phase; "train" is what is left of the step."""
+    one = result["contenders"][name]
+    steps = [(s, p) for turn in one["turns"] for s, p in zip(turn["seconds"], turn["phases"])]
+    names = ("generate", "reward", "optimize")
+    found = {phase: statistics.median(p.get(phase, 0.0) for _, p in steps) for phase in names}
+    return found | {"train": statistics.median(s - sum(p.values()) for s, p in steps)}
+
+
+def peak(result: Result, name: str) -> float:
+    """Return highest memory of any turn, bytes."""
+    return max(turn["peak"] for turn in result["contenders"][name]["turns"])
+
+
+def work_of(result: Result) -> list[Work]:
+    """Return what each of the timed rollouts asked for."""
+    workload = Workload(**result["workload"])
+    first = result["warmups"]
+    count = result["steps"] if workload.lengths == "variable" else 1
+    return [Work.of(workload, first + number) for number in range(count)]
+
+
+def limit(result: Result, machine: Mapping[str, Any]) -> Bound:
+    """Return the bound of the median rollout."""
+    bounds = [work.bound(*best_rates(machine)) for work in work_of(result)]
+    return sorted(bounds, key=lambda bound: bound.step)[len(bounds) // 2]
+
+
+def best_rates(machine: Mapping[str, Any]) -> tuple[float, float]:
+    """Return FLOP/s and bytes/s, the best that were measured."""
+    return max(machine["flops"].values()), max(machine["copy"], machine["read"])
+
+
+def share_of_limit(result: Result, name: str, machine: Mapping[str, Any]) -> float:
+    """Return the bound of a contender's step over its seconds."""
+    return limit(result, machine).step / spread(result, name).middle
+
+
+def noisy(result: Result, allowed: float) -> tuple[int, int]:
+    """Count turns in which others took more of the processor, and all turns."""
+    turns = [turn for one in result["contenders"].values() for turn in one["turns"]]
+    return sum(turn["foreign"] > allowed for turn in turns), len(turns)
+
+
+def series(results: Sequence[Result], axis: str) -> list[Result]:
+    """Return the points of cost against work, the least work first."""
+    return sorted((r for r in results if r["series"] == axis), key=lambda r: r["factor"])
+
+
+# ------------------------------------------------------------------------------------------------------------- the page
+
 
 HEAD = (
     """\
@@ -108,13 +227,13 @@ def _answer(results: Sequence[Result]) -> str:
     compared = [
         result
         for result in results
-        if result["series"] is None and summary.is_compared(result) and BF16_TRUE in result["contenders"]
+        if result["series"] is None and is_compared(result) and BF16_TRUE in result["contenders"]
     ]
     if not compared:
         return ""
     ranges = []
-    for which in (summary.default, summary.tuned):
-        found = sorted(summary.ratio(result, str(which(result)), BF16_TRUE).middle for result in compared)
+    for which in (default, tuned):
+        found = sorted(ratio(result, str(which(result)), BF16_TRUE).middle for result in compared)
         ranges.append(f"{found[0]:.1f} to {found[-1]:.1f}")
     return (
         f"On the CPU below, lit_rl with `bf16-true` alone is {ranges[0]} times as fast as TRL 1.16.0 with its\n"
@@ -127,7 +246,7 @@ def _kind(run: Mapping[str, Any], kind: str) -> Iterator[str]:
         yield "**A smoke run: it only shows that the benchmark runs, its figures mean nothing.**\n"
     yield from _machine(run)
     whole = [result for result in run["benchmarks"] if result["series"] is None]
-    compared = [result for result in whole if summary.is_compared(result)]
+    compared = [result for result in whole if is_compared(result)]
     if compared:
         yield from _overview(compared)
         yield f"![Times as fast as TRL](images/benchmarks/{kind}_ratios.png)\n"
@@ -135,7 +254,7 @@ def _kind(run: Mapping[str, Any], kind: str) -> Iterator[str]:
         yield from _benchmark(result)
     yield from _settings(whole)
     for axis in ("completions", "tokens"):
-        if points := summary.series(run["benchmarks"], axis):
+        if points := series(run["benchmarks"], axis):
             yield from _series(points, axis)
             yield f"![Cost against {axis}](images/benchmarks/{kind}_{axis}.png)\n"
 
@@ -163,14 +282,14 @@ def _overview(results: Sequence[Result]) -> Iterator[str]:
     yield f"| {' | '.join(columns)} |"
     yield "|---|---|---|---|---|---|"
     for result in results:
-        default, tuned = summary.default(result), summary.tuned(result)
-        assert default is not None and tuned is not None
-        for number, ours in enumerate(summary.ours(result)):
-            theirs = [_ratio(summary.ratio(result, name, ours)) for name in (default, tuned)]
-            memory = summary.peak(result, ours) / summary.peak(result, default)
+        plain, fast = default(result), tuned(result)
+        assert plain is not None and fast is not None
+        for number, name in enumerate(ours(result)):
+            theirs = [_ratio(ratio(result, peer, name)) for peer in (plain, fast)]
+            memory = peak(result, name) / peak(result, plain)
             yield (
-                f"| {'' if number else result['workload']['name']} | {ours} "
-                f"| {summary.spread(result, ours).middle:.2f} | {' | '.join(theirs)} | {memory:.2f} |"
+                f"| {'' if number else result['workload']['name']} | {name} "
+                f"| {spread(result, name).middle:.2f} | {' | '.join(theirs)} | {memory:.2f} |"
             )
     yield ""
 
@@ -204,15 +323,15 @@ def _described(workload: Workload, result: Result) -> str:
         what += f", rewards that take {1000 * SLOW_SECONDS:.0f} ms per completion"
     if workload.micro_batches is not None:
         what += f", {workload.micro_batches} micro-batches per step"
-    loud, turns = summary.noisy(result, FOREIGN)
+    loud, turns = noisy(result, FOREIGN)
     rounds = f"{_count(result['rounds'], 'round')} of {_count(result['steps'], 'step')}"
     waits = "processes wait between their turns" if result["resident"] else "each turn is a fresh process"
-    rates = " and ".join(_rates(result["rates"]))
-    bound = summary.limit(result, result["rates"])
+    reached = " and ".join(_rates(result["rates"]))
+    bound = limit(result, result["rates"])
     others = f" Other processes took over {FOREIGN:.0%} of the processor in {loud} of {turns} turns." if loud else ""
     return (
         f"{workload.method.upper()}, shape {workload.shape}: {what}. {rounds}; {waits}; {result['date']}, commit "
-        f"{_commit(result)}. The machine reached {rates}; the limit is {bound.step:.3g} s.{others}\n"
+        f"{_commit(result)}. The machine reached {reached}; the limit is {bound.step:.3g} s.{others}\n"
     )
 
 
@@ -226,21 +345,21 @@ def _count(number: int, what: str) -> str:
 
 def _label(result: Result, name: str) -> str:
     """Return the name of a contender; of the peer's two that ratios are over, what those say."""
-    if name == summary.default(result):
+    if name == default(result):
         return "TRL default"
-    return "TRL tuned" if name == summary.tuned(result) else name
+    return "TRL tuned" if name == tuned(result) else name
 
 
 def _contenders(result: Result) -> Iterator[str]:
-    parts = {name: summary.phases(result, name) for name, one in result["contenders"].items() if not one["technique"]}
+    parts = {name: phases(result, name) for name, one in result["contenders"].items() if not one["technique"]}
     order = ("generate", "reward", "train", "optimize")
     there = [phase for phase in order if any(round(part[phase], 2) for part in parts.values())]
     yield f"|  | s per step (rounds) | {', '.join(there)}: s | peak GB | of the limit |"
     yield "|---|---|---|---|---|"
     for name, part in parts.items():
         split = ", ".join(f"{part[phase]:.2f}" for phase in there)
-        share = summary.share_of_limit(result, name, result["rates"])
-        seconds = _seconds(summary.spread(result, name))
+        share = share_of_limit(result, name, result["rates"])
+        seconds = _seconds(spread(result, name))
         yield f"| {_label(result, name)} | {seconds} | {split} | {_memory(result, name)} | {share:.1%} |"
     yield ""
 
@@ -256,8 +375,8 @@ def _ablations(result: Result) -> Iterator[str]:
     for name, technique in off.items():
         words = [word for word in result["contenders"][name]["settings"]["overrides"] if word not in usual]
         yield (
-            f"| {technique} | `{' '.join(words)}` | {summary.spread(result, name).middle:.3g} "
-            f"| {_ratio(summary.ratio(result, name, base))} | {_memory(result, name)} |"
+            f"| {technique} | `{' '.join(words)}` | {spread(result, name).middle:.3g} "
+            f"| {_ratio(ratio(result, name, base))} | {_memory(result, name)} |"
         )
     yield ""
 
@@ -312,7 +431,7 @@ def _series(points: Sequence[Result], axis: str) -> Iterator[str]:
     yield f"| {axis} | {' | '.join(f'{name}: s per step, peak GB' for name in names)} |"
     yield "|---|" + "---|" * len(names)
     for point in points:
-        cells = [f"{summary.spread(point, name).middle:.2f}, {_memory(point, name)}" for name in names]
+        cells = [f"{spread(point, name).middle:.2f}, {_memory(point, name)}" for name in names]
         yield f"| x {point['factor']} | {' | '.join(cells)} |"
     yield ""
 
@@ -330,7 +449,7 @@ def _share(value: float | None) -> str:
 
 
 def _memory(result: Result, name: str) -> str:
-    return f"{summary.peak(result, name) / 1e9:.2f}"
+    return f"{peak(result, name) / 1e9:.2f}"
 
 
 def write(results: Path = RESULTS, path: Path = PAGE, pictures: Path = PICTURES) -> None:
@@ -349,11 +468,11 @@ def draw(results: Sequence[Result], folder: Path, kind: str) -> None:
     """Draw all pictures that these results are enough for, as `KIND_NAME.png`."""
     folder.mkdir(parents=True, exist_ok=True)
     look()
-    compared = [result for result in results if result["series"] is None and summary.is_compared(result)]
+    compared = [result for result in results if result["series"] is None and is_compared(result)]
     if compared:
         _ratios(compared, folder / f"{kind}_ratios.png")
     for axis in ("completions", "tokens"):
-        if points := summary.series(results, axis):
+        if points := series(results, axis):
             _cost(points, axis, folder / f"{kind}_{axis}.png")
 
 
@@ -378,14 +497,14 @@ def _ratios(results: Sequence[Result], path: Path) -> None:
 def _bars(axes: Axes, results: Sequence[Result], ours: str) -> None:
     """Draw TRL's seconds, as it comes and tuned, over those of one contender of ours, with the rounds' range."""
     for offset, color, label, which in (
-        (-0.19, BLUE, "TRL default", summary.default),
-        (0.19, ORANGE, "TRL tuned", summary.tuned),
+        (-0.19, BLUE, "TRL default", default),
+        (0.19, ORANGE, "TRL tuned", tuned),
     ):
         for place, result in enumerate(results):
             theirs = which(result)
             if theirs is None or ours not in result["contenders"]:
                 continue
-            found = summary.ratio(result, theirs, ours)
+            found = ratio(result, theirs, ours)
             error = [[max(0.0, found.middle - found.low)], [max(0.0, found.high - found.middle)]]
             axes.barh(place + offset, found.middle, 0.36, xerr=error, color=color, ecolor=INK, capsize=3, label=label)
             label = None
@@ -399,8 +518,8 @@ def _cost(points: Sequence[Result], axis: str, path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
     factors = [point["factor"] for point in points]
     for name, color in zip(points[0]["contenders"], (GREY, ORANGE, BLUE, GREEN)):
-        seconds = [summary.spread(point, name).middle for point in points]
-        memory = [summary.peak(point, name) / 1e9 for point in points]
+        seconds = [spread(point, name).middle for point in points]
+        memory = [peak(point, name) / 1e9 for point in points]
         left.plot(factors, seconds, "o-", color=color, label=name)
         right.plot(factors, memory, "o-", color=color)
     left.set_ylabel("seconds a step")

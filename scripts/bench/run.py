@@ -51,9 +51,9 @@ from bench.bounds import (
     measure_machine,
     revision,
 )
+from bench.page import FOREIGN
 from bench.protocol import ContenderFailed, Process, read_first_step, tree
 from bench.suites import BASES, SUITES, Benchmark, Contender, only, without_bfloat16
-from bench.summary import FOREIGN
 from bench.workload import Spec, write
 
 LONG = 30.0

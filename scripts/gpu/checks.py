@@ -41,7 +41,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpu import training
-from gpu.result import SMALL, Result, stage
+from gpu.prove import SMALL, Result, stage
 from gpu.training import ACCELERATOR, GPU, PRETENDED, REAL
 
 # --------------------------------------------------------------------------------------------------------------- sound

@@ -59,7 +59,7 @@ from torch._C._autograd import DeviceType
 
 import lit_rl
 from gpu import training
-from gpu.result import SMALL, Result, stage
+from gpu.prove import SMALL, Result, stage
 from gpu.training import GIB, GPU, REAL, Clock, Trained
 
 # ------------------------------------------------------------------------------------------------------------- machine

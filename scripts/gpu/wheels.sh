@@ -13,6 +13,7 @@ version=${PYTHON_VERSION:-3.12}
 folder=.wheels-gpu
 packages=(
   datasets dill multiprocess xxhash               # xxhash: where the machine has none
+  filelock                                        # an older one may be there
   hydra-core omegaconf
   'jsonargparse' docstring-parser typeshed-client importlib-resources
   jsonschema jsonschema-specifications referencing rpds-py

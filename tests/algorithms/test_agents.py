@@ -24,7 +24,7 @@ from lit_rl.algorithms.evaluation.summary_statistics import Averages
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
 from lit_rl.algorithms.optim.optimizers import ByPath
 from lit_rl.algorithms.rollouts import checkpoints
-from lit_rl.algorithms.rollouts.episode_outcomes import EpisodeFailures, episode_metrics, sound_rows
+from lit_rl.algorithms.rollouts.episode_outcomes import check_failures, episode_metrics, sound_rows
 from lit_rl.algorithms.terms.credit import TurnRewardWarning
 from lit_rl.algorithms.terms.groups import GroupReplay
 from lit_rl.callbacks import PreferenceSets
@@ -774,16 +774,15 @@ def test_episodes_go_with_their_rows(tmp_path: Path) -> None:
 
 
 def test_failures_are_counted_over_a_rollout_and_its_ranks() -> None:
-    failures = EpisodeFailures()
-    failures.count([episode(), episode("failed", error="a")])
-    failures.count([episode("timeout", error="b"), episode("failed", error="a"), episode("max_turns")])
-    failures.check(0.6, Ranks())
+    drawn = [episode(), episode("failed", error="a")]
+    drawn += [episode("timeout", error="b"), episode("failed", error="a"), episode("max_turns")]
+    check_failures(drawn, 0.6, Ranks())
     with pytest.raises(
         GenerationError, match=r"3 of 5 episodes failed.*env.max_failed=0.5 of them; 2 times: a"
     ) as told:
-        failures.check(0.5, Ranks())
+        check_failures(drawn, 0.5, Ranks())
     assert told.value.on_every_rank and told.value.exit_code == 5
-    EpisodeFailures().check(0.0, Ranks())
+    check_failures([], 0.0, Ranks())
 
 
 @pytest.mark.all

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lit_rl.algorithms.checks.policy_gradient_checks import check_declared_weights, check_ranges
-from lit_rl.algorithms.signatures import multiplies_weights
+from lit_rl.algorithms.chosen_functions import multiplies_weights
 from lit_rl.cli import schemas
 from lit_rl.cli.lightning_app import WithKeywords
 from lit_rl.core.declared_settings import annotated_metadata, annotations_of

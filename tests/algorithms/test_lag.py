@@ -20,7 +20,8 @@ from small_rollouts import EachBatch, completions, trainer
 from lit_rl.algorithms import GRPO, PPO, AdamW, Constant, Evaluation, OnlineDPO
 from lit_rl.algorithms.checks.policy_gradient_checks import check_weight_copies
 from lit_rl.algorithms.data_parallel import Ranks
-from lit_rl.algorithms.rollouts.rollout_source import fail_on_all_ranks
+from lit_rl.algorithms.rollouts.rollout_source import Ahead, fail_on_all_ranks
+from lit_rl.algorithms.rollouts.rollout_source import DrawnAhead as DrawnAhead
 from lit_rl.algorithms.terms.groups import DynamicSampling
 from lit_rl.callbacks import GracefulStop
 from lit_rl.core.errors import ConfigError, GenerationError
@@ -28,8 +29,6 @@ from lit_rl.core.interrupts import Interrupted
 from lit_rl.core.rollout import Completions, Prompts, Sampling
 from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
-from lit_rl.generation.ahead import Ahead
-from lit_rl.generation.ahead import DrawnAhead as DrawnAhead
 from lit_rl.generation.generator import EngineLost, Gap
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models.forward import score
@@ -113,7 +112,7 @@ def test_without_a_lag_nothing_changes(tmp_path):
     assert_same(weights_of(plain), weights_of(lagless))
     for (_, now, one), (_, _, two) in zip(first.rollouts, second.rollouts, strict=True):
         assert torch.equal(one.response_ids, two.response_ids) and one.version == two.version == now
-    assert not lagless.source._ahead.pending
+    assert not lagless.source._ahead.requests
 
 
 @pytest.mark.parametrize("steps", [2])
@@ -393,7 +392,9 @@ def test_completions_ahead_of_a_checkpoint_replace_those_of_an_earlier_run_in_th
     saved = kept.source.state(Ranks())
     module.source._ahead.put((9, (9,)), DrawnAhead(completions([1], 1)))
     module.source.load_state(saved, torch.device("cpu"), lambda row: None, lambda: None)
-    assert module.source.state(Ranks())["ahead"][0]["rows"] == [1, 2] and module.source._ahead.names == [(3, (1, 2))]
+    assert module.source.state(Ranks())["ahead"][0]["rows"] == [1, 2] and [
+        each.name for each in module.source._ahead.requests
+    ] == [(3, (1, 2))]
 
 
 def test_what_is_there_is_kept_where_another_rank_gives_up_its_wait():
@@ -405,7 +406,7 @@ def test_what_is_there_is_kept_where_another_rank_gives_up_its_wait():
     module.source._ahead.put(name, DrawnAhead(completions([1], 1)))
     with pytest.raises(Interrupted):
         module.source.take_ahead(asked, OtherIsTold(), max_age=1)
-    assert module.source._ahead.names == [name]
+    assert [each.name for each in module.source._ahead.requests] == [name]
 
 
 @pytest.mark.parametrize("another_error", [False, True])
@@ -521,19 +522,19 @@ def test_a_request_that_failed_is_told_once_and_forgotten_with_those_behind_it()
 
     for number, draw in enumerate((draws, fails, draws)):
         ahead.start((number, (1,)), draw)
-    assert [name for name, _ in ahead.peek()] == [(0, (1,))] and len(ahead.names) == 3
+    assert [name for name, _ in ahead.peek()] == [(0, (1,))] and len(ahead.requests) == 3
     taken = ahead.take()
     assert taken is not None and taken[0] == (0, (1,))
     with pytest.raises(GenerationError, match="no"):
         ahead.take()
-    assert not ahead.pending and ahead.take() is None and begun == ["rollout 0"]
+    assert not ahead.requests and ahead.take() is None and begun == ["rollout 0"]
 
 
 def test_a_copy_has_no_request():
     ahead, go = Ahead(), threading.Event()
     ahead.start((0, (1,)), lambda: go.wait(10))  # pyright: ignore
     try:
-        assert not copy.deepcopy(ahead).pending
+        assert not copy.deepcopy(ahead).requests
     finally:
         go.set()
         ahead.wait()

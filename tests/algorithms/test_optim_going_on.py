@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, SequentialLR, StepLR
 
-from lit_rl.algorithms.optim import resumed_optimizer
+from lit_rl.algorithms.loop import run_identity
 from lit_rl.algorithms.optim.master_weights import with_masters
 from lit_rl.algorithms.optim.schedules import After, Constant, Cosine, Linear, as_schedule, scheduler_by_group
 from lit_rl.core.errors import StorageError
@@ -29,7 +29,7 @@ class Run:
         schedules = schedule if isinstance(schedule, list) else [as_schedule(schedule)] * 2
         self.make_schedule = lambda optimizer: scheduler_by_group(optimizer, steps, schedules)
         self.scheduler = self.make_schedule(self.optimizer)
-        self.made = resumed_optimizer.initial_settings(self.optimizer, self.scheduler)
+        self.made = run_identity.initial_settings(self.optimizer, self.scheduler)
 
     def step(self) -> list[float]:
         rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -40,13 +40,13 @@ class Run:
         return rates
 
     def goes_on_from(self, other: Run) -> Run:
-        self.said = resumed_optimizer.check_optimizer_state(other.made, self.made)
+        self.said = run_identity.check_optimizer_state(other.made, self.made)
         with torch.no_grad():
             for ours, theirs in zip(self.weights, other.weights, strict=True):
                 ours.copy_(theirs)
         self.optimizer.load_state_dict(other.optimizer.state_dict())
         self.scheduler.load_state_dict(other.scheduler.state_dict())
-        self.scheduler = resumed_optimizer.apply_settings(
+        self.scheduler = run_identity.continue_with_settings(
             self.optimizer, self.scheduler, other.made, self.made, self.make_schedule
         )
         return self
@@ -134,6 +134,6 @@ def test_another_optimizer_is_refused_before_it_reads_anything() -> None:
 
 def test_a_checkpoint_of_a_run_without_an_optimizer_changes_nothing() -> None:
     run = Run(Linear(), 6, lr=0.5)
-    assert resumed_optimizer.check_optimizer_state(None, run.made) == []
-    kept = resumed_optimizer.apply_settings(run.optimizer, run.scheduler, None, run.made, run.make_schedule)
+    assert run_identity.check_optimizer_state(None, run.made) == []
+    kept = run_identity.continue_with_settings(run.optimizer, run.scheduler, None, run.made, run.make_schedule)
     assert kept is run.scheduler and run.step() == [0.5] * 2

@@ -17,10 +17,7 @@ from small_rollouts import batch, completions, rollout, scores
 from tiers import in_turn
 
 from lit_rl.algorithms import GRPO
-from lit_rl.algorithms.data_parallel import Ranks
-from lit_rl.algorithms.records import RolloutRecords
-from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.algorithms.signatures import (
+from lit_rl.algorithms.chosen_functions import (
     accepts_positional,
     arguments_for,
     multiplies_weights,
@@ -30,6 +27,9 @@ from lit_rl.algorithms.signatures import (
     takes_any_keyword,
     unwrap,
 )
+from lit_rl.algorithms.data_parallel import Ranks
+from lit_rl.algorithms.records import RolloutRecords
+from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.core.rollout import select
 from lit_rl.ops.advantages import batch_normalized, normalize_then_sum
 from lit_rl.ops.engine_mismatch import mismatch_metrics, token_truncate
@@ -150,7 +150,7 @@ def test_rewards_and_groups_go_by_position_whatever_they_are_called():
     assert all(torch.equal(seen[name], columns[column]) for name, column in given.items())
 
 
-# ---------------------------------------------------------------------- signatures
+# ---------------------------------------------------------------------- functions that users choose
 
 
 def estimator(r, groups, lengths, *, scale=2.0):
@@ -219,7 +219,7 @@ def test_a_long_row_on_one_rank_weighs_in_every_metric_as_it_does_in_one_process
         weights = token_truncate(old[rows], own.sampler_logprobs, own.response_mask)
         records.add(mismatch_metrics(old[rows], own.sampler_logprobs, own.response_mask, weights))
         records.add({"sampling/ess": Summed(masked_moments(weights, own.response_mask), "effective_share")})
-        logged = records.close(ranks, seconds={}, within={}, coefficients={}, rates={"lr": 0.5})
+        logged = records.close(ranks, seconds={}, within={}, coefficients={})
         return {name: value for name, value in logged.items() if name.startswith("train/")}
 
     halves = [slice(0, 4), slice(4, 8)]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lit_rl.algorithms import GRPO
-from lit_rl.algorithms.checks.policy_gradient_checks import check_loss_output
+from lit_rl.algorithms.chosen_functions import check_loss_output
 from lit_rl.algorithms.families.pairs import _losses_of_pairs
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import Sampling

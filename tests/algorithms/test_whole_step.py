@@ -89,9 +89,10 @@ def test_each_row_gets_the_gradient_of_all_rows() -> None:
 
 
 def test_a_step_of_one_micro_batch_needs_no_look() -> None:
-    x = VALUES.clone().requires_grad_()
-    rows = micro_batch_share(coupled, micro(list(range(8)), 0, 1), None, x=x)
-    torch.testing.assert_close(rows, coupled(VALUES))
+    module = loaded(DPO("tiny", preference=aot, beta=0.5, sampling=Sampling(max_new_tokens=2)))
+    ((batch,),) = micro_batches(data_of(PAIRS, "pairs"), 1)
+    columns = module.columns(batch, module.text_scores(batch.tokens))
+    torch.testing.assert_close(module.loss(batch)[0], aot(module.pairs(columns, batch), 0.5).mean())
 
 
 def test_a_column_of_another_type_is_taken_up_in_the_whole_steps() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench import bounds, summary, workload
+from bench import bounds, page, workload
 from bench.bounds import Dims, Work
 from bench.ours import overrides
 from bench.suites import (
@@ -112,27 +112,27 @@ def test_figures_are_medians_of_medians_and_ranges_are_of_rounds() -> None:
             OURS: contender([[2, 3, 3], [2, 2, 50]]),
         },
     )
-    assert summary.of_rounds(found, OURS) == {0: 3, 1: 2}
-    assert summary.spread(found, DEFAULT) == summary.Spread(9.5, 9, 10)
-    assert summary.ratio(found, DEFAULT, OURS) == summary.Spread(9.5 / 2.5, 9 / 3, 10 / 2)
-    assert summary.ratio(found, DEFAULT, OURS, "cpu") == summary.ratio(found, DEFAULT, OURS)
-    assert summary.spread(found, OURS, "cpu").middle == 5
-    assert summary.tuned(found) == "tuned a" and summary.default(found) == DEFAULT and summary.ours(found) == [OURS]
-    assert summary.tuned(result(C1, {OURS: contender([[1, 1, 1]])})) is None
-    assert summary.peak(found, OURS) == 1e9 + 1
-    assert summary.noisy(found, 0.05) == (4, 8)
+    assert page.of_rounds(found, OURS) == {0: 3, 1: 2}
+    assert page.spread(found, DEFAULT) == page.Spread(9.5, 9, 10)
+    assert page.ratio(found, DEFAULT, OURS) == page.Spread(9.5 / 2.5, 9 / 3, 10 / 2)
+    assert page.ratio(found, DEFAULT, OURS, "cpu") == page.ratio(found, DEFAULT, OURS)
+    assert page.spread(found, OURS, "cpu").middle == 5
+    assert page.tuned(found) == "tuned a" and page.default(found) == DEFAULT and page.ours(found) == [OURS]
+    assert page.tuned(result(C1, {OURS: contender([[1, 1, 1]])})) is None
+    assert page.peak(found, OURS) == 1e9 + 1
+    assert page.noisy(found, 0.05) == (4, 8)
 
 
 def test_the_tuned_peer_is_its_fastest_of_all() -> None:
     quick, slow = (contender([[seconds]], side="peer", role=role) for seconds, role in ((2, "default"), (3, "tuned")))
     other = contender([[1]], side="peer")  # trains something else
-    assert summary.tuned(result(C1, {"quick": quick, "slow": slow, "other": other})) == "quick"
+    assert page.tuned(result(C1, {"quick": quick, "slow": slow, "other": other})) == "quick"
 
 
 def test_the_share_of_the_limit() -> None:
     found = result(C1, {OURS: contender([[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]])})
-    assert summary.phases(found, OURS) == pytest.approx({"generate": 1, "reward": 0, "optimize": 0.2, "train": 0.8})
-    share = summary.share_of_limit(found, OURS, MACHINE)
+    assert page.phases(found, OURS) == pytest.approx({"generate": 1, "reward": 0, "optimize": 0.2, "train": 0.8})
+    share = page.share_of_limit(found, OURS, MACHINE)
     assert share == pytest.approx(Work.of(C1, 2).bound(1e11, 1e10).step / 2)
 
 

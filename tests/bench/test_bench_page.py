@@ -6,11 +6,11 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from bench import page, summary
+from bench import page
 from bench.run import merged
 from bench.suites import C1, DEFAULT, DPO, OURS
 from bench_results import contender, result, run
-from gpu.result import read_stages
+from gpu.prove import read_stages
 
 
 def test_the_page_is_what_its_results_make() -> None:
@@ -49,7 +49,7 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
 def test_a_benchmark_that_was_not_measured_anew_stays() -> None:
     earlier = run(result(C1, {OURS: contender([[2.0]])}), result(DPO, {OURS: contender([[2.0]])}))
     found = merged(run(result(C1, {OURS: contender([[1.0]])})), earlier)
-    seconds = {one["workload"]["name"]: summary.spread(one, OURS).middle for one in found["benchmarks"]}
+    seconds = {one["workload"]["name"]: page.spread(one, OURS).middle for one in found["benchmarks"]}
     assert seconds == {"C1, prompt 64": 1.0, "C3, DPO": 2.0}
     other = earlier | {"machine": earlier["machine"] | {"processor": "another"}}
     assert len(merged(run(result(C1, {OURS: contender([[1.0]])})), other)["benchmarks"]) == 1

@@ -22,39 +22,33 @@ from bench.bounds import Work
 from bench.protocol import FirstStep
 from bench.workload import SHAPES, Spec, Workload
 from gpu import checks, prove, speed, training
-from gpu import result as proof
-from gpu.result import Result
+from gpu.prove import Result
 from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import Interval
 from transformers import AutoModelForCausalLM, Qwen2Config
+from waiting import until
 
+from lit_rl.core.processes import is_alive
 from lit_rl.models.model_costs import ModelFlops
 from lit_rl.models.trial import EquivalenceTrial
 
 SCRIPTS = Path(prove.__file__).parents[1]
-FIRST = "from gpu.result import Result; from pathlib import Path; Result(Path({file!r})).check('first', 1, most=2); "
+FIRST = "from gpu.prove import Result; from pathlib import Path; Result(Path({file!r})).check('first', 1, most=2); "
 
 
 def stage(out: Path, then: str, box: float = 60) -> dict[str, Any]:
     """Run a stage named "sound" that finds one row and goes on so; returns its file."""
     code = FIRST.format(file=str(out / "sound.json")) + then
     prove.run_stage("sound", [sys.executable, "-c", code], out, box, {"PYTHONPATH": str(SCRIPTS)})
-    return proof.read_stages(out)["sound"]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    return prove.read_stages(out)["sound"]
 
 
 def test_a_stage_that_breaks_keeps_its_rows_and_its_last_lines(tmp_path: Path) -> None:
     found = stage(tmp_path, "raise ValueError('no such card')")
     assert found["status"] == "broke with 1" and found["rows"][0]["passed"] is True
     assert found["last_lines"][-1] == "ValueError: no such card"
-    assert not proof.passed({"sound": found})
-    assert "ValueError: no such card" in proof.markdown({"sound": found})
+    assert not prove.passed({"sound": found})
+    assert "ValueError: no such card" in prove.markdown({"sound": found})
 
 
 def test_a_part_that_breaks_leaves_what_it_said_though_the_stage_goes_on(tmp_path: Path) -> None:
@@ -68,7 +62,7 @@ for number in range(1000):
     print("later", number)
 """
     found = stage(tmp_path, f"exec({then.format(file=str(tmp_path / 'sound.json'))!r})")
-    assert found["status"] == proof.ENDED and not proof.passed({"sound": found})
+    assert found["status"] == prove.ENDED and not prove.passed({"sound": found})
     assert found["rows"][-1]["trace"][-1] == "ValueError: it ended with 1"
     assert "the door said why" in found["last_lines"] and found["last_lines"][-1] == "later 999"
     assert len(found["last_lines"]) <= prove.LAST + prove.BEFORE
@@ -85,15 +79,13 @@ def test_a_stage_out_of_time_is_killed_with_its_children_though_it_ignores_signa
     found = stage(tmp_path, child, box=6)
     assert time.perf_counter() - began < 30
     assert found["status"] == "ran out of time" and len(found["rows"]) == 1
-    until = time.monotonic() + 20  # a signal takes a moment where cores are busy
-    while alive(int((tmp_path / "child").read_text())) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not alive(int((tmp_path / "child").read_text()))
+    child = int((tmp_path / "child").read_text())
+    assert until(lambda: not is_alive(child), 20)  # a signal takes a moment where cores are busy
 
 
 def test_a_stage_that_ended_passes_unless_a_check_failed(tmp_path: Path) -> None:
     found = stage(tmp_path, "assert 0 < Result(Path('unwritten')).left <= 60")
-    assert proof.passed({"sound": found}) and "last_lines" not in found
+    assert prove.passed({"sound": found}) and "last_lines" not in found
     result = Result(tmp_path / "sound.json")
     result.check("within", 0.5, least=0.5, most=0.5)
     assert result.rows[-1].passed
@@ -104,7 +96,7 @@ def test_a_stage_that_ended_passes_unless_a_check_failed(tmp_path: Path) -> None
         raise RuntimeError("broken\nin two lines")
     assert result.rows[-1].passed is False and result.rows[-1].note == "broke: RuntimeError: broken"
     told = json.loads((tmp_path / "sound.json").read_text())
-    assert len(told["rows"]) == 6 and not proof.passed({"sound": told | {"status": proof.ENDED}})
+    assert len(told["rows"]) == 6 and not prove.passed({"sound": told | {"status": prove.ENDED}})
 
 
 def test_the_page_shows_every_row_with_its_bound_and_without_files_that_no_card_was_there(tmp_path: Path) -> None:
@@ -114,13 +106,13 @@ def test_the_page_shows_every_row_with_its_bound_and_without_files_that_no_card_
     result = Result(tmp_path / "gpu" / "machine.json")
     result.figure("card", "A card of 2031")
     told = json.loads((tmp_path / "gpu" / "machine.json").read_text())
-    machine = told | {"status": proof.ENDED, "seconds": 3.0, "box": 20}
+    machine = told | {"status": prove.ENDED, "seconds": 3.0, "box": 20}
     rows = Result(tmp_path / "gpu" / "kernels.json")
     rows.check("a | kernel", 3e-5, most=1e-4, unit="nats")
     rows.check("another", 2.0, most=1e-4)
     rows.not_run("a third", "there is no NCCL")
     found = json.loads((tmp_path / "gpu" / "kernels.json").read_text())
-    found |= {"status": proof.ENDED, "seconds": 61.0, "box": 80}
+    found |= {"status": prove.ENDED, "seconds": 61.0, "box": 80}
     for name, one in (("machine", machine), ("kernels", found)):
         (tmp_path / "gpu" / f"{name}.json").write_text(json.dumps(one))
     page.write(tmp_path, tmp_path / "page.md", tmp_path)
@@ -240,7 +232,7 @@ def test_a_whole_stage_in_small_shapes(tmp_path: Path) -> None:
     environment = os.environ | {"PROOF_SMALL": "1", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
-    what = {row["what"]: row["value"] for row in proof.read_stages(tmp_path)["main_command"]["rows"]}
+    what = {row["what"]: row["value"] for row in prove.read_stages(tmp_path)["main_command"]["rows"]}
     assert what["lit_rl: a step"] > what["lit_rl: generate"] > 0
     assert 0 < what["lit_rl: MFU of learning"] < 1 and 0 < what["lit_rl: share of the limit, step"] < 1
     assert what["lit_rl: decode steps"] == "lean_steps"
@@ -253,7 +245,7 @@ STAGES = """
 import itertools, sys
 from pathlib import Path
 from gpu import speed
-from gpu.result import Result
+from gpu.prove import Result
 speed.FIGURES = dict(itertools.islice(speed.FIGURES.items(), 2))
 for one in (speed.figures, speed.trl, speed.step_trace):
     one(Result(Path(sys.argv[1], one.__name__ + ".json")), Path(sys.argv[1], "work"))
@@ -268,7 +260,7 @@ def test_figures_trl_and_the_trace_in_small_shapes(tmp_path: Path) -> None:
     command = [sys.executable, "-c", STAGES, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = proof.read_stages(tmp_path)
+    found = prove.read_stages(tmp_path)
     assert not [row for one in found.values() for row in one["rows"] if row["passed"] is False]
     for name, some in {"figures": "RL learning, 0.6B, 16,384: learned", "trl": "TRL, as it comes: a step"}.items():
         assert next(row["value"] for row in found[name]["rows"] if row["what"] == some) > 0

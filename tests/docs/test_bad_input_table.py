@@ -18,9 +18,10 @@ CODES = {0, 130, 137, 143} | {kind.exit_code for kind in errors.LitRLError.__sub
 
 @cache
 def names(file: Path) -> set[str]:
-    """Of the test functions and classes of a file."""
+    """Of the test functions and classes of a file that run in CI: not the exhaustive ones."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    return {node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)}
+    found = (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds))
+    return {node.name for node in found if "pytest.mark.exhaustive" not in map(ast.unparse, node.decorator_list)}
 
 
 def test_every_kind_of_bad_input_has_its_test(root: Path) -> None:

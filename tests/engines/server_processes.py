@@ -12,7 +12,7 @@ from pathlib import Path
 
 from waiting import until
 
-from lit_rl.generation.vllm.launch import group_members
+from lit_rl.core.processes import group_members
 
 
 @dataclass

@@ -18,7 +18,7 @@ from engine_fixtures import Case
 from server_processes import children, end, is_free, session_members, start
 from waiting import until
 
-from lit_rl.generation.vllm.launch import group_members
+from lit_rl.core.processes import group_members
 
 SMALL = [
     "data.task.max_operand=5",

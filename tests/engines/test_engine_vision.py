@@ -23,6 +23,7 @@ from vision_toys import picture
 from vision_worlds import Begins
 
 from lit_rl.core.errors import GenerationError, NumericError
+from lit_rl.core.http_client import HTTP_LOOP
 from lit_rl.core.rollout import Sampling
 from lit_rl.data.encode import Encoder
 from lit_rl.data.prompt_reader import PromptOptions, read_prompts
@@ -34,9 +35,11 @@ from lit_rl.generation.collect import RolloutRequest, Vocabulary
 from lit_rl.generation.vllm.client import Client
 from lit_rl.generation.vllm.engine import completions_of, requests_of
 from lit_rl.generation.vllm.server import VLLMServerGenerator
-from lit_rl.generation.vllm.server_engine import ask_server
+from lit_rl.generation.vllm.server_engine import ServerTask, ask_server
 from lit_rl.models import LanguageModel, Lora
 from lit_rl.models.vision_parts import placeholder_ids
+
+wait = HTTP_LOOP.wait
 
 DIGITS: dict[str, Any] = {"freeze": []}
 
@@ -191,9 +194,9 @@ def test_a_run(root: Path, tmp_path: Path, sees: Case, request: pytest.FixtureRe
     train(root, tmp_path / "run", 3, *words)
     if sees.kind == "server":
         model, client = LanguageModel(str(tmp_path / "run" / "hf")), Client(served.url)
-        prompts, vocabulary, until = asked(model), client.facts(60).vocabulary, time.monotonic() + 60
-        requests = enumerate(requests_of(prompts, SAMPLED))
-        answers = [ask_server(client, "digits", number, each, until, vocabulary) for number, each in requests]
+        prompts, vocabulary, until = asked(model), wait(client.facts(60)).vocabulary, time.monotonic() + 60
+        tasks = [ServerTask(*each, until) for each in enumerate(requests_of(prompts, SAMPLED))]
+        answers = [wait(ask_server(client, "digits", task, vocabulary)) for task in tasks]
         drawn = completions_of(prompts, answers, version=3, device=torch.device("cpu"))
         assert gap(model.load(), drawn) < CLOSE < gap(LanguageModel("digits").load(), drawn)
 

@@ -17,11 +17,15 @@ from server_processes import Served, children, end, is_free, start
 from waiting import until
 
 from lit_rl.core.errors import ConfigError, GenerationError
+from lit_rl.core.http_client import HTTP_LOOP
+from lit_rl.core.processes import group_members
 from lit_rl.generation.vllm.client import Client, ServerHung, ServerRefused
 from lit_rl.generation.vllm.engine_settings import API_KEY_VARIABLE, EngineSettings, model_arguments
-from lit_rl.generation.vllm.launch import ServerProcess, group_members, server_arguments
+from lit_rl.generation.vllm.launch import ServerProcess, server_arguments
 from lit_rl.models import LanguageModel
 from lit_rl.runs.serve import Serve, serve
+
+wait = HTTP_LOOP.wait
 
 PROMPT = [5 + 3 * i % 200 for i in range(40)]
 RANK = 4
@@ -44,7 +48,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def complete(client: Client, **fields: Any) -> list[dict[str, Any]]:
     body = {"model": "tiny", "prompt": [PROMPT], "max_tokens": 8, "logprobs": 0, "seed": 1, "ignore_eos": True}
     asked = {**body, "return_token_ids": True, "return_tokens_as_token_ids": True, **fields}
-    return client.complete(asked, 60).part("choices").value
+    return wait(client.complete(asked, 60)).part("choices").value
 
 
 def worst(choices: list[dict[str, Any]], policy: Any, temperature: float = 1.0) -> float:
@@ -71,13 +75,13 @@ def test_it_says_what_a_run_has_to_be_given(served):
 def test_every_route_asks_for_the_key_and_an_open_address_needs_one(served, monkeypatch):
     """vLLM's own guard leaves those open that replace weights and call any method of a worker."""
     client = Client(served.url)
-    assert client.rpc("lit_rl_facts", deadline=60)
+    assert wait(client.rpc("lit_rl_facts", deadline=60))
     for key in ("", "of-these-test"):
         monkeypatch.setenv(API_KEY_VARIABLE, key)
         for route in ("/collective_rpc", "/pause", "/v1/completions", "/openapi.json"):
             with pytest.raises(ServerRefused, match="401"):
-                client.post(route, 60.0, {})
-        client.get("/health", 60.0)
+                wait(client.post(route, 60.0, {}))
+        wait(client.get("/health", 60.0))
     monkeypatch.setenv(API_KEY_VARIABLE, "")
     with pytest.raises(ConfigError, match=f"serve.host=0.0.0.0 without a key.*{API_KEY_VARIABLE}"):
         serve(Serve(LanguageModel("tiny"), EngineSettings(), host="0.0.0.0"))
@@ -104,33 +108,33 @@ def test_an_adapter_of_the_models_rank_fits_and_a_higher_one_does_not(served, tm
         policy.save_pretrained(str(tmp_path / str(rank)))
         if rank > RANK:
             with pytest.raises(ServerRefused, match="rank"):
-                client.load_adapter("policy", str(tmp_path / str(rank)), 30)
+                wait(client.load_adapter("policy", str(tmp_path / str(rank)), 30))
         else:
-            client.load_adapter("policy", str(tmp_path / str(rank)), 30)
+            wait(client.load_adapter("policy", str(tmp_path / str(rank)), 30))
             choices = complete(client, model="policy", n=2)
             assert worst(choices, policy) < 1e-4 < worst(choices, LanguageModel("tiny").load())
-            client.post("/v1/unload_lora_adapter", 30, {"lora_name": "policy"})
-    assert list(client.models(10)) == ["tiny"]
+            wait(client.post("/v1/unload_lora_adapter", 30, {"lora_name": "policy"}))
+    assert list(wait(client.models(10))) == ["tiny"]
 
 
 def test_what_updates_weights_can_be_called(served):
     client = Client(served.url)
-    (facts,) = client.rpc("lit_rl_facts", deadline=10)
+    (facts,) = wait(client.rpc("lit_rl_facts", deadline=10))
     assert facts["logprobs_mode"] == "processed_logprobs" and facts["dtype"] == "float32"
     assert facts["max_lora_rank"] >= RANK
-    assert client.world_size(10) == 1
-    client.pause(10)
-    assert client.get("/is_paused", 10) == {"is_paused": True}
+    assert wait(client.world_size(10)) == 1
+    wait(client.pause(10))
+    assert wait(client.get("/is_paused", 10)).value == {"is_paused": True}
     began = time.monotonic()
     with pytest.raises(ServerHung, match="within 0.7 seconds"):
-        client.complete({"model": "tiny", "prompt": [PROMPT], "max_tokens": 1}, 0.7)
+        wait(client.complete({"model": "tiny", "prompt": [PROMPT], "max_tokens": 1}, 0.7))
     assert time.monotonic() - began < 3
-    client.reset_caches(10)
-    client.resume(10)
-    assert client.get("/is_paused", 10) == {"is_paused": False}
+    wait(client.reset_caches(10))
+    wait(client.resume(10))
+    assert wait(client.get("/is_paused", 10)).value == {"is_paused": False}
     assert len(complete(client)[0]["token_ids"]) == 8
     with pytest.raises(ServerRefused, match="no_such_method") as refusal:
-        client.rpc("no_such_method", deadline=10)
+        wait(client.rpc("no_such_method", deadline=10))
     assert refusal.value.status == 500
 
 
@@ -139,10 +143,10 @@ def test_a_stopped_server_hangs_and_goes_on(served):
     os.killpg(served.group, signal.SIGSTOP)
     try:
         with pytest.raises(ServerHung, match="within 0.5 seconds"):
-            client.health(0.5)
+            wait(client.health(0.5))
     finally:
         os.killpg(served.group, signal.SIGCONT)
-    client.health(10)
+    wait(client.health(10))
 
 
 def test_a_server_that_dies_ends_the_command_with_its_last_lines(served):

@@ -19,11 +19,12 @@ import mcp_tools
 import pytest
 from mcp import Client
 from talks import Talk, asked, chats, one, texts
+from waiting import until
 from warm import Popen
 
 from lit_rl.algorithms import GRPO
-from lit_rl.core import supervisor
 from lit_rl.core.errors import BackendError, ConfigError
+from lit_rl.core.processes import is_alive, supervised
 from lit_rl.core.rollout import Sampling
 from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Repeated
@@ -57,17 +58,7 @@ def process_of(factory: MCPTools) -> int:
 
 
 def gone(process: int, seconds: float = 30.0) -> bool:
-    end = time.monotonic() + seconds
-    while runs(process) and time.monotonic() < end:
-        time.sleep(0.02)
-    return not runs(process)
-
-
-def runs(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    return until(lambda: not is_alive(process), seconds)
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +230,7 @@ def test_no_process_outlives_a_run_that_is_killed() -> None:
     run = Popen([sys.executable, "-c", RUN, SERVER], stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
     processes = [int(word) for word in run.stdout.readline().split()]
-    assert len(processes) == 2 and all(map(runs, processes))
+    assert len(processes) == 2 and all(map(is_alive, processes))
     run.kill()
     assert run.wait(30) == -signal.SIGKILL
     assert all(map(gone, processes))
@@ -250,7 +241,7 @@ def test_a_group_ends_although_nobody_reads_what_its_supervisor_says() -> None:
     leaves = "import mcp_tools; print(mcp_tools.child(), flush=True)"
     reader, stderr = os.pipe()
     watched = subprocess.Popen(
-        [sys.executable, supervisor.__file__, str(os.getpid()), "1", sys.executable, "-c", leaves],
+        supervised([sys.executable, "-c", leaves], 1.0),
         cwd=Path(SERVER).parent,
         stdout=subprocess.PIPE,
         stderr=stderr,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import re
@@ -13,10 +12,12 @@ from typing import Any
 
 import pytest
 from talks import Talk, asked, one, texts
+from waiting import until
 from worker_games import Counts, double
 
 from lit_rl.core.episode import Episode
 from lit_rl.core.errors import ConfigError, GenerationError
+from lit_rl.core.processes import is_alive
 from lit_rl.environments import CustomEnvironment, FunctionTools, GymnasiumEnvironment, MCPTools
 from lit_rl.environments.factory import EnvironmentFactory
 
@@ -102,18 +103,11 @@ def _all(talk: Talk, count: int) -> list[Any]:
 
 def _workers(factory: EnvironmentFactory) -> list[int]:
     assert factory.pool is not None
-    return [place.life.process.process.pid for place in factory.pool._slots if place.life is not None]
+    return [place.life.process.child.process.pid for place in factory.pool._slots if place.life is not None]
 
 
 def _is_gone(pid: int) -> bool:
-    until = time.monotonic() + 30
-    while time.monotonic() < until:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
-                time.sleep(0.02)
-                continue
-        return True
-    return False
+    return until(lambda: not is_alive(pid), 30)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +116,7 @@ def _is_gone(pid: int) -> bool:
         ("hang", "timeout", "env.step_timeout=0.5", {"step_timeout": 0.5}),
         ("spin", "timeout", "env.step_timeout=0.5", {"step_timeout": 0.5}),
         ("exit", "failed", "ended with exit code 3 during step", {}),
-        ("kill", "failed", "was killed by signal 9", {}),
+        ("kill", "failed", r"was killed by SIGKILL \(as the kernel does when memory is out\) during step", {}),
         ("memory", "failed", "ended, after MemoryError.*512 MiB .env.memory_mb.", {"memory_mb": 512}),
         ("raise", "failed", "KeyError: 'gold'", {}),
     ],

@@ -144,7 +144,7 @@ def test_an_agent_of_two_turns_writes_what_is_drawn_by_hand(policy: nn.Module) -
 
 def test_rewards_are_given_what_agent_and_policy_said_message_by_message(policy: nn.Module) -> None:
     drawn = draw(policy, by(two_turns))
-    _, completions, _ = as_reward_input(BATCH, [""] * len(drawn), GROUP, drawn.episodes)
+    _, completions, _ = as_reward_input(BATCH, [""] * len(drawn), drawn.episodes)
     assert drawn.turn is not None
     for row, messages in enumerate(completions):
         own = [drawn.response_ids[row][drawn.response_mask[row] & (drawn.turn[row] == turn)] for turn in (0, 1)]

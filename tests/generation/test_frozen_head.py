@@ -7,8 +7,8 @@ from generation_cases import VOCAB, ask, build, responses
 from products import Products
 
 from lit_rl.core.rollout import Sampling
-from lit_rl.generation.decode_batches import decode_batches
 from lit_rl.generation.decoding import DecodingSteps
+from lit_rl.generation.generator import decode_batches
 from lit_rl.generation.hf import HFGenerator
 
 

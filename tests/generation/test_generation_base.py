@@ -13,8 +13,7 @@ from torch import nn
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import Prompts, Sampling
 from lit_rl.generation import Generator
-from lit_rl.generation.decode_batches import decode_batches, left_pad
-from lit_rl.generation.generator import as_generator, context_length, rollout_mode
+from lit_rl.generation.generator import as_generator, context_length, decode_batches, left_pad, rollout_mode
 from lit_rl.generation.hf import HFGenerator, blank_generation_config
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.noise import row_keys

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lit_rl.core.rollout import Prompts, Sampling
 from lit_rl.generation import noise, token_sampler
-from lit_rl.generation.decode_batches import DecodeBatch, decode_batches
+from lit_rl.generation.generator import DecodeBatch, decode_batches
 from lit_rl.generation.token_sampler import EndDetector, TokenSampler
 from lit_rl.ops.sampling_distribution import temperature, top_k
 

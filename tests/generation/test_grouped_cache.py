@@ -16,8 +16,8 @@ from transformers.modeling_utils import AttentionInterface
 
 from lit_rl.core.rollout import Completions, Sampling
 from lit_rl.generation import grouped_cache, token_sampler
-from lit_rl.generation.decode_batches import DecodeBatch, decode_batches
 from lit_rl.generation.decoding import DecodingSteps, GeometricMixture
+from lit_rl.generation.generator import DecodeBatch, decode_batches
 from lit_rl.generation.grouped_cache import (
     GroupedCache,
     GroupedLayer,

@@ -14,9 +14,9 @@ from tiers import quick
 from torch import Tensor, nn
 
 from lit_rl.core.rollout import Sampling
-from lit_rl.generation.decode_batches import decode_batches
 from lit_rl.generation.decoding import DecodingSteps
 from lit_rl.generation.fast_decoding import LeanModel, LeanSteps, lean_steps_proven
+from lit_rl.generation.generator import decode_batches
 from lit_rl.generation.grouped_cache import GroupedSteps, decode_probe, probe_batch
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models.forward import score

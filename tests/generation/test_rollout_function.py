@@ -321,7 +321,7 @@ def test_what_else_it_returns_goes_to_rewards(policy: nn.Module) -> None:
 
     data = {"answer": ["x", "y"]}
     out = draw(policy, scored, columns=["env_reward"], data=data)
-    _, _, columns = as_reward_input(batch(**data), [""] * 6, 3, out.episodes)
+    _, _, columns = as_reward_input(batch(**data), [""] * 6, out.episodes)
     assert columns["env_reward"] == [0, 1, 2, 3, 4, 5] and columns["game"] == ["chess"] * 6
     assert columns["moves"] == list("abcdef") and "ended" not in columns
     assert columns["answer"] == ["x"] * 3 + ["y"] * 3

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import math
+import socket
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,15 +23,20 @@ from standin_server import answers as answering
 from waiting import until
 
 from lit_rl.core.errors import GenerationError
+from lit_rl.core.http_client import HTTP_LOOP, JSONValue
 from lit_rl.generation.generator import EngineLost
 from lit_rl.generation.vllm import client as answers
 from lit_rl.generation.vllm import client as calls
+from lit_rl.generation.vllm import launch
 from lit_rl.generation.vllm import server_engine as asking
-from lit_rl.generation.vllm.client import Client, JSONAnswer, ServerRefused
+from lit_rl.generation.vllm.client import Client, ServerDead, ServerRefused
 from lit_rl.generation.vllm.engine import EngineAnswer, Facts, ImagePrompt, Request, complete
 from lit_rl.generation.vllm.in_process import read_output
+from lit_rl.generation.vllm.launch import responsive_servers, wait_for_servers
 from lit_rl.generation.vllm.server_engine import ServerEngine
 from lit_rl.generation.vllm.transports import Gloo, own_address
+
+wait = HTTP_LOOP.wait
 
 VOCABULARY = 40
 FIELDS = {"n": 2, "max_tokens": 3, "logprobs": 0}
@@ -113,7 +121,7 @@ def use(url: str) -> tuple[list[EngineAnswer], list[EngineAnswer]]:
     engine = ServerEngine([client], transport, say=str, deadline=5.0, answer_deadline=5.0)
     engine.pause()
     engine.begin({})
-    assert client.world_size(5.0) == 1
+    assert wait(client.world_size(5.0)) == 1
     engine.reset_caches()
     engine.resume()
     plain, seen = complete(engine, [PLAIN, SEEN])
@@ -231,8 +239,8 @@ MALFORMED: dict[str, tuple[str, Any]] = {
 def test_good_answers_are_read_to_the_bit() -> None:
     with standing_in(routed(ANSWERS)) as server:
         plain, seen = use(server.url)
-        assert Client(server.url).models(5.0) == {"policy": 64, "adapter": None}
-        assert Client(server.url).facts(5.0) == Facts(**FACTS)
+        assert wait(Client(server.url).models(5.0)) == {"policy": 64, "adapter": None}
+        assert wait(Client(server.url).facts(5.0)) == Facts(**FACTS)
     scored = [-1.5, -9999.0]
     assert plain == [
         EngineAnswer([0, 1, 2], [-0.125, -1e-7, 1e-6], False, scored),
@@ -257,12 +265,12 @@ def test_a_malformed_answer_is_an_error_that_names_the_server(route: str, answer
 # ---------------------------------------------------------------------- what never comes, or never ends
 
 
-def waiting_threads() -> int:
-    return sum(thread.name == asking.THREAD_NAME for thread in threading.enumerate())
+async def open_requests() -> int:
+    return len(asyncio.all_tasks() - {asyncio.current_task()})
 
 
 @pytest.mark.parametrize("how", ["silent", "dripping"])
-def test_no_thread_waits_on_for_a_server_that_hangs_on_every_request(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_waits_on_for_a_server_that_hangs_on_every_request(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The deadline of completions is an hour."""
     monkeypatch.setattr(asking, "_CHECK_EVERY", 0.3)
     hung, over = threading.Event(), threading.Event()
@@ -283,7 +291,7 @@ def test_no_thread_waits_on_for_a_server_that_hangs_on_every_request(how: str, m
             engine = ServerEngine([client], Gloo([client], 5.0), **options)
             with pytest.raises(EngineLost, match="no answer within"):
                 complete(engine, [PLAIN] * 9)
-            assert until(lambda: waiting_threads() == 0, 2.0), f"{waiting_threads()} threads are left"
+            assert until(lambda: wait(open_requests()) == 0, 2.0), f"{wait(open_requests())} requests are left"
     finally:
         over.set()
 
@@ -304,7 +312,7 @@ def test_an_answer_without_end_takes_little_more_memory_than_the_largest_one(mon
         tracemalloc.start()
         try:
             with pytest.raises(ServerRefused, match=f"longer than {largest} bytes"):
-                Client(server.url).complete({}, 20.0)
+                wait(Client(server.url).complete({}, 20.0))
             assert largest < tracemalloc.get_traced_memory()[1] < 1.5 * largest
         finally:
             tracemalloc.stop()
@@ -341,6 +349,32 @@ def test_a_server_that_does_not_join_the_transport_is_named(behaviour: Behaviour
     assert server.url in message and message.isprintable() and len(message) < 1000
 
 
+def test_a_server_that_comes_up_later_is_waited_for_and_one_that_does_not_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tries, real = list[float](), launch.time.sleep
+    monkeypatch.setattr(launch, "_RETRY_SECONDS", 0.2)
+    with socket.socket() as free, socket.socket() as away:
+        free.bind(("127.0.0.1", 0))
+        away.bind(("127.0.0.1", 0))
+        port, nobody = free.getsockname()[1], f"http://127.0.0.1:{away.getsockname()[1]}"
+        late = f"http://127.0.0.1:{port}"
+        with pytest.raises(ServerDead, match="refused"):
+            wait_for_servers([late, nobody], 0.5, 1.0)
+        with ExitStack() as servers:
+
+            def sleep(seconds: float) -> None:
+                tries.append(seconds)
+                if len(tries) == 2:
+                    free.close()
+                    servers.enter_context(standing_in(routed(ANSWERS), port))
+                real(seconds)
+
+            monkeypatch.setattr(launch.time, "sleep", sleep)
+            assert wait_for_servers([late, nobody], 30.0, 1.0) == responsive_servers([late, nobody], 1.0) == [late]
+            assert len(tries) == 2
+
+
 def test_a_server_to_which_there_is_no_way_is_named() -> None:
     with pytest.raises(GenerationError, match=r"no-such-host\.invalid.* no way of its own"):
         own_address("http://no-such-host.invalid:8000")
@@ -348,7 +382,7 @@ def test_a_server_to_which_there_is_no_way_is_named() -> None:
 
 # ---------------------------------------------------------------------- any value of any answer
 
-READERS: dict[str, tuple[Any, Callable[[JSONAnswer], Any]]] = {
+READERS: dict[str, tuple[Any, Callable[[JSONValue], Any]]] = {
     "models": (MODELS, answers.parse_models),
     "workers": ({"world_size": 2}, answers.parse_world_size),
     "results": ({"results": [None]}, answers.parse_results),
@@ -372,10 +406,14 @@ def places(value: Any, *before: str | int) -> Iterator[tuple[str | int, ...]]:
         yield from places(each, *before, step)
 
 
+def answered(value: Any) -> JSONValue:
+    return JSONValue(value, lambda what: Client("http://here:1")._unexpected("POST /x", what))
+
+
 def read(name: str, value: Any) -> Any:
     """What is made of an answer as it travels, or None where it is refused."""
     try:
-        return READERS[name][1](JSONAnswer("http://here:1", "POST /x", json.loads(json.dumps(value))))
+        return READERS[name][1](answered(json.loads(json.dumps(value))))
     except GenerationError as error:
         assert str(error).startswith("http://here:1: POST /x: ") and str(error).isprintable()
         return None
@@ -409,8 +447,8 @@ def test_the_log_prob_is_the_sampled_token_s_and_not_the_likeliest_one_s():
     for choice in drawn["choices"]:
         for entry in choice["logprobs"]["content"]:
             entry["top_logprobs"] = [{"token_id": 3, "logprob": -0.01}, dict(entry)]
-    plain = answers.parse_completions(JSONAnswer("u", "c", listed), PLAIN, VOCABULARY)
-    seen = answers.parse_generated(JSONAnswer("u", "c", drawn), SEEN, VOCABULARY)
+    plain = answers.parse_completions(answered(listed), PLAIN, VOCABULARY)
+    seen = answers.parse_generated(answered(drawn), SEEN, VOCABULARY)
     assert [answer.logprobs for answer in plain] == [[-0.125, -1e-7, 1e-6], [-0.25, 0]]
     assert [answer.logprobs[0] for answer in seen] == [-0.25, -0.25]
     likely, second = SimpleNamespace(logprob=-0.01), SimpleNamespace(logprob=-4.0)

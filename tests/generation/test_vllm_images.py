@@ -15,6 +15,7 @@ from standin_server import answers, standing_in
 from vision_seen import image
 
 from lit_rl.core.errors import GenerationError, NumericError
+from lit_rl.core.http_client import HTTP_LOOP
 from lit_rl.core.rollout import Prompts, Sampling
 from lit_rl.core.vision_inputs import PromptVision
 from lit_rl.data.visual_prompts import PromptVisuals
@@ -22,7 +23,7 @@ from lit_rl.generation.vllm.client import Client
 from lit_rl.generation.vllm.engine import EngineAnswer, check_prompt_tokens, completions_of, requests_of, turn_request
 from lit_rl.generation.vllm.engine_settings import model_arguments, write_model_files
 from lit_rl.generation.vllm.in_process import prompt_input
-from lit_rl.generation.vllm.server_engine import ask_server
+from lit_rl.generation.vllm.server_engine import ServerTask, ask_server
 from lit_rl.generation.vllm.weight_probe import image_probe
 from lit_rl.generation.vllm.worker import rule_out
 from lit_rl.models import LanguageModel
@@ -70,7 +71,8 @@ def choice(index: int, ids: list[int], logprobs: list[float], reason: str = "len
 
 def asked_of(answer: dict[str, Any], request: Any) -> tuple[list[EngineAnswer], Any]:
     with standing_in(answers(answer)) as server:
-        found = ask_server(Client(server.url), "policy", 0, request, time.monotonic() + 5, 10)
+        task = ServerTask(0, request, time.monotonic() + 5)
+        found = HTTP_LOOP.wait(ask_server(Client(server.url), "policy", task, 10))
         return found, server.seen
 
 

@@ -15,12 +15,14 @@ from pathlib import Path
 import pytest
 import watched_parent
 from standin_vllm import write_vllm
+from waiting import until
 
 from lit_rl.core import machine
 from lit_rl.core.errors import BackendError, ConfigError, GenerationError, StorageError
+from lit_rl.core.processes import group_members
 from lit_rl.generation.vllm import launch
 from lit_rl.generation.vllm.engine_settings import EngineSettings, adapter_rank, model_arguments, model_dtype
-from lit_rl.generation.vllm.launch import ServerProcess, checked_port, group_members, server_arguments
+from lit_rl.generation.vllm.launch import ServerProcess, checked_port, server_arguments
 from lit_rl.models import LanguageModel, Lora
 
 
@@ -160,10 +162,7 @@ def test_a_server_is_no_rank_of_this_run(monkeypatch):
 
 
 def gone(group: int, seconds: float = 5.0) -> bool:
-    end = time.monotonic() + seconds
-    while group_members(group) and time.monotonic() < end:
-        time.sleep(0.02)
-    return not group_members(group)
+    return until(lambda: not group_members(group), seconds)
 
 
 def test_a_killed_parent_leaves_no_process():
@@ -187,7 +186,7 @@ def test_no_process_outlives_the_server(kind):
     assert gone(running.pid)
     assert running.stdout is not None
     said = running.stdout.read()
-    assert ("ended by itself: exit code 7" in said) == (kind == "short")
+    assert ("Nobody stopped the server process: it has ended with exit code 7." in said) == (kind == "short")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="here the server would start")

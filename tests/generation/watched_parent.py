@@ -5,12 +5,11 @@ The server ignores SIGTERM where it is told to, and has a child that always does
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
 
-from lit_rl.core import supervisor
+from lit_rl.core.processes import supervised
 
 CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
 SERVER = f"""
@@ -27,9 +26,8 @@ sys.exit(7)
 def start(kind: str, grace: float = 0.3) -> subprocess.Popen[str]:
     """The supervisor, once its server and that one's child run."""
     server = [sys.executable, "-c", SERVER, kind]
-    words = [sys.executable, "-I", supervisor.__file__, str(os.getpid()), str(grace), *server]
     process = subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        supervised(server, grace), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process

@@ -9,8 +9,8 @@ from token_scores import logprobs_and_entropy_with_gradient
 
 from lit_rl.ops import fused_head as module
 from lit_rl.ops.fused_head import Distribution, linear_logprobs
+from lit_rl.ops.logprobs import token_stats
 from lit_rl.ops.sampling_distribution import Truncation
-from lit_rl.ops.token_statistics import token_stats
 
 CUT = Truncation(top_k=7, top_p=0.9, min_p=0.02)
 N, D, V = 13, 6, 37

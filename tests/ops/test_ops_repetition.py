@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rl.ops.token_statistics import repeated_share
+from lit_rl.algorithms.evaluation.summary_statistics import repeated_share
 from lit_rl.rewards import RepetitionPenalty
 
 ROWS = st.lists(st.lists(st.integers(0, 2), min_size=12, max_size=12), min_size=1, max_size=4)

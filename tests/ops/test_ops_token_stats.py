@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lit_rl.ops import logprobs
-from lit_rl.ops.token_statistics import token_stats
+from lit_rl.ops.logprobs import token_stats
 
 
 def test_by_hand():

@@ -15,7 +15,7 @@ from hydra.utils import get_object
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_rl.algorithms.signatures import arguments_for
+from lit_rl.algorithms.chosen_functions import arguments_for
 from lit_rl.cli import schemas
 from lit_rl.cli.lightning_app import WithKeywords
 from lit_rl.ops.advantages import centered

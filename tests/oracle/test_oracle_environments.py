@@ -156,7 +156,7 @@ def test_the_same_class_and_turns_are_the_same_rollout(play: Play, monkeypatch: 
     assert who == tokens(taken["tool_mask"].long(), taken["completion_mask"]) and any(0 in row for row in who)
 
     prompts, messages, columns = as_reward_input(
-        batch, texts_of(mine, play.oracle.trainer.processing_class), GROUP, mine.episodes
+        batch, texts_of(mine, play.oracle.trainer.processing_class), mine.episodes
     )
     assert prompts == theirs.columns["prompts"]
     assert [plain(each) for each in messages] == [plain(each) for each in theirs.completions]

@@ -18,7 +18,6 @@ from oracle_turns import LONGEST, call, chat_tokenizer, plain, their_rollout, to
 from said_turns import drawn, ids_of
 from torch import Tensor
 
-from lit_rl.algorithms.evaluation.summary_statistics import input_tokens
 from lit_rl.algorithms.rollouts.rollout_plan import frozen_logprobs
 from lit_rl.core.rollout import Completions, PromptBatch, Sampling
 from lit_rl.environments import FunctionTools
@@ -118,13 +117,13 @@ def test_the_same_turns_are_the_same_rollout(oracle: Oracle, monkeypatch: pytest
     assert who == tokens(taken["tool_mask"].long(), taken["completion_mask"])
     assert any(0 in row for row in who)
 
-    _, messages, _ = as_reward_input(batch, texts_of(mine, oracle.trainer.processing_class), GROUP, mine.episodes)
+    _, messages, _ = as_reward_input(batch, texts_of(mine, oracle.trainer.processing_class), mine.episodes)
     assert [plain(each) for each in messages] == [plain(each) for each in theirs.completions]
     calls, failed = sum(each.calls for each in mine.episodes), sum(each.failed_calls for each in mine.episodes)
     assert theirs.metrics["tools/call_frequency"] == [calls / ROWS]
     assert theirs.metrics["tools/failure_frequency"] == [failed / calls]
     assert theirs.metrics["completions/mean_length"] == [mine.lengths.float().mean().item()]
-    assert theirs.metrics["num_tokens"] == [before + input_tokens(mine)]
+    assert theirs.metrics["num_tokens"] == [before + int(mine.prompt_mask.sum() + mine.response_mask.sum())]
 
 
 def test_calls_that_fail_are_counted_and_answered_with_an_error(
@@ -140,7 +139,7 @@ def test_calls_that_fail_are_counted_and_answered_with_an_error(
     assert failed == len(failing)
     assert theirs.metrics["tools/call_frequency"] == [calls / ROWS]
     assert theirs.metrics["tools/failure_frequency"] == pytest.approx([failed / calls], rel=1e-6)
-    _, messages, _ = as_reward_input(batch, texts_of(mine, oracle.trainer.processing_class), GROUP, mine.episodes)
+    _, messages, _ = as_reward_input(batch, texts_of(mine, oracle.trainer.processing_class), mine.episodes)
     for rollout in (messages, theirs.completions):
         told = [any("error" in str(message["content"]) for message in each) for each in rollout]
         assert told == [row in failing for row in range(ROWS)]
@@ -245,7 +244,7 @@ def test_the_same_rollout_function_makes_the_same_rollout(oracle: Oracle, monkey
     assert written == tokens(taken["completion_ids"], taken["completion_mask"])
     who = tokens(completions.response_mask.long(), completions.attended)
     assert who == tokens(taken["tool_mask"].long(), taken["completion_mask"]) and any(0 in row for row in who)
-    _, _, columns = as_reward_input(batch, texts_of(completions, tokenizer), GROUP, completions.episodes)
+    _, _, columns = as_reward_input(batch, texts_of(completions, tokenizer), completions.episodes)
     assert columns["turns"] == seen["turns"] == [len(said) for said in SAID]
     assert_same_step(ours(oracle, our_grpo(settings), case, completions), theirs, size=1.0)
 

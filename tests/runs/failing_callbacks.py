@@ -5,19 +5,23 @@ from __future__ import annotations
 import builtins
 
 import lightning as L
+import torch
 
 
 class Failing(L.Callback):
-    """Raises in one hook of a fit, from an optimizer step on."""
+    """Raises in one hook of a fit, from an optimizer step on: an error of Python's, a SystemExit with `code`, or what
+    PyTorch says where memory is out (`error="no memory"`)."""
 
-    def __init__(self, hook: str, step: int = 0, error: str = "ValueError") -> None:
-        self.hook, self.step, self.error = hook, step, error
+    def __init__(self, hook: str, step: int = 0, error: str = "ValueError", code: int | None = None) -> None:
+        self.hook, self.step, self.error, self.code = hook, step, error, code
 
 
 def _failing(name: str):
     def hook(self: Failing, trainer: L.Trainer, *_: object, **__: object) -> None:
         if name == self.hook and trainer.global_step >= self.step and trainer.state.fn == "fit":
-            raise getattr(builtins, self.error)(*([] if self.error == "SystemExit" else [f"mine in {name}"]))
+            if self.error == "no memory":
+                torch.empty(2**50, dtype=torch.uint8)
+            raise getattr(builtins, self.error)(self.code if self.error == "SystemExit" else f"mine in {name}")
 
     return hook
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lit_rl.core.errors import GenerationError
 from lit_rl.core.rollout import Completions, Prompts, Sampling
-from lit_rl.generation.decode_batches import Decoded
+from lit_rl.generation.generator import Decoded
 from lit_rl.generation.native import NativeGenerator
 
 
@@ -37,10 +37,12 @@ class FailsAt(NativeGenerator):
 
 
 class FindsNoMemory(NativeGenerator):
-    """Asks PyTorch for a pebibyte while it decodes; of several processes rank 1 does."""
+    """Asks PyTorch for a pebibyte while it decodes with the weights of optimizer step `FAILS_AT_STEP`, by default those
+    of the start; of several processes rank 1 does."""
 
     def _decode(self, policy: nn.Module, *asked: Any) -> Iterator[tuple[Tensor, Decoded]]:
-        if os.environ.get("LOCAL_RANK", "1") == "1":
+        here = os.environ.get("LOCAL_RANK", "1") == "1"
+        if here and self._version == int(os.environ.get("FAILS_AT_STEP", "0")):
             torch.empty(2**50, dtype=torch.uint8)
         return super()._decode(policy, *asked)
 

@@ -12,6 +12,7 @@ import pyarrow.parquet
 import torch
 
 from lit_rl.algorithms.rollouts.phase_costs import is_speed
+from lit_rl.callbacks.checkpoint_io import is_whole, step_of
 
 SMALL = [
     "data.task.max_operand=5",
@@ -37,6 +38,13 @@ def newest(run_dir: Path) -> dict[str, Any]:
     """The newest checkpoint, loaded the safe way."""
     path = max((run_dir / "checkpoints").glob("*.ckpt"), key=lambda p: int(p.stem.rpartition("_")[2]))
     return torch.load(path, weights_only=True)
+
+
+def whole_step(run_dir: Path) -> int:
+    """The step of the newest checkpoint, every byte of which is as it was written."""
+    path = max((run_dir / "checkpoints").glob("*.ckpt"), key=step_of)
+    assert is_whole(path)
+    return step_of(path)
 
 
 def assert_same(a: Any, b: Any, where: str = "") -> None:

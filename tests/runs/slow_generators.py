@@ -14,7 +14,7 @@ from signalling_rewards import say_when_and_send
 from torch import Tensor, nn
 
 from lit_rl.core.interrupts import Interrupted
-from lit_rl.generation.decode_batches import Decoded
+from lit_rl.generation.generator import Decoded
 from lit_rl.generation.hf import HFGenerator
 from lit_rl.generation.native import NativeGenerator
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import pty
@@ -11,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import termios
 import threading
 import time
 from pathlib import Path
@@ -22,10 +20,10 @@ import pytest
 import warm
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from runs_helpers import SMALL, assert_same_run
+from runs_helpers import SMALL, assert_same_run, whole_step
 
-from lit_rl.callbacks import GracefulStop, process_signals
-from lit_rl.callbacks.process_signals import requeue_signal
+from lit_rl.callbacks import GracefulStop
+from lit_rl.core.signals import requeue_before_training, requeue_signal
 from lit_rl.runs import train
 
 pytestmark = pytest.mark.faults
@@ -98,6 +96,8 @@ def test_whatever_kills_a_run_it_ends_as_if_nothing_had(how, root):
     said = started(script, env={**os.environ, "OMP_NUM_THREADS": "1"}, **given)
     assert said.returncode == 0 and f" {how[1]} equal, 0 not." in said.stdout, said.stdout + said.stderr
     assert said.stdout.count("killed: ") == int(how[1]) and ", 0 kills" not in said.stdout
+    codes = set(re.findall(r"exit code (\d+)", said.stdout))
+    assert codes == {"137"} if "--ranks" not in how else "137" in codes, said.stdout
     assert "--ranks" not in how or re.search(r", rank [01]\b", said.stdout), f"none was killed alone: {said.stdout}"
     assert "--engine" not in how or re.search(r"\| engine sync \| [1-9]", said.stdout), said.stdout
 
@@ -116,15 +116,15 @@ def test_a_signal_outside_the_training_leaves_with_its_code_too(process, tmp_pat
     assert "ckpt_path=last" in output and rollouts(run_dir) == 0
 
 
-@pytest.mark.exhaustive  # where the machine is busy, what is being written when the terminal goes decides
+@pytest.mark.all
 def test_a_terminal_that_is_gone_ends_the_run_saved(root, tmp_path):
     """The kernel's own SIGHUP: nothing can be written there any more."""
     mine, its = pty.openpty()
     run_dir = tmp_path / "run"
-    child = subprocess.Popen(
-        [sys.executable, str(root / "train.py"), *RUN, "trainer.max_steps=400", f"run_dir={run_dir}"],
+    script = [sys.executable, str(Path(__file__).with_name("on_a_terminal.py")), str(root / "train.py")]
+    child = warm.Popen(
+        [*script, *RUN, "trainer.max_steps=400", f"run_dir={run_dir}"],
         stdin=its, stdout=its, stderr=its, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )  # fmt: skip
     os.close(its)
     said: list[bytes] = []
@@ -134,8 +134,9 @@ def test_a_terminal_that_is_gone_ends_the_run_saved(root, tmp_path):
     os.close(mine)
     child.send_signal(signal.SIGHUP)  # shells send one of their own to what they had started
     assert child.wait(60) == 128 + signal.SIGHUP
-    assert list((run_dir / "checkpoints").glob("*.ckpt")) and not (run_dir / "error.json").exists()
-    assert json.loads((run_dir / "summary.json").read_text())["status"] == "stopped"
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["status"] == "stopped" and whole_step(run_dir) == summary["steps"]
+    assert not (run_dir / "error.json").exists()
 
 
 @pytest.mark.all
@@ -155,11 +156,41 @@ def test_slurm_takes_a_job_back_and_starts_it_again(process, tmp_path, whole, mo
     output, _ = child.communicate(timeout=60)
     assert child.returncode == 128 + signal.SIGUSR1, output
     assert (tmp_path / "asked").read_text() == "requeue 7\n" and not list(tmp_path.rglob("hpc_ckpt*"))
+    step = whole_step(run_dir)
+    assert f"Stopped at step {step}, saved" in output and 0 < step < 28
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     again = process(*RUN, f"run_dir={run_dir}")
     output, _ = again.communicate(timeout=300)
     assert again.returncode == 0 and "Slurm has started this job again" in output, output
+    assert f"resuming {run_dir}/checkpoints/step_{step:08d}.ckpt" in output
     assert_same_run(whole, run_dir)
+
+
+@pytest.mark.all
+def test_a_signal_behind_the_last_step_costs_nothing_that_was_learned(process, tmp_path, monkeypatch):
+    """In the last validation SIGHUP comes twice, of the kernel and of an ending shell. Then Ctrl-C, while the model is
+    half written."""
+    run_dir, sent = tmp_path / "run", tmp_path / "sent"
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("SENT", str(sent))
+    words = [*SMALL, "trainer.max_steps=2", f"run_dir={run_dir}", "ckpt_path=last"]
+    words += [
+        "+callbacks.sends._target_=signalling_callbacks.BehindTheLastStep",
+        "allow_targets=[signalling_callbacks]",
+    ]
+    for where, number in (("validation", signal.SIGHUP), ("export", signal.SIGINT)):
+        monkeypatch.setenv("SIGNAL", number.name)
+        monkeypatch.setenv("BEHIND", where)
+        child = process(*words)
+        output, _ = child.communicate(timeout=120)
+        assert child.wait(60) == 128 + number, output
+        assert time.time() - float(sent.read_text()) < 15
+        assert whole_step(run_dir) == 2 and not list(run_dir.glob("*hf*"))
+        assert json.loads((run_dir / "summary.json").read_text())["status"] == "stopped"
+    monkeypatch.delenv("BEHIND")
+    child = process(*words)
+    output, _ = child.communicate(timeout=120)
+    assert child.returncode == 0 and (run_dir / "hf" / "model.safetensors").exists(), output
 
 
 def _fit(run_dir: Path) -> list[str]:
@@ -229,7 +260,7 @@ def test_a_user_who_wants_no_requeue_gets_none_while_it_trains_either(monkeypatc
     run = SimpleNamespace(trainer=L.Trainer(accelerator="cpu", devices=1, logger=False, **wanted))
     before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     try:
-        process_signals.requeue_before_training()
+        requeue_before_training()
         assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL
         with train._signals(run):  # pyright: ignore
             assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL

@@ -13,10 +13,10 @@ import lightning as L
 import pytest
 import torch
 from no_room import fill, no_file_above, small_disk
-from runs_helpers import SMALL
+from runs_helpers import SMALL, whole_step
 
 from lit_rl.callbacks import AtomicCheckpointIO, TimedCheckpoint, checkpoint_io
-from lit_rl.cli.messages import as_lit_rl_error
+from lit_rl.cli.messages import as_lit_rl_error, exit_code_of
 from lit_rl.core import durable_files
 from lit_rl.core.durable_files import PARTIAL, check_free_space
 from lit_rl.core.errors import StorageError
@@ -29,6 +29,7 @@ STATE = {"state_dict": {"weight": torch.arange(100_000.0)}}
 def test_a_full_disk_is_tried_again_and_what_was_saved_before_stays(
     waits: tuple[float, ...], saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert sum(durable_files.RETRY_WAITS) == 30.0
     monkeypatch.setattr(durable_files, "RETRY_WAITS", waits)
     target, disk = tmp_path / "step.ckpt", AtomicCheckpointIO()
     disk.save_checkpoint({"state_dict": {}}, target)
@@ -82,8 +83,9 @@ def test_a_quota_is_a_full_disk_and_a_failing_disk_is_not_tried_again(
         well.setattr(FailingFile, "write", io.FileIO.write)
         disk.save_checkpoint({"state_dict": {}}, target)
     before = target.read_bytes()
-    with pytest.raises(StorageError, match=rf"\[Errno {number}\].* resume from the newest with ckpt_path=last"):
+    with pytest.raises(StorageError, match=rf"\[Errno {number}\].* resume from the newest with ckpt_path=last") as full:
         disk.save_checkpoint(STATE, target)
+    assert exit_code_of(full.value) == 7
     assert target.read_bytes() == before and list(tmp_path.iterdir()) == [target]
     tries = [each for each in recwarn if "finds no room" in str(each.message)]
     assert len(tries) == (2 if number == errno.EDQUOT else 0)
@@ -190,21 +192,26 @@ def score(completions):
 
 
 @pytest.mark.all
-def test_a_disk_that_is_full_at_the_export_costs_nothing_that_was_learned(
-    train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("steps", "what"), [(2, "step_00000002.ckpt"), (1, "The export to")], ids=["checkpoint", "export"]
+)
+def test_a_disk_that_is_full_costs_nothing_that_was_saved(
+    train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], steps: int, what: str
 ) -> None:
-    """The last validation fills the disk. Once there is room again, the run ends as if nothing had been."""
+    """What is scored behind the first step fills the disk: the second rollout, or the last validation. Once there is
+    room again, the run ends as if nothing had been."""
     monkeypatch.setattr(durable_files, "RETRY_WAITS", (0.0,))
     (tmp_path / "fills.py").write_text(FILLS)
     run = tmp_path / "disk" / "run"
-    words = [*SMALL, "trainer.max_steps=1", "callbacks.checkpoint.every_n_train_steps=1", f"run_dir={run}"]
+    words = [*SMALL, f"trainer.max_steps={steps}", "callbacks.checkpoint.every_n_train_steps=1", f"run_dir={run}"]
     words += ["reward=function", f"reward.fn={tmp_path / 'fills.py'}:score", "eval.temperature=1", "ckpt_path=last"]
     with small_disk(tmp_path / "disk", 32_000_000):
-        with pytest.warns(UserWarning, match=r"The export to \S+ finds no room: .* It is tried again in 0 s"):
+        with pytest.warns(UserWarning, match=rf"{what}.* finds no room: .* It is tried again in 0 s"):
             assert train(*words) == 7
         said = capsys.readouterr().err
-        assert "The export to" in said and "ckpt_path=last" in said and "Traceback" not in said
+        assert what in said and "ckpt_path=last" in said and "Traceback" not in said
         assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000001.ckpt"]
+        assert whole_step(run) == 1
         assert not list(run.glob("*hf*"))
         (tmp_path / "disk" / "ballast").write_bytes(b"")
         assert train(*words) == 0

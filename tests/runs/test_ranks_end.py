@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 import warm
 from dist_equal import end_group
-from runs_helpers import SMALL, assert_same_run, newest
+from runs_helpers import SMALL, assert_same_run, newest, whole_step
 
 from lit_rl.cli.messages import has_lost_another, one_has_ended
 from lit_rl.core.errors import BackendError, StorageError
@@ -383,12 +383,15 @@ def test_a_rank_that_fails_ends_the_others_and_is_heard_last(
     output, _ = child.communicate(timeout=120)  # the pipe is closed when both have ended
     grace = 10 if fault == "hangs" else 0  # which rank 0, that fails, gives to rank 1
     assert time.monotonic() - began < grace + AT_ONCE, output
+    assert whole_step(folder) == 4, "two rollouts of two steps, each of which is saved"
     error, summary = (json.loads((folder / f"{name}.json").read_text()) for name in ("error", "summary"))
     assert (summary["status"], summary["exit_code"]) == ("failed", child.returncode), output
     if fault == "dies":
         assert (child.returncode, error["error"], error["rank"]) == (8, "BackendError", 0), output
         said = error["message"]
-        assert re.match(r"Rank 1 \(process \d+\) was killed by SIGKILL, as the kernel does when memory is out\. ", said)
+        assert re.match(
+            r"Rank 1 \(process \d+\) was killed by SIGKILL \(as the kernel does when memory is out\)\. ", said
+        )
         assert f"ckpt_path=last run_dir={folder} to resume the run" in said and "printed say why" not in said
         assert "What torch.distributed said: " in said.rpartition(". ")[2] and f"BackendError: {said}" in output
         assert "RuntimeError" in error["traceback"]
@@ -452,6 +455,7 @@ def test_a_rank_that_hangs_in_a_reward_ends_the_run_which_says_where_it_stands(
     child = process(*TWO, *rewarded, "trainer.max_steps=8", f"run_dir={folder}")
     output, _ = child.communicate(timeout=300)  # the pipe is closed when both have ended
     assert child.returncode == 8, output
+    assert whole_step(folder) == 4
     error = json.loads((folder / "error.json").read_text())
     assert (error["error"], error["exit_code"], error["rank"]) == ("BackendError", 8, 1 - rank), output
     said = error["message"]
@@ -474,6 +478,7 @@ def test_ranks_that_all_wait_for_each_other_are_told_within_seconds(
     output, _ = child.communicate(timeout=300)  # the pipe is closed when both have ended
     assert child.returncode == 8 and "All ranks wait for each other, rank " in output, output
     assert "in on_train_batch_start" in output and "callbacks.watchdog.all_wait" in output
+    assert whole_step(tmp_path / "run") == 2
     assert time.monotonic() - began < 8 + 2 * AT_ONCE, output
 
 

@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lit_rl import GRPO, SFT, AdamW, Constant, Cosine, FunctionTools, LanguageModel, Lora, RolloutDataModule, Sampling
 from lit_rl.algorithms.evaluation.validation import Evaluation
 from lit_rl.algorithms.loop import run_identity
-from lit_rl.algorithms.rollouts import identity
 from lit_rl.callbacks.exported_weights import EMAWeights
 from lit_rl.core.errors import StorageError
 from lit_rl.core.model_paths import TINY
@@ -174,10 +173,10 @@ def test_another_tokenizer_and_an_object_over_another_base_are_refused(begun: Pa
             2,
             begun,
         )
-    before = identity.model_record(described := LanguageModel("tiny"), base, None)
+    before = run_identity.model_record(described := LanguageModel("tiny"), base, None)
     described.tokenizer.add_tokens(["<new>"])
     with pytest.raises(StorageError, match="tokenizer changed"):
-        identity.check_model(before, identity.model_record(described, base, None), allowed=False)
+        run_identity.check_model(before, run_identity.model_record(described, base, None), allowed=False)
 
 
 def test_a_reference_that_is_not_the_runs_is_refused(other_base: str, tmp_path: Path) -> None:
@@ -250,8 +249,8 @@ def test_a_setting_that_changed_is_said_by_its_key(part: str) -> None:
         )._settings()
     else:
         now = made(**changed)._settings()
-    assert line in identity.differences(before, now)
-    assert identity.differences(before, made()._settings()) == []
+    assert line in run_identity.differences(before, now)
+    assert run_identity.differences(before, made()._settings()) == []
 
 
 OF_TRAINER: dict[str, tuple[dict[str, Any], str]] = {
@@ -274,8 +273,8 @@ def test_a_setting_of_the_trainer_that_changed_is_said_by_its_key(part: str) -> 
         module.trainer = L.Trainer(**how)
         return module._settings()
 
-    assert line in identity.differences(noted(), noted(**changed))
-    assert identity.differences(noted(), noted()) == []
+    assert line in run_identity.differences(noted(), noted(**changed))
+    assert run_identity.differences(noted(), noted()) == []
 
 
 def test_what_changed_is_used_and_said_in_one_line(begun: Path, said: list[str], tmp_path: Path) -> None:
@@ -337,8 +336,8 @@ def test_a_function_of_a_file_is_another_where_its_text_is(tmp_path: Path) -> No
     for value in ("0.0", "0.0", "1.0"):
         file.write_text(f"def pays(completions, **_):\n    return [{value} for _ in completions]\n")
         noted.append(made(reward=from_paths(f"{file}:pays"))._settings())
-    assert identity.differences(noted[0], noted[1]) == []
-    assert identity.differences(noted[0], noted[2]) == ["reward.functions.pays (pays) changed"]
+    assert run_identity.differences(noted[0], noted[1]) == []
+    assert run_identity.differences(noted[0], noted[2]) == ["reward.functions.pays (pays) changed"]
 
 
 def enclosing(threshold: float) -> Any:
@@ -398,8 +397,8 @@ READ: dict[str, tuple[Any, Any, str]] = {
 def test_what_a_reward_holds_is_part_of_it(part: str) -> None:
     before, now, said = READ[part]
     first = made(reward=before)._settings()
-    assert identity.differences(first, made(reward=now)._settings()) == [said]
-    assert identity.differences(first, made(reward=before)._settings()) == []
+    assert run_identity.differences(first, made(reward=now)._settings()) == [said]
+    assert run_identity.differences(first, made(reward=before)._settings()) == []
 
 
 USES = "import re\nimport helper_of_rewards\nFLOOR = {}\nWORD = re.compile('{}')\n"
@@ -435,7 +434,7 @@ def test_what_a_reward_reads_from_elsewhere_is_part_of_it(
             noted.append(made(reward=importlib.import_module("module_of_rewards").pays)._settings())
             for name in names:
                 sys.modules.pop(name)
-    assert identity.differences(*noted) == said
+    assert run_identity.differences(*noted) == said
 
 
 def test_a_file_that_is_edited_while_the_run_goes_on_is_noted_as_it_was(tmp_path: Path, begun: Path) -> None:
@@ -462,23 +461,25 @@ def test_one_row_of_a_large_tensor_is_seen() -> None:
     base = torch.randn(20_000, 40)
     other = base.clone()
     other[12_345] += 1
-    assert identity.weights_digest({"embed": base}) != identity.weights_digest({"embed": other})
-    assert identity.weights_digest({"embed": base}) == identity.weights_digest({"embed": base.to(torch.bfloat16)})
+    assert run_identity.weights_digest({"embed": base}) != run_identity.weights_digest({"embed": other})
+    assert run_identity.weights_digest({"embed": base}) == run_identity.weights_digest(
+        {"embed": base.to(torch.bfloat16)}
+    )
 
 
 def test_tools_and_limits_of_an_environment_are_part_of_a_run(tmp_path: Path) -> None:
     def tools(**settings: Any) -> dict[str, Any]:
         return made(env=FunctionTools(**{"functions": [add], "max_turns": 3, **settings}))._settings()
 
-    assert identity.differences(tools(), tools(max_turns=2)) == ["env.max_turns 3 -> 2"]
-    assert identity.differences(tools(), tools(functions=[add, another_tool])) == ["env.functions changed"]
+    assert run_identity.differences(tools(), tools(max_turns=2)) == ["env.max_turns 3 -> 2"]
+    assert run_identity.differences(tools(), tools(functions=[add, another_tool])) == ["env.functions changed"]
     noted, text = [], '    """Add.\n\n    Args:\n        a: One.\n    """\n    return a + {}\n'
     for number in (1, 1, 2):
         (tmp_path / "mine.py").write_text("def more(a: int) -> int:\n" + text.format(number))
         linecache.checkcache()
         noted.append(tools(functions=[f"{tmp_path / 'mine.py'}:more"]))
-    assert identity.differences(noted[0], noted[1]) == []
-    assert identity.differences(noted[0], noted[2]) == ["env.functions changed"]
+    assert run_identity.differences(noted[0], noted[1]) == []
+    assert run_identity.differences(noted[0], noted[2]) == ["env.functions changed"]
 
 
 def test_a_property_that_raises_keeps_no_checkpoint_from_being_written() -> None:
@@ -514,7 +515,7 @@ def test_a_record_stays_small_and_the_same_at_every_start() -> None:
     small, one, large = ({str(n): n + add for n in range(size)} for size, add in ((60, 0), (60, 1), (20_000, 0)))
     notes = [made(reward=Looks(table))._settings() for table in (small, one, large)]
     assert all(len(note) < 90 for note in notes)
-    assert identity.differences(notes[0], notes[1]) == ["reward.table changed"]
+    assert run_identity.differences(notes[0], notes[1]) == ["reward.table changed"]
     code = "lambda completions, **_: [float(c in {'yes', 'no', 'perhaps'}) for c in completions]"
     script = f"from lit_rl.core.fingerprints import fingerprint_of; print(fingerprint_of({code}))"
     printed = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -60,6 +62,56 @@ def test_a_child_that_lives_on_holds_nothing(tmp_path: Path) -> None:
     )
     RunLock(tmp_path).close()
     os.kill(int(done.stdout), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EIO])
+def test_where_the_file_system_knows_no_locks_the_run_goes_on(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    for _ in range(2):  # and what the first leaves behind stops no other one
+        lock = RunLock(tmp_path)
+        assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
+    lock.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_refused() -> None:
+    with pytest.raises(StorageError, match=r"/proc cannot be written .* another trainer.default_root_dir"):
+        RunLock(Path("/proc"), "trainer.default_root_dir")
+
+
+def test_a_file_that_its_holder_removes_before_it_is_locked_is_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = list[int]()
+    flock = fcntl.flock
+
+    def remove_and_lock(file: int, how: int) -> None:
+        if not tried and how & fcntl.LOCK_EX:
+            (tmp_path / LOCK_FILE).unlink()
+        tried.append(how)
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", remove_and_lock)
+    lock = RunLock(tmp_path)
+    with pytest.raises(StorageError, match=f"in use by process {os.getpid()}"):
+        RunLock(tmp_path)
+    lock.close()
+
+
+def test_a_file_that_somebody_replaced_is_the_other_ones(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path)
+    (tmp_path / LOCK_FILE).unlink()
+    other = RunLock(tmp_path)
+    lock.close()
+    with pytest.raises(StorageError, match="in use by process"):
+        RunLock(tmp_path)
+    other.close()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.all

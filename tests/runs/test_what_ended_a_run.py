@@ -17,16 +17,16 @@ import numpy as np
 import pytest
 import torch
 from failing_callbacks import Failing
-from runs_helpers import SMALL, newest, rows
+from runs_helpers import SMALL, newest, rows, whole_step
 
 from lit_rl import GRPO, AdamW, RolloutDataModule, Sampling
 from lit_rl.algorithms.optim.broken_steps import LIMIT
 from lit_rl.cli.messages import as_lit_rl_error, exit_code_of
 from lit_rl.core.durable_files import PARTIAL
 from lit_rl.core.errors import BackendError
+from lit_rl.core.signals import ExitBySignal
 from lit_rl.reports import run_files
 from lit_rl.reports.run_page import status_of
-from lit_rl.runs import exit_signals
 from lit_rl.runs import train as train_command
 from lit_rl.runs.run_dir import RunDir
 
@@ -60,7 +60,8 @@ def test_an_error_is_written_down_until_the_run_goes_on(train, tmp_path: Path) -
     assert train(*run) == 4
     said = json.loads((folder / "error.json").read_text())
     assert (said["error"], said["exit_code"], said["rank"]) == ("RewardError", 4, 0)
-    assert said["step"] > 0 and "Traceback" in said["traceback"] and "mine.py" in said["traceback"]
+    assert whole_step(folder) == said["step"] > 0
+    assert "Traceback" in said["traceback"] and "mine.py" in said["traceback"]
     assert "sk-abc" not in (folder / "error.json").read_text(), "secrets are redacted"
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["exit_code"], summary["steps"]) == ("failed", 4, said["step"])
@@ -187,18 +188,32 @@ def test_what_libraries_say_of_memory_in_an_error_of_any_kind_is_known(said: str
     assert exit_code_of(RuntimeError(said)) == code
 
 
-@pytest.mark.parametrize("task", ["fit", "eval"])
+@pytest.mark.parametrize(
+    ("words", "step", "many"),
+    [
+        pytest.param(["trainer.limit_val_batches=0"], 2, 16, id="rollout"),
+        pytest.param(["trainer.val_check_interval=2"], 2, 2, id="validation"),
+        pytest.param(["task=eval", "generator.batch_size=2"], None, 2, id="eval"),
+    ],
+)
 def test_memory_that_runs_out_in_a_decoding_names_what_is_decoded_at_once(
-    train, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str
+    train,
+    tmp_path: Path,
+    monkeypatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    step: int | None,
+    many: int,
 ) -> None:
-    words = ["generator._target_=failing_generators.FindsNoMemory", "allow_targets=[failing_generators]"]
-    words += ["trainer.limit_val_batches=0"] if task == "fit" else ["generator.batch_size=2"]
-    assert train(*SMALL, *words, f"task={task}", f"run_dir={tmp_path / 'run'}") == 8
+    """A training has saved what it has learned."""
+    words = [*words, "generator._target_=failing_generators.FindsNoMemory", "allow_targets=[failing_generators]"]
+    monkeypatch.setenv("FAILS_AT_STEP", str(step or 0))
+    assert train(*SMALL, *words, f"run_dir={tmp_path / 'run'}") == 8
     said = capsys.readouterr().err
-    many = 16 if task == "fit" else 2
     assert re.search(rf"while completions were decoded, {many} at once: .*can't allocate memory.* Planned were ", said)
-    assert "weights" in said and "key-value cache" in said and ("optimizer " in said) == (task == "fit"), said
+    assert "weights" in said and "key-value cache" in said and ("optimizer " in said) == (step is not None), said
     assert f"Set one of: generator.batch_size={many // 2} (it was {many};" in said
+    assert step is None or whole_step(tmp_path / "run") == step
 
 
 def test_memory_that_runs_out_in_a_validation_names_its_rows_and_the_models(
@@ -264,28 +279,35 @@ def test_a_run_goes_on_from_the_step_behind_which_a_callback_failed(train, tmp_p
     assert first == second
 
 
-def test_the_model_is_kept_where_a_callback_fails_within_a_step(train, tmp_path, capsys) -> None:
+@pytest.mark.parametrize(("error", "code", "words"), [("ValueError", 1, "mine in"), ("no memory", 8, "Planned were ")])
+def test_the_model_is_kept_where_a_callback_fails_within_a_step(train, tmp_path, capsys, error, code, words) -> None:
     """What is counted within a step belongs to no checkpoint; the weights are those of the steps before."""
+    folder = tmp_path / "run"
     bad = [*FAILS, "+callbacks.bad.hook=on_before_optimizer_step", "+callbacks.bad.step=2"]
-    assert train(*SMALL, *STEPS, *bad, f"run_dir={tmp_path / 'run'}") == 1
+    bad += [f"+callbacks.bad.error={error}", "callbacks.checkpoint.every_seconds=1000"]
+    assert train(*SMALL, *STEPS, *bad, f"run_dir={folder}") == code
     said = capsys.readouterr().err
     assert "The weights of 2 steps are kept as the model" in said and "no checkpoint of that step is" in said
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["hf_step"] == 2
+    assert words in said and not list((folder / "checkpoints").glob("*"))
+    assert json.loads((folder / "summary.json").read_text())["hf_step"] == 2
+    assert (folder / "hf" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(
-    ("hook", "error", "said"),
+    ("hook", "error", "code", "said"),
     [
-        ("on_train_batch_end", "SystemExit", "The training ended at step 2 by SystemExit(None), raised in"),
-        ("on_train_batch_end", "KeyboardInterrupt", "The training ended at step 2 by KeyboardInterrupt, raised in"),
-        ("on_train_batch_start", "StopIteration", "that the training calls (a callback, a loss, a logger) raised Stop"),
+        ("on_train_batch_end", "SystemExit", 1, "The training ended at step 2 by SystemExit(None), raised in"),
+        ("on_train_batch_end", "SystemExit", 3, "The training ended at step 2 by SystemExit(3), raised in"),
+        ("on_train_batch_end", "KeyboardInterrupt", 130, "The training ended at step 2 by KeyboardInterrupt, raised"),
+        ("on_train_batch_start", "StopIteration", 1, "that the training calls (a callback, a loss, a logger) raised"),
     ],
 )
-def test_an_exit_in_the_middle_is_an_error_and_is_saved(train, tmp_path, capsys, hook, error, said) -> None:
+def test_an_exit_in_the_middle_is_an_error_and_is_saved(train, tmp_path, capsys, hook, error, code, said) -> None:
     """Lightning ends an epoch at a StopIteration as if there were no more data, and `sys.exit()` would end with 0."""
     bad = [*FAILS, f"+callbacks.bad.hook={hook}", "+callbacks.bad.step=2", f"+callbacks.bad.error={error}"]
+    bad += ["+callbacks.bad.code=3"] if code == 3 else []
     folder, every = tmp_path / "run", "callbacks.checkpoint.every_seconds=1000"
-    assert train(*SMALL, *STEPS, *bad, every, f"run_dir={folder}") == (130 if error == "KeyboardInterrupt" else 1)
+    assert train(*SMALL, *STEPS, *bad, every, f"run_dir={folder}") == code
     assert said in capsys.readouterr().err
     assert [path.name for path in (folder / "checkpoints").glob("*.ckpt")] == ["step_00000002.ckpt"]
     assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
@@ -373,7 +395,7 @@ def test_ctrl_c_once_more_writes_no_model(monkeypatch: pytest.MonkeyPatch) -> No
         except SystemExit as exit_:
             raise BackendError("ended") from exit_
 
-    for came, times in ((exit_signals.ExitBySignal, 0), (KeyboardInterrupt, 1)):
+    for came, times in ((ExitBySignal, 0), (KeyboardInterrupt, 1)):
         with pytest.raises(BackendError), train_command._saving_after_error(None, {}):  # pyright: ignore
             ended_by(came)
         assert len(kept) == times

@@ -14,7 +14,6 @@ from typing import Any, Self
 
 import lightning as L
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_rl.algorithms.checks.data_and_trainer import MODULES, check_example_data
@@ -263,20 +262,3 @@ def check_made_optimizer(value: Any) -> None:
             f"optimizer returned a {type(value).__name__}, expected a torch.optim.Optimizer. Pass a function from "
             "parameter groups to an optimizer, such as lit_rl.AdamW(lr=1e-5)."
         )
-
-
-def check_shape(key: str, value: Any, *shapes: tuple[int, ...]) -> None:
-    """Refuse a user's function whose result has another shape.
-
-    Args:
-        key: The function's setting.
-        value: Its result.
-        shapes: Allowed shapes.
-
-    Raises:
-        ConfigError: the result is no tensor, or of another shape.
-    """
-    found = tuple(value.shape) if isinstance(value, Tensor) else None
-    if found not in shapes:
-        what = f"a tensor of shape {found}" if found is not None else f"a {type(value).__name__}"
-        raise ConfigError(f"{key} returned {what}, expected a tensor of shape {' or '.join(map(str, shapes))}.")

@@ -13,8 +13,7 @@ no row is left out.
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,15 +21,14 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.checks.argument_checks import try_settings
-from lit_rl.algorithms.optim.strategies import flattens_weights, shards_weights
-from lit_rl.algorithms.signatures import (
+from lit_rl.algorithms.chosen_functions import (
     arguments_for,
-    is_from_lit_rl,
     name_of,
     parameters,
     reads_column,
     setting_of,
 )
+from lit_rl.algorithms.optim.strategies import flattens_weights, shards_weights
 from lit_rl.algorithms.terms.credit import CreditAssignment, Whitening
 from lit_rl.algorithms.terms.regularizers import KLControl
 from lit_rl.algorithms.terms.token_weights import EngineCorrection
@@ -39,9 +37,7 @@ from lit_rl.core.errors import ConfigError, check_draws, in_range
 from lit_rl.core.rollout import Sampling
 from lit_rl.generation.generator import Generator
 from lit_rl.ops.ranges import Above, Pair, Range
-from lit_rl.ops.reductions import Highest, Lowest, Metrics, Summed
 from lit_rl.ops.traits import AdvantageTraits, CorrectionTraits, PolicyLossTraits, ReductionTraits, traits_of
-from lit_rl.rewards.contract import is_taken
 
 # ---------------------------------------------------------------------- estimators of advantages
 
@@ -186,75 +182,6 @@ def check_declared_weights(loss: Callable[..., Any], key: str = "algo.loss") -> 
             "lit_rl.ops.reductions, imported at run time). If it only reads them, write `weights: Tensor | None`: its "
             "values are then multiplied by them afterwards, like those of every other loss."
         )
-
-
-def check_loss_output(returned: Any, logprobs: Tensor, loss: Callable[..., Any]) -> tuple[Tensor, Metrics]:
-    """Return the result of a policy loss, if it can be learned from.
-
-    Args:
-        returned: One value a token, and metrics.
-        logprobs: `(b, t)` of the policy.
-        loss: The function. Metrics are checked for a user's own.
-
-    Raises:
-        ConfigError: the result has another form or shape, or logs under one of the run's own names.
-    """
-    got = f"a {type(returned).__name__}"
-    if isinstance(returned, tuple) and len(returned) == 2:
-        tokens, metrics = returned
-        if isinstance(tokens, Tensor) and tokens.shape == logprobs.shape:
-            if not is_from_lit_rl(loss):
-                _check_loss_metrics(metrics)
-            return tokens, metrics
-        got = f"(a {type(tokens).__name__}, ...)"
-        if isinstance(tokens, Tensor):
-            got = "(a scalar, metrics)" if tokens.ndim == 0 else f"tokens of shape {tuple(tokens.shape)}"
-    elif isinstance(returned, Tensor):
-        got = f"a tensor of shape {tuple(returned.shape)} alone"
-    raise ConfigError(
-        f"loss returned {got}, expected (tokens, metrics): the loss of every token, in the shape of logprobs "
-        f"{tuple(logprobs.shape)}, and a dict of (numerator, denominator), which may be empty. reduction= averages the "
-        "tokens."
-    )
-
-
-def check_gradient(objective: Tensor, logprobs: Tensor) -> None:
-    """Refuse an objective without any gradient.
-
-    Args:
-        objective: The policy's loss with all further terms.
-        logprobs: Log-probs of the policy, with a gradient where it trains.
-
-    Raises:
-        ConfigError: nothing would be learned.
-    """
-    if logprobs.requires_grad and not objective.requires_grad:
-        raise ConfigError(
-            "loss returned tokens without a gradient, so nothing would be learned. Compute them from logprobs, without "
-            "detach(), item(), numpy() or torch.no_grad()."
-        )
-
-
-_LOSS_METRICS = re.compile(r"(clip_ratio|vespo|clip_cov|kl_cov)/.*|ratio_mean|approx_kl|cispo_clip_ratio")
-"""Metrics that a run has from its loss only, and that a user's loss may log too."""
-
-
-def _check_loss_metrics(metrics: Any) -> None:
-    """Refuse metrics of a user's loss that could not be logged, or would replace others."""
-    for name, metric in metrics.items() if isinstance(metrics, Mapping) else ((None, metrics),):
-        pair = isinstance(metric, tuple) and len(metric) == 2 and all(isinstance(part, Tensor) for part in metric)
-        if name is None or not (pair or isinstance(metric, Highest | Lowest | Summed)):
-            what = "metrics" if name is None else f"the metric {name!r}"
-            raise ConfigError(
-                f"loss returned {what} as a {type(metric).__name__}. Return a dict whose values are (numerator, "
-                "denominator), two tensors whose sums over all micro-batches are divided: (values[mask].sum(), "
-                "mask.sum())."
-            )
-        if is_taken(name) and not _LOSS_METRICS.fullmatch(name):
-            raise ConfigError(
-                f"loss returned the metric {name!r}, but the run itself logs train/{name}. Choose another name, such "
-                f"as 'loss/my_{name.replace('/', '_')}'."
-            )
 
 
 # ---------------------------------------------------------------------- rows without an advantage

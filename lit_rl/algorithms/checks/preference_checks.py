@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_rl.algorithms.checks.argument_checks import try_settings
-from lit_rl.algorithms.signatures import name_of, unwrap
+from lit_rl.algorithms.chosen_functions import name_of, unwrap
 from lit_rl.algorithms.terms.groups import BestOfGroup, DynamicSampling, GroupSelection
 from lit_rl.core.declared_settings import annotated_metadata, annotations_of
 from lit_rl.core.errors import ConfigError, did_you_mean

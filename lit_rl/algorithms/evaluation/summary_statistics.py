@@ -166,9 +166,36 @@ def rollout_metrics(
     return metrics
 
 
-def input_tokens(completions: Completions) -> int:
-    """Return the tokens of prompts and samples, as TRL counts `num_tokens`: a prompt once a completion."""
-    return int(completions.prompt_mask.sum() + completions.response_mask.sum())
+_FACTOR = -7046029254386353131  # odd: 2 ** 64 / golden ratio, as int64
+
+
+@torch.no_grad()
+def repeated_share(ids: Tensor, mask: Tensor, n: int = 4) -> tuple[Tensor, Tensor]:
+    """Return the share of n-grams of each row that stood in it before, in [0, 1): 1 - distinct / all (2502.03373, C.2).
+
+    N-grams are told apart by 64-bit hashes: among 4096 of them two different ones look alike with a chance below 1e-12.
+
+    Args:
+        ids: Tokens, long `(b, t)`.
+        mask: Bool `(b, t)`: those that count; an n-gram counts where all of its tokens do.
+        n: Tokens of one n-gram, at least 1.
+
+    Returns:
+        The shares, float32 `(b,)`, 0 of rows without an n-gram; and which rows have one.
+    """
+    if ids.shape[1] < n:
+        return torch.zeros(len(ids), device=ids.device), torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+    counts = mask.unfold(1, n, 1).all(-1)
+    hashes = torch.zeros_like(ids[:, n - 1 :])
+    for place in range(n):  # integers wrap around, so this is a polynomial modulo 2 ** 64
+        hashes = (hashes + ids[:, place : place + hashes.shape[1]] + 1) * _FACTOR
+        hashes = hashes ^ (hashes >> 29)
+    # What does not count gets numbers that no other place has: it is never a repetition.
+    own = torch.arange(hashes.shape[1], device=ids.device).expand_as(hashes)
+    keys, order = torch.where(counts, hashes, own).sort(dim=1)
+    same = (keys[:, 1:] == keys[:, :-1]) & counts.gather(1, order)[:, 1:] & counts.gather(1, order)[:, :-1]
+    total = counts.sum(1)
+    return same.sum(1) / total.clamp(min=1), total > 0
 
 
 def _mean(x: Tensor) -> float:
@@ -267,23 +294,23 @@ def sample_table(
     episode_reward, calls, failed_calls, unreadable_calls, observed_tokens, episode_error, messages, as JSON, and
     returned_images, where tools and environments returned any.
 
-    `advantages`: `(b,)`; for pairs that a judge compared its verdicts, 1, -1 or 0. None leaves the column out.
+    `completions` are best in the host's memory. `advantages`: `(b,)`; for pairs that a judge compared its verdicts: 1,
+    -1 or 0. None leaves the column out.
     """
-    prompts, _, columns = as_reward_input(batch, texts, len(texts) // len(batch), completions.episodes)
+    prompts, _, columns = as_reward_input(batch, texts, completions.episodes)
     columns.pop("episodes", None)
     table: dict[str, list[Any]] = {"step": [step] * len(texts), "prompt": prompts, "completion": list(texts)}
     table["reward"] = scores.total.tolist()
     table |= {f"rewards/{name}": scores.values[:, i].tolist() for i, name in enumerate(scores.names)}
     if advantages is not None:
         table["advantage"] = advantages.tolist()
-    host = completions.on_host
-    table |= {"length": host.lengths.tolist(), "ended": host.ended.tolist()}
+    table |= {"length": completions.lengths.tolist(), "ended": completions.ended.tolist()}
     if (episodes := completions.episodes) is not None:
         images = [
             [image for message in episode.messages for image in images_of_content(message.get("content"))]
             for episode in episodes
         ]
-        table |= {"group": host.group_id.tolist()} | ({RETURNED_IMAGES: images} if any(images) else {})
+        table |= {"group": completions.group_id.tolist()} | ({RETURNED_IMAGES: images} if any(images) else {})
         table |= {
             "completion": [episode.transcript() for episode in episodes],
             "turns": [episode.turns for episode in episodes],

@@ -159,9 +159,8 @@ def compare(
     Returns:
         Float64 `(b * group,)`: the probability that ours is better, 0.5 for a tie, NaN without a verdict.
     """
-    group = len(ours) // len(batch)
-    prompts, our_messages, columns = as_reward_input(batch, ours, group)
-    _, their_messages, _ = as_reward_input(batch, theirs, group)
+    prompts, our_messages, columns = as_reward_input(batch, ours)
+    _, their_messages, _ = as_reward_input(batch, theirs)
     second: list[float | None] = [None] * len(ours) if their_rewards is None else _or_none(their_rewards)
     # A judge may favour the first completion: every other time that is the other model's.
     swapped = [i % 2 == 1 for i in range(len(ours))]

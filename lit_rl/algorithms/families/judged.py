@@ -100,7 +100,7 @@ class JudgedModule(OnPolicyModule, ABC):
         self, scored: Scored, texts: list[str], duels: Sequence[tuple[int, int]], logged: dict[str, tuple[float, int]]
     ) -> list[float | None]:
         """Return the judge's verdict on each duel, and add what it logs to `logged`."""
-        prompts, answers, columns = as_reward_input(scored.batch, texts, scored.group_size)
+        prompts, answers, columns = as_reward_input(scored.batch, texts)
         penalised = self.penalised(scored.completions, scored.scores.total).tolist()
         rewards = [None if math.isnan(value) else value for value in penalised]
 

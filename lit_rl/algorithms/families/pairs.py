@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.checks import argument_checks, preference_checks
+from lit_rl.algorithms.checks import preference_checks
 from lit_rl.algorithms.checks.strategy_checks import Feature
+from lit_rl.algorithms.chosen_functions import check_shape, copies_for
 from lit_rl.algorithms.loop.offline import OfflinePolicyModule
-from lit_rl.algorithms.signatures import copies_for
 from lit_rl.algorithms.terms.whole_step import WholeStep, micro_batch_share
 from lit_rl.core.examples import PairBatch
 from lit_rl.models.forward import TextScores
@@ -86,7 +86,10 @@ class PairModule(OfflinePolicyModule, ABC):
         total, constants = torch.zeros((), device=self.device), self._constants(batch)
         for name, function in self.preference.items():
             compared = partial(_losses_of_pairs, function, self.beta, constants)
-            rows = micro_batch_share(compared, batch, whole if name in self.coupled_losses else None, **columns)
+            if whole is not None and name in self.coupled_losses:
+                rows = micro_batch_share(compared, batch, whole, **columns)
+            else:
+                rows = compared(**columns)
             if weights is not None:
                 rows = rows * weights
             total = total + self.preference_weights[name] * rows.sum() / self.denominator(batch.totals)
@@ -96,7 +99,7 @@ class PairModule(OfflinePolicyModule, ABC):
 def _losses_of_pairs(function: Preference, beta: float, constants: dict[str, Any], **columns: Tensor) -> Tensor:
     columns = dict(zip(columns, copies_for(function, *columns.values())))
     losses = function(Pairs(**columns, **constants), beta)
-    argument_checks.check_shape("preference", losses, tuple(next(iter(columns.values())).shape[:1]))
+    check_shape("preference", losses, tuple(next(iter(columns.values())).shape[:1]))
     return losses
 
 

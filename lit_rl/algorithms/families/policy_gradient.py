@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,10 +27,19 @@ from torch import Tensor
 from lit_rl.algorithms.checks import argument_checks, policy_gradient_checks
 from lit_rl.algorithms.checks.policy_gradient_checks import check_lag, check_sampling
 from lit_rl.algorithms.checks.strategy_checks import Feature
+from lit_rl.algorithms.chosen_functions import (
+    check_gradient,
+    check_loss_output,
+    check_shape,
+    copies_for,
+    multiplies_weights,
+    name_of,
+    parameters,
+    reads_column,
+)
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
 from lit_rl.algorithms.rollouts import checkpoints
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.algorithms.signatures import copies_for, multiplies_weights, name_of, parameters, reads_column
 from lit_rl.algorithms.terms.credit import AdvantageClip, CreditAssignment, TurnRewardWarning, Whitening
 from lit_rl.algorithms.terms.groups import check_group_has_spread
 from lit_rl.algorithms.terms.regularizers import (
@@ -106,10 +116,10 @@ class PolicyGradient(OnPolicyModule, ABC):
         credit = self.credit(scored, tokenizer=self.model.tokenizer, ranks=self.ranks)
         credit, distances = self.kl.take_off_rewards(credit, old, ref, sampled)
         advantages = self.ranks.apply(self.advantage, credit.columns(completions))
-        argument_checks.check_shape("advantage", advantages, (len(sampled),), tuple(sampled.shape))
+        check_shape("advantage", advantages, (len(sampled),), tuple(sampled.shape))
         advantages = self.whitening(advantages, credit.rewards, completions, self.ranks)
         rollout = Rollout(
-            completions=completions.without_episodes,
+            completions=replace(completions, episodes=None),
             rewards=credit.rewards,
             advantages=self.advantage_clip(advantages),
             loss_mask=self.loss_mask(scored),
@@ -167,9 +177,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         offered = {"weights": copied, "step": step}
         read = {name: offered[name] for name in self._loss_reads}
         columns = copies_for(self.policy_loss, logprobs, old, rollout.advantages, mask)
-        tokens, metrics = policy_gradient_checks.check_loss_output(
-            self.policy_loss(*columns, **read), logprobs, self.policy_loss
-        )
+        tokens, metrics = check_loss_output(self.policy_loss(*columns, **read), logprobs, self.policy_loss)
         tokens, off_policy = self.off_policy(tokens, logprobs, behaviour, rollout.advantages, mask)
         selected = self.selection(entropy, mask, step)
         tokens = tokens * selected
@@ -178,7 +186,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         tokens, distances = self.kl.add_to_loss(tokens, rollout, logprobs, old)
 
         objective = self.reduction(*copies_for(self.reduction, tokens, mask), totals)
-        argument_checks.check_shape("reduction", objective, ())
+        check_shape("reduction", objective, ())
         metrics = metrics | weighing | off_policy | distances
         if entropy is not None:
             metrics |= {"entropy": (masked_sum(entropy.detach(), mask), mask.sum())}
@@ -192,7 +200,7 @@ class PolicyGradient(OnPolicyModule, ABC):
             # Balance is a property of a batch: the router's loss is computed and averaged by micro-batches.
             objective = objective + self.router_aux_loss_coef * scores.aux_loss / totals.micro_batches
             metrics |= {"aux_loss": (scores.aux_loss.detach(), one)}
-        policy_gradient_checks.check_gradient(objective, logprobs)
+        check_gradient(objective, logprobs)
         return objective, metrics
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, overload
 
@@ -20,7 +20,7 @@ from lit_rl.algorithms.evaluation.summary_statistics import prefixed, sample_tab
 from lit_rl.algorithms.evaluation.validation import Evaluation, EvaluationRows, check_policy_scores
 from lit_rl.algorithms.evaluation.win_rate import BASE, ComparedDrawing, ComparedModel, compare
 from lit_rl.algorithms.loop.module import PolicyModule
-from lit_rl.algorithms.optim.strategies import FSDPTPStrategy, whole_weights
+from lit_rl.algorithms.optim.strategies import FSDPTPStrategy, ZeROStrategy
 from lit_rl.algorithms.rollouts.episode_outcomes import check_spans, sound_rows, warn_of_failures
 from lit_rl.algorithms.rollouts.phase_costs import Stopwatch
 from lit_rl.algorithms.rollouts.rollout_source import EarlyRewards, RolloutSource, abort_on_all_ranks
@@ -37,6 +37,7 @@ from lit_rl.generation.hf import HFGenerator
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.noise import prompt_key
 from lit_rl.models.forward import refuse_lookahead
+from lit_rl.models.sharding import unsharded
 from lit_rl.rewards.classifiers import Classifier, OnRunDevice
 from lit_rl.rewards.jobs import TrainerState
 from lit_rl.rewards.judges import as_judge
@@ -280,8 +281,9 @@ class GeneratingModule(PolicyModule):
 
         An episode that failed by no fault of the policy is not scored.
         """
-        texts, episodes = texts_of(completions, self.model.tokenizer), completions.episodes
-        scores = self.reward_texts(batch, texts, response_ids(completions), episodes, self._early.take(batch))
+        ids, episodes = response_ids(completions), completions.episodes
+        texts = self.model.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        scores = self.reward_texts(batch, texts, ids, episodes, self._early.take(batch))
         if episodes is not None:
             check_spans(scores, episodes)
         return scores
@@ -311,7 +313,7 @@ class GeneratingModule(PolicyModule):
         """
         leave = nullcontext() if self.reward_functions.waits_for_ranks else interruptible()
         with self.stopwatch.measure("reward"), leave:
-            prompts, answers, columns = as_reward_input(batch, texts, len(texts) // len(batch), episodes)
+            prompts, answers, columns = as_reward_input(batch, texts, episodes)
             return self.reward_functions.score(
                 prompts,
                 answers,
@@ -351,8 +353,9 @@ class GeneratingModule(PolicyModule):
         trainer = self.trainer_or_none
         precision = trainer.precision_plugin.forward_context() if trainer else nullcontext()
         strategy = trainer.strategy if trainer else None
-        here = isinstance(self.generator, InProcessGenerator)
-        whole = whole_weights(strategy, self.policy) if here else nullcontext()
+        whole: AbstractContextManager[None] = nullcontext()
+        if isinstance(self.generator, InProcessGenerator):
+            whole = strategy.whole() if isinstance(strategy, ZeROStrategy) else unsharded(self.policy)
         with preserve_settings("a rollout"), torch.no_grad(), precision, whole:
             yield
 
@@ -377,7 +380,7 @@ class GeneratingModule(PolicyModule):
         texts = texts_of(completions, self.model.tokenizer)
         while len(self._evaluated) <= dataloader_idx:
             self._evaluated.append(EvaluationRows())
-        table = sample_table(self.global_step, batch, texts, completions, scores, advantages=None)
+        table = sample_table(self.global_step, batch, texts, completions.on_host, scores, advantages=None)
         wins, against = None, self.evaluation.win_rate_against
         if against is not None and not self.trainer.predicting:
             with run_ending_hook(), interruptible(alone=False):

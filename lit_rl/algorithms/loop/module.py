@@ -26,7 +26,7 @@ from lit_rl.algorithms.checks.micro_batching import MicroBatches, MicroBatchPlan
 from lit_rl.algorithms.checks.model_sizes import StepFacts, memory_of_step
 from lit_rl.algorithms.checks.strategy_checks import Feature
 from lit_rl.algorithms.data_parallel import Ranks
-from lit_rl.algorithms.loop.run_identity import CONFIG_GROUPS, RunIdentity, run_settings
+from lit_rl.algorithms.loop.run_identity import CONFIG_GROUPS, Record, RunIdentity, model_record, run_settings
 from lit_rl.algorithms.loop.save_on_error import SaveOnError
 from lit_rl.algorithms.optim import master_weights
 from lit_rl.algorithms.optim.broken_steps import BrokenSteps, save_bad_batch
@@ -40,9 +40,7 @@ from lit_rl.algorithms.optim.strategies import (
     shards_weights,
     step_one_by_one,
 )
-from lit_rl.algorithms.records import log_to_loggers
 from lit_rl.algorithms.rollouts import checkpoints
-from lit_rl.algorithms.rollouts.identity import Record, model_record
 from lit_rl.algorithms.rollouts.phase_costs import RunCosts
 from lit_rl.core import upstream
 from lit_rl.core.errors import ConfigError, check_instance, seed_in_range
@@ -101,6 +99,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         """True if the optimizer is stepping: an error in it may leave weights partly updated."""
         self.metrics_step: int | None = None
         """The optimizer step of the training metrics that callbacks see."""
+        self._in_one_call = self._averages_gradients = False
         self.strict_loading = (
             False  # checkpoints contain trained tensors only; `check_trained_tensors` is the strict check
         )
@@ -121,11 +120,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     def tokenizer(self) -> Any:
         return self.model.tokenizer
 
-    @property
-    def trainer(self) -> L.Trainer:  # pyright: ignore
-        return super().trainer
-
-    @trainer.setter
+    @L.LightningModule.trainer.setter
     def trainer(self, trainer: L.Trainer | None) -> None:
         """Check the Trainer and its data module. Lightning attaches the data just before, unchecked."""
         if isinstance(trainer, L.Trainer):
@@ -140,7 +135,10 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     @property
     def trainer_or_none(self) -> L.Trainer | None:
         """The Trainer, or None if the module is used by hand (a notebook's cells)."""
-        return upstream.trainer_of(self)
+        try:
+            return self.trainer if self.fabric is None else None  # beside a Fabric, `trainer` is a stand-in
+        except RuntimeError:
+            return None
 
     @property
     def forward_options(self) -> ForwardOptions:
@@ -149,10 +147,8 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         With sharded weights each rank must call the model as often as the others, so all rows go into one call, without
         gradient too: ranks do not agree on how many fit.
         """
-        trainer, options = self.trainer_or_none, self.model.forward_options
-        if trainer is not None and shards_weights(trainer.strategy):
-            return options.in_one_call
-        return replace(options, most_rows=self.micro_batches.most_texts)
+        options = self.model.forward_options
+        return options.in_one_call if self._in_one_call else replace(options, most_rows=self.micro_batches.most_texts)
 
     @property
     def ranks(self) -> Ranks:
@@ -177,6 +173,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     def setup(self, stage: str) -> None:
         """Check the strategy and the precision. `trainer.precision=bf16-true` sets the dtype of the weights only."""
         strategy = self.trainer.strategy
+        self._in_one_call = shards_weights(strategy)
         data_and_trainer.check_trainer_settings(self.trainer)
         argument_checks.refuse_damaged_checkpoints(strategy)
         strategy_checks.check_before_loading(
@@ -344,7 +341,8 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         optimizer = self.optimizer(groups) if keeps_its_own else master_weights.with_masters(self.optimizer, groups)
         argument_checks.check_made_optimizer(optimizer)
         strategy_checks.check_optimizer(optimizer, strategy)
-        if master_weights.averages_gradients(optimizer, strategy):
+        self._averages_gradients = master_weights.averages_gradients(optimizer, strategy)
+        if self._averages_gradients:
             strategy.model.require_backward_grad_sync = False  # pyright: ignore
         if isinstance(strategy, FSDPTPStrategy):
             step_one_by_one(optimizer)
@@ -368,7 +366,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         if isinstance(strategy, DeepSpeedStrategy):
             return  # the engine clips in its step, with the Trainer's setting: see `optimizer_step`
         trained = [p for group in optimizer.param_groups for p in group["params"]]
-        if master_weights.averages_gradients(optimizer, strategy):
+        if self._averages_gradients:
             master_weights.average_over_ranks(trained, self.ranks.world_size)
         by_value = gradient_clip_algorithm == "value"
         limit = math.inf if by_value or not gradient_clip_val else gradient_clip_val
@@ -445,7 +443,12 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         """Tell whether a metric that no step has logged so far may be logged later."""
         return False
 
-    def publish_metrics(self, metrics: dict[str, float], step: int) -> None:
+    def write_to_loggers(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write metrics, already reduced over ranks, to the Trainer's loggers as those of an optimizer step."""
+        for logger in self.trainer.loggers:
+            logger.log_metrics(metrics, step=step)  # pyright: ignore[reportArgumentType]
+
+    def publish_metrics(self, metrics: dict[str, float], step: int, *, to_loggers: bool) -> None:
         """Publish reduced training metrics to callbacks and Lightning's progress bar, as `log` would.
 
         Lightning makes a metric object of each logged number, moves it to the device, and visits all of them again at
@@ -454,7 +457,10 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         Args:
             metrics: Metrics by name, already reduced over ranks.
             step: The optimizer step of the metrics.
+            to_loggers: Whether to write them to the loggers too.
         """
+        if to_loggers:
+            self.write_to_loggers(metrics, step)
         in_bar = {short: metrics[name] for name, short in PROGRESS_BAR_METRICS.items() if name in metrics}
         told = metrics | in_bar
         self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in told.items()})
@@ -475,7 +481,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     def log_validation(self, metrics: dict[str, float]) -> set[str]:
         """Log under the number of the step, and return the names."""
         if self._fitting and not self.trainer.sanity_checking:
-            log_to_loggers(self.trainer, metrics, self.global_step)  # `log_dict` counts a step less at an epoch's end
+            self.write_to_loggers(metrics, self.global_step)  # `log_dict` counts a step less at an epoch's end
         self.log_dict(metrics, logger=not self._fitting, batch_size=1)
         return set(metrics)
 

@@ -35,7 +35,7 @@ from lit_rl.algorithms.evaluation.summary_statistics import Averages, prefixed
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.optim.strategies import flattens_weights
-from lit_rl.algorithms.records import OfflineRecords, learning_rates, log_to_loggers
+from lit_rl.algorithms.records import OfflineRecords
 from lit_rl.algorithms.rollouts import checkpoints
 from lit_rl.algorithms.rollouts.phase_costs import UpdateWork
 from lit_rl.algorithms.rollouts.rollout_plan import OfflinePlan
@@ -79,7 +79,6 @@ class OfflineModule(PolicyModule, ABC):
         self.plan: OfflinePlan | None = None
         self.samples: dict[str, list[Any]] = {}
         self._records = OfflineRecords()
-        self._rates: dict[str, float] = {}
         self._val_averages: list[Averages] = []
         self._micro: ExampleBatch | None = None
         self._whole: WholeStep | None = None
@@ -230,9 +229,8 @@ class OfflineModule(PolicyModule, ABC):
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         self.after_step()
         self.costs.add(self._work())
-        self._records.close(self.grad_norm, skipped=self.broken_steps.last)
+        self._records.add_step(self.grad_norm, self.trainer.optimizers[0], skipped=self.broken_steps.last)
         self.costs.memory.end("update")
-        self._rates = learning_rates(self.trainer.optimizers[0])
         every = self.trainer.log_every_n_steps  # pyright: ignore
         if every and (self.global_step + 1) % every == 0:
             self._log_steps(self.global_step + 1)
@@ -244,11 +242,10 @@ class OfflineModule(PolicyModule, ABC):
     def _log_steps(self, step: int, *, kept: bool = False) -> None:
         """Log one line of metrics for the optimizer steps since the last line."""
         generating = self.take_generation_seconds()
-        metrics = self._records.line(self.ranks, self.coefficients(), self._rates, generating, kept=kept)
+        metrics = self._records.line(self.ranks, self.coefficients(), generating, kept=kept)
         seconds = {"generate": generating, "update": metrics["time/update"]}
         metrics |= self.costs.take_metrics(self.ranks, self.trainer, self.model.dtype, seconds=seconds)
-        log_to_loggers(self.trainer, metrics, step)
-        self.publish_metrics(metrics, step)
+        self.publish_metrics(metrics, step, to_loggers=True)
 
     def _work(self) -> UpdateWork:
         """Return this rank's share of the optimizer step's work, without KTO's mismatched texts and GKD's teacher."""

@@ -27,11 +27,13 @@ from lit_rl.algorithms.data_parallel import data_world_size
 from lit_rl.algorithms.evaluation.validation import MOST_ROWS, entropies
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.optim.strategies import drop_gradients
-from lit_rl.algorithms.records import RolloutRecords, learning_rates, log_to_loggers
+from lit_rl.algorithms.records import RolloutRecords
 from lit_rl.algorithms.rollouts import checkpoints
+from lit_rl.algorithms.rollouts.episode_outcomes import check_failures
 from lit_rl.algorithms.rollouts.phase_costs import UpdateWork
 from lit_rl.algorithms.rollouts.rollout_plan import (
     BatchPlan,
+    Dealt,
     RowCounts,
     SeenRows,
     deal_rows,
@@ -76,12 +78,11 @@ class OnPolicyModule(GeneratingModule, ABC):
         self._slot, self._counts = -1, torch.zeros(0)
         self._nothing_rewarded = False
         """True if the rollout to learn from has no reward on any rank: its gradient is dropped."""
-        self._dealt: tuple[Rollout, list[Tensor], list[dict[Width, slice]]] | None = None
+        self._dealt: Dealt | None = None
         self._work: list[UpdateWork] = []
         """Work of each slot of the current rollout."""
         self._step_tokens: StepTokens | None = None
         self._records = RolloutRecords()
-        self._rates: dict[str, float] = {}
         self._unlogged: dict[str, float] = {}
         """Metrics of a rollout that ended between two logged steps."""
 
@@ -133,8 +134,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         if batch.slot == 0:
             self.stopwatch.reset()
             self.costs.begin()
-            self.source.begin_rollout()
-            with run_ending_hook(), self.rollout_context(), self.source.keep_ahead_on_abort():
+            with run_ending_hook(), self.rollout_context(), self.source.rollout():
                 rollout = self.take_rollout(batch)
             self.generator.rest()
             self.in_a_step = True
@@ -172,11 +172,11 @@ class OnPolicyModule(GeneratingModule, ABC):
         """Refuse a rollout with too many failed episodes, as soon as all of it is drawn, and request the next ones.
 
         Raises:
-            GenerationError: see `EpisodeFailures.check`.
+            GenerationError: see `check_failures`.
         """
         if self.env is not None:
             try:
-                self.source.failures.check(self.env.max_failed, self.ranks)
+                check_failures(self.source.episodes, self.env.max_failed, self.ranks)
             except GenerationError:
                 if self.interaction is not None:
                     self.interaction.forget()
@@ -195,7 +195,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         shares = self.plan.accumulate * self.plan.world_size
         self._records.add({"loss": (loss, loss.new_full((), 1 / shares)), **metrics})
         self.after_micro_batch(micro, scores, self._step_tokens)
-        self.seen = SeenRows.of(self.dealt_out(batch)[1][batch.slot], scores)
+        self.seen = SeenRows.of(self.dealt_out(batch).rows[batch.slot], scores)
         # Lightning divides by the accumulated batches and averages over ranks; the loss already has its denominator.
         share = loss * shares
         return with_image_gradients(share, self.trained_modules.values()) if self.model.sees else share
@@ -497,24 +497,23 @@ class OnPolicyModule(GeneratingModule, ABC):
         self._nothing_rewarded = bool(self._records.unscored)
         if self._nothing_rewarded:  # unless a replay buffer put rewarded groups in, on any rank
             self._nothing_rewarded = not self.ranks.any(bool((~self.rollout.rewards.isnan()).any()))
-        self.costs.memory.begin()
         self.costs.restart()
         if self.rollout.completions.response_ids is not self.scored.completions.response_ids:
             self._records.plain_columns = {}  # of other rows
         index = scored.batch.rollout
         self._counts = step_counts(self.rollout, self.plan, seed=self.seed, index=index, ranks=self.ranks)
         self._dealt = None
-        if (teaching := self.rows_that_teach(self.rollout)) is not None:
+        if (teaching := self.dealt_out(scored.batch).teaching) is not None:
             rows = torch.full((), float(len(teaching)), device=teaching.device)
             self._records.add({"frac_rows_skipped": (rows - teaching.sum(), rows)})
 
     def _micro_batch(self, batch: PromptBatch, ahead: int = 0) -> Rollout:
         """Return the rows of this slot, or of a later one."""
-        rollout, rows, used = self.dealt_out(batch)
-        return micro_batch(rollout, rows[batch.slot + ahead], used[batch.slot + ahead])
+        dealt, slot = self.dealt_out(batch), batch.slot + ahead
+        return micro_batch(dealt.rollout, dealt.rows[slot], dealt.used[slot])
 
-    def dealt_out(self, batch: PromptBatch) -> tuple[Rollout, list[Tensor], list[dict[Width, slice]]]:
-        """Return the rollout to learn from, the rows of each slot, and the columns that they use. Computed once.
+    def dealt_out(self, batch: PromptBatch) -> Dealt:
+        """Return the rollout to learn from, dealt out over its slots. Computed once.
 
         Rows that contribute nothing have no loss token in it: if one is computed anyway, so that every rank makes the
         same number of passes, no metric counts it.
@@ -532,7 +531,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         prompt = rollout.completions.prompt_ids.shape[1]
         widths = [(prompt - part[Width.PROMPT].start, part[Width.RESPONSE].stop) for part in used]
         self._work = [self._work_of(counts, *slot) for slot in zip(rows, widths)]
-        self._dealt = rollout, rows, used
+        self._dealt = Dealt(rollout, rows, used, teaching)
         return self._dealt
 
     def _work_of(self, counts: RowCounts, rows: Tensor, widths: tuple[int, int]) -> UpdateWork:
@@ -565,26 +564,24 @@ class OnPolicyModule(GeneratingModule, ABC):
 
         closure = backward_and_drop_gradient if self._nothing_rewarded else optimizer_closure
         super().optimizer_step(epoch, batch_idx, optimizer, closure)
-        self._records.add_step(self.grad_norm, skipped=self.broken_steps.last)
-        self._rates = learning_rates(self.trainer.optimizers[0])
+        self._records.add_step(self.grad_norm, self.trainer.optimizers[0], skipped=self.broken_steps.last)
         self.after_step()
         if self.plan is None or self._slot < self.plan.slots - 1:
             return
         step, every = self.global_step + 1, self.trainer.log_every_n_steps  # pyright: ignore
-        self._unlogged = metrics = self._metrics_of_rollout(kept=False)
-        if every and step // every > (step - self.steps_per_rollout) // every:
-            log_to_loggers(self.trainer, metrics, step)
-            self._unlogged = {}
-        self.publish_metrics(metrics, step)
+        metrics = self._metrics_of_rollout(kept=False)
+        logs = bool(every) and step // every > (step - self.steps_per_rollout) // every
+        self._unlogged = {} if logs else metrics
+        self.publish_metrics(metrics, step, to_loggers=logs)
 
     def log_rest(self) -> None:
         """Log a rollout that the run ends in, too; its averages are kept for a resumed run."""
         metrics, half_used = self._unlogged, self.plan is not None and 0 <= self._slot < self.plan.slots - 1
         if half_used and self.metrics_step != self.global_step:
             metrics = self._metrics_of_rollout(kept=True)
-            self.publish_metrics(metrics, self.global_step)
+            self.publish_metrics(metrics, self.global_step, to_loggers=False)
         if metrics and self.trainer.log_every_n_steps:  # pyright: ignore
-            log_to_loggers(self.trainer, metrics, self.global_step)
+            self.write_to_loggers(metrics, self.global_step)
             self._unlogged = {}
 
     def _metrics_of_rollout(self, *, kept: bool) -> dict[str, float]:
@@ -594,13 +591,11 @@ class OnPolicyModule(GeneratingModule, ABC):
             seconds=self.stopwatch.seconds,
             within={**self.generator.seconds, **self.stopwatch.parts},
             coefficients=self.coefficients(),
-            rates=self._rates,
             kept=kept,
         )
         seconds = {**self.stopwatch.seconds, "update": metrics["time/update"]}
-        sampled = self._records.rollout_tokens
         return metrics | self.costs.take_metrics(
-            self.ranks, self.trainer, self.model.dtype, seconds=seconds, sampled=sampled
+            self.ranks, self.trainer, self.model.dtype, seconds=seconds, sampled=self._records.rollout_tokens
         )
 
     # ------------------------------------------------------------------ checkpoints

@@ -100,7 +100,10 @@ class SaveOnError(L.Callback):
         if self._last_place is not None:  # the loops have ended, and their state is the end of the run
             self._place, self._last_place = {"rng": self._last_place["rng"]}, None
         together = trainer.world_size == 1 or (isinstance(exception, GenerationError) and exception.on_every_rank)
-        if _in_a_step(trainer) and not isinstance(exception, GenerationError):
+        # In a step that has begun and not ended the module's counts match no place of the loop.
+        steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+        in_a_step = getattr(trainer.lightning_module, "in_a_step", steps.ready > steps.completed)
+        if in_a_step and not isinstance(exception, GenerationError):
             return
         how: dict[str, Any] = {"in_validation": trainer.validating and not self._validated, "alone": not together}
         how["folder"] = folder_of(trainer)  # of the checkpoint callback, which may be the one that fails to save
@@ -206,12 +209,6 @@ def _stop_iteration_error(what: str, where: str) -> RuntimeError:
         "then would be left out without a word: next(iterator) raises it where nothing is left. Give it a default, "
         "next(iterator, None), or a new iterator."
     )
-
-
-def _in_a_step(trainer: L.Trainer) -> bool:
-    """Tell whether a step has begun and not ended, so that the module's counts match no place of the loop."""
-    steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
-    return getattr(trainer.lightning_module, "in_a_step", steps.ready > steps.completed)
 
 
 def _ends_step(trainer: L.Trainer) -> bool:

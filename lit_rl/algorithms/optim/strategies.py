@@ -16,7 +16,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +25,6 @@ import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
@@ -33,7 +32,7 @@ from lit_rl.core import upstream
 from lit_rl.core.durable_files import PARTIAL, check_free_space, flush_tree, retry_on_full_disk, write_manifest
 from lit_rl.core.errors import BackendError, ConfigError, RewardError, StorageError
 from lit_rl.core.ranks import broadcast_object, gather_objects
-from lit_rl.models.sharding import move_all_but_shards, restore_whole_parameters, unsharded
+from lit_rl.models.sharding import move_all_but_shards, restore_whole_parameters
 
 # ---------------------------------------------------------------------- one folder for all nodes
 
@@ -674,14 +673,6 @@ def shards_weights(strategy: Any) -> bool:
 def flattens_weights(strategy: Any) -> bool:
     """Tell whether a strategy flattens the weights of all modules into one, so that none can be restored alone."""
     return isinstance(strategy, FSDPStrategy | DeepSpeedStrategy)
-
-
-def whole_weights(strategy: Any, model: nn.Module) -> AbstractContextManager[None]:
-    """Hold every parameter of a model whole on every rank: gathered once, not once a generated token.
-
-    Does nothing where every rank has whole ones; else a collective.
-    """
-    return strategy.whole() if isinstance(strategy, ZeROStrategy) else unsharded(model)
 
 
 def drop_gradients(optimizer: Any, strategy: Any) -> None:

@@ -18,55 +18,45 @@ from lit_rl.rewards.contract import is_turn_reward
 from lit_rl.rewards.weighted_rewards import Scores
 
 
-class EpisodeFailures:
-    """A count of the episodes of a rollout that failed by no fault of the policy."""
+def check_failures(episodes: Sequence[Episode], most: float, ranks: Ranks) -> None:
+    """Refuse a rollout of which too many episodes failed by no fault of the policy. A collective: all ranks raise, or
+    none.
 
-    def __init__(self) -> None:
-        self.episodes = 0
-        self.errors: Counter[str] = Counter()
+    Args:
+        episodes: The episodes that this rank drew.
+        most: Allowed share of the episodes of all ranks.
+        ranks: The ranks of the run.
 
-    def count(self, episodes: Sequence[Episode]) -> None:
-        """Count the episodes of one request."""
-        self.episodes += len(episodes)
-        self.errors.update(str(each.error) for each in episodes if each.failed)
-
-    def check(self, most: float, ranks: Ranks) -> None:
-        """Raise an error where too many failed. A collective: all ranks raise, or none.
-
-        Args:
-            most: Allowed share of the episodes of all ranks.
-            ranks: The ranks of the run.
-
-        Raises:
-            GenerationError: names the most common error of this rank.
-        """
-        if excess := self.describe_excess(most, ranks):
-            error = GenerationError(
-                f"{excess}. Fix the cause, or raise env.max_failed; where time ran out, raise env.step_timeout, "
-                "env.episode_timeout, env.rollout_timeout, or a rollout function's agent_timeout."
-            )
-            error.on_every_rank = True
-            raise error
-
-    def describe_excess(self, most: float, ranks: Ranks) -> str | None:
-        """Describe the failures where their share exceeds `most`, else return None. A collective."""
-        failed, drawn = sum(ranks.counts(self.errors.total())), sum(ranks.counts(self.episodes))
-        if failed <= most * drawn:
-            return None
-        error = "".join(f"; {times} times: {kind}" for kind, times in self.errors.most_common(1))
-        return (
-            f"{failed} of {drawn} episodes failed or took too long, more than env.max_failed={most:g} of them"
-            f"{error or '; see other ranks'}"
+    Raises:
+        GenerationError: names the most common error of this rank.
+    """
+    if excess := _excess(episodes, most, ranks):
+        error = GenerationError(
+            f"{excess}. Fix the cause, or raise env.max_failed; where time ran out, raise env.step_timeout, "
+            "env.episode_timeout, env.rollout_timeout, or a rollout function's agent_timeout."
         )
+        error.on_every_rank = True
+        raise error
 
 
 def warn_of_failures(name: str, episodes: Sequence[Episode], most: float) -> None:
     """Warn of a validation with too many failures. It does not end the run: nothing is learned from it."""
-    failures = EpisodeFailures()
-    failures.count(episodes)
-    if excess := failures.describe_excess(most, Ranks()):
+    if excess := _excess(episodes, most, Ranks()):
         of_set = f" of {name}" if name else ""
         rank_zero_warn(f"Validation{of_set}: {excess}. The rewards are means over the others.")
+
+
+def _excess(episodes: Sequence[Episode], most: float, ranks: Ranks) -> str | None:
+    """Describe the failures where their share exceeds `most`, else return None. A collective."""
+    errors = Counter(str(each.error) for each in episodes if each.failed)
+    failed, drawn = sum(ranks.counts(errors.total())), sum(ranks.counts(len(episodes)))
+    if failed <= most * drawn:
+        return None
+    error = "".join(f"; {times} times: {kind}" for kind, times in errors.most_common(1))
+    return (
+        f"{failed} of {drawn} episodes failed or took too long, more than env.max_failed={most:g} of them"
+        f"{error or '; see other ranks'}"
+    )
 
 
 def sound_rows(episodes: Sequence[Episode]) -> list[int]:

@@ -105,10 +105,6 @@ class Stopwatch:
         """Restore the seconds of a checkpoint."""
         self.seconds, self.parts = dict(seconds), dict(parts)
 
-    def add_part(self, name: str, seconds: float) -> None:
-        """Add the seconds of a part within a measured phase."""
-        self.parts[name] = self.parts.get(name, 0.0) + seconds
-
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
         """Add the seconds of the block to a phase; a failed block does not count."""
@@ -215,8 +211,9 @@ class RunCosts:
         self._since = time.perf_counter() if self._since is None else self._since
 
     def restart(self) -> None:
-        """Count the work of an update from here."""
+        """Count the work and the memory of an update from here."""
         self._done = UpdateWork()
+        self.memory.begin()
 
     def add(self, work: UpdateWork) -> None:
         """Count the work of a micro-batch, or of a step."""

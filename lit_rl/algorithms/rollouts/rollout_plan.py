@@ -237,6 +237,18 @@ class RowCounts(NamedTuple):
         return cls(host.group_id, host.prompt_mask.sum(1), host.read_lengths, host.lengths)
 
 
+class Dealt(NamedTuple):
+    """A rollout that is dealt out over its slots."""
+
+    rollout: Rollout
+    rows: list[Tensor]
+    """Rows of each slot."""
+    used: list[dict[Width, slice]]
+    """The columns that the rows of each slot use."""
+    teaching: Tensor | None
+    """Bool `(b,)`: the rows with a gradient. None: all."""
+
+
 def rows_of_slots(
     rollout: Rollout, plan: BatchPlan, *, seed: int, index: int, teaching: Tensor | None = None
 ) -> list[Tensor]:

@@ -15,9 +15,12 @@ from a copy.
 from __future__ import annotations
 
 import copy
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,10 +28,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.rollouts import checkpoints
-from lit_rl.algorithms.rollouts.episode_outcomes import EpisodeFailures
 from lit_rl.algorithms.rollouts.phase_costs import Stopwatch
 from lit_rl.algorithms.rollouts.rollout_plan import mix
 from lit_rl.core import interrupts
+from lit_rl.core.episode import Episode
 from lit_rl.core.errors import GenerationError, LitRLError
 from lit_rl.core.interrupts import Interrupted
 from lit_rl.core.ranks import background_thread
@@ -36,7 +39,6 @@ from lit_rl.core.rollout import Completions, PromptBatch
 from lit_rl.core.transfers import to_device
 from lit_rl.core.vision_inputs import PromptVision
 from lit_rl.data.visual_prompts import Processor
-from lit_rl.generation.ahead import Ahead, DrawnAhead, RolloutName
 from lit_rl.generation.collect import RolloutRequest, answer_to, as_reward_input
 from lit_rl.generation.generator import EngineLost, Gap, Generator
 from lit_rl.generation.native import for_another_policy
@@ -62,8 +64,8 @@ class RolloutSource:
         self.generator = generator
         self.sampled_tokens = 0
         """Tokens drawn for the current rollout, including those that are not learned from."""
-        self.failures = EpisodeFailures()
-        """Failures among the episodes drawn for the current rollout."""
+        self.episodes: list[Episode] = []
+        """The episodes drawn for the current rollout, including those that are not learned from."""
         self._stopwatch = stopwatch
         self._ahead = Ahead()
         self._gap: Gap | None = None
@@ -71,20 +73,16 @@ class RolloutSource:
         self._taken: tuple[RolloutName, DrawnAhead] | None = None
         """The completions drawn ahead for the current rollout."""
 
-    def begin_rollout(self) -> None:
-        """Begin another rollout: later draws count for it."""
-        self.sampled_tokens = 0
-        self.failures = EpisodeFailures()
-        self._taken = None
-
     @contextmanager
-    def keep_ahead_on_abort(self) -> Iterator[None]:
-        """Keep the completions drawn ahead for the current rollout if it is aborted or fails, for a resume."""
+    def rollout(self) -> Iterator[None]:
+        """Begin another rollout: draws inside count for it. If it is aborted or fails, the completions that were drawn
+        ahead for it are kept for a resume."""
+        self.sampled_tokens, self.episodes, self._taken = 0, [], None
         try:
             yield
         except (Interrupted, Exception):
             if self._taken is not None:
-                self._ahead.put_first(*self._taken)
+                self._ahead.put_first(*self._taken)  # pyright: ignore[reportGeneralTypeIssues]  # `take_ahead` sets it
             raise
 
     # ------------------------------------------------------------------ now
@@ -94,10 +92,12 @@ class RolloutSource:
         interaction = asked.interaction
         waited = 0.0 if interaction is None else interaction.waited
         with self._stopwatch.measure("generate"), self._interruptible(asked):
-            self._ahead.wait()  # the weights of a request in flight must not change
+            if self._ahead.requests:
+                self._ahead.wait()  # the weights of a request in flight must not change
             completions = asked.send_to(self.generator)()
         if interaction is not None:
-            self._stopwatch.add_part("environment", interaction.waited - waited)
+            parts = self._stopwatch.parts
+            parts["environment"] = parts.get("environment", 0.0) + interaction.waited - waited
         self._gap = self.generator.gap
         return self._received(completions, asked.batch, ranks)
 
@@ -123,18 +123,18 @@ class RolloutSource:
 
     def _received(self, completions: Completions, batch: PromptBatch, ranks: Ranks) -> Completions:
         found = replace(completions, group_id=completions.group_id + ranks.rank * len(batch)).with_host()
-        self.sampled_tokens += int(found.on_host.lengths.sum())
-        self.failures.count(found.episodes or ())
+        self.sampled_tokens += int(found.on_host.response_mask.sum())
+        self.episodes += found.episodes or ()
         return found
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Draw outside of the current rollout: neither seconds nor tokens count."""
-        sampled, failures, gap = self.sampled_tokens, self.failures, self._gap
-        self.failures = EpisodeFailures()
+        sampled, episodes, gap = self.sampled_tokens, self.episodes, self._gap
+        self.episodes = []
         with self._stopwatch.aside():
             yield
-        self.sampled_tokens, self.failures, self._gap = sampled, failures, gap
+        self.sampled_tokens, self.episodes, self._gap = sampled, episodes, gap
 
     # ------------------------------------------------------------------ ahead
 
@@ -144,7 +144,7 @@ class RolloutSource:
         Args:
             asked: The next rollouts, as many as the generator's lag; those already requested are skipped.
         """
-        known = self._ahead.names
+        known = [request.name for request in self._ahead.requests]
         new = [each for each in asked if _request_name(each.batch) not in known]
         if not new:
             return
@@ -189,7 +189,7 @@ class RolloutSource:
             GenerationError: the generator of any rank failed, or the completions are too old.
             Interrupted: any rank received a stop request while it waited.
         """
-        if not self.generator.lag and not self._ahead.pending:
+        if not self.generator.lag and not self._ahead.requests:
             return None
         found, error = None, None
         with self._stopwatch.measure("generate"):
@@ -250,7 +250,7 @@ class RolloutSource:
         Args:
             ranks: The ranks. All keep equally many: drawing anew is a collective.
         """
-        if not self.generator.lag and not self._ahead.pending:
+        if not self.generator.lag and not self._ahead.requests:
             return {}
         drawn_ahead = self._ahead.peek(_PATIENCE if interrupts.stop_requested() else None)
         kept = [
@@ -384,7 +384,7 @@ class EarlyRewards:
             yield asked
             return
         batch = asked.batch
-        prompts, _, columns = as_reward_input(batch, [""] * (len(batch) * asked.group_size), asked.group_size)
+        prompts, _, columns = as_reward_input(batch, [""] * (len(batch) * asked.group_size))
         begun = rewards.begin(prompts, columns, state)
         if begun is None:
             yield asked
@@ -413,3 +413,116 @@ class EarlyRewards:
         if self._begun is not None:
             self._begun[1].cancel()
         self._begun = None
+
+
+# ---------------------------------------------------------------------- completions that are requested ahead
+
+
+RolloutName = tuple[int, tuple[int, ...]]
+"""The index of a rollout, and the data-set rows of its prompts."""
+
+
+@dataclass(frozen=True)
+class DrawnAhead:
+    """Completions that were requested ahead."""
+
+    completions: Completions
+    gap: Gap | None = None
+    """The probe's gap for the weights that they were drawn with; None without a probe."""
+
+
+class Ahead:
+    """A queue of requests in the order in which they are needed, drawn one at a time.
+
+    For a generator that draws elsewhere, with weights of its own. Nothing that a request in flight needs may change:
+    any other use of the generator waits first. A copy or a pickle holds no request.
+    """
+
+    def __init__(self) -> None:
+        self.requests: deque[_Request] = deque()
+        """All requests, waiting, in flight or done."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(Ahead())
+
+    def start(self, name: RolloutName, draw: Callable[[], DrawnAhead]) -> None:
+        """Draw in a thread, after all earlier requests. Where one of those fails, this one fails with it."""
+        request = _Request(name)
+        request.begin(draw, self.requests[-1] if self.requests else None)
+        self.requests.append(request)
+
+    def wait(self) -> None:
+        """Wait until nothing is in flight. Results are kept, and errors too."""
+        for request in self.requests:
+            request.wait()
+
+    def take(self) -> tuple[RolloutName, DrawnAhead] | None:
+        """Return the next completions, after a wait for them; None where nothing was requested.
+
+        Raises:
+            Exception: the generator's own, if it failed. All requests are gone then.
+        """
+        if not self.requests:
+            return None
+        self.requests[0].wait()
+        if (error := self.requests[0].error) is not None:
+            self.forget()
+            raise error
+        request = self.requests.popleft()
+        assert request.drawn is not None
+        return request.name, request.drawn
+
+    def peek(self, patience: float | None = None) -> list[tuple[RolloutName, DrawnAhead]]:
+        """Return all completions, after a wait for them, up to the first failure; they stay in the queue.
+
+        Args:
+            patience: Seconds after which the wait ends, without the completions that are not drawn by then. None waits
+                for all.
+        """
+        until = None if patience is None else time.monotonic() + patience
+        for request in self.requests:
+            request.wait(None if until is None else max(0.0, until - time.monotonic()))
+        return [(request.name, request.drawn) for request in self.requests if request.drawn is not None]
+
+    def put(self, name: RolloutName, drawn: DrawnAhead) -> None:
+        """Append completions that an earlier process of the run has drawn."""
+        self.requests.append(_Request(name, drawn))
+
+    def put_first(self, name: RolloutName, drawn: DrawnAhead) -> None:
+        """Put back completions that were taken and not used, before all others."""
+        self.requests.appendleft(_Request(name, drawn))
+
+    def forget(self) -> None:
+        """Wait until nothing is in flight, and discard all requests."""
+        self.wait()
+        self.requests.clear()
+
+
+class _Request:
+    """One request, and its result."""
+
+    def __init__(self, name: RolloutName, drawn: DrawnAhead | None = None) -> None:
+        self.name, self.drawn = name, drawn
+        self.error: BaseException | None = None
+        self._done = threading.Event()
+        if drawn is not None:
+            self._done.set()
+
+    def begin(self, draw: Callable[[], DrawnAhead], before: _Request | None) -> None:
+        name = f"rollout {self.name[0]}"
+        threading.Thread(target=self._work, args=(draw, before), name=name, daemon=True).start()
+
+    def _work(self, draw: Callable[[], DrawnAhead], before: _Request | None) -> None:
+        try:
+            if before is not None:
+                before.wait()
+                self.error = before.error
+            if self.error is None:
+                self.drawn = draw()
+        except BaseException as error:  # raised by `take`, where the run can end in order
+            self.error = error
+        finally:
+            self._done.set()
+
+    def wait(self, seconds: float | None = None) -> None:
+        self._done.wait(seconds)  # a thread whose `join` was interrupted counts as ended

@@ -16,9 +16,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import functional as F
 
+from lit_rl.algorithms.chosen_functions import arguments_for, copies_for, name_of, parameters, unwrap
 from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.algorithms.signatures import arguments_for, copies_for, name_of, parameters, unwrap
 from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import ConfigError, RewardError
 from lit_rl.core.rollout import Completions

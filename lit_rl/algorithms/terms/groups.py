@@ -198,7 +198,7 @@ class TopOfGroup(GroupSelection):
     def _user_scores(self, scored: Scored, tokenizer: Any) -> Tensor:
         completions, rewards = scored.completions, scored.scores.total
         texts = texts_of(completions, tokenizer)
-        prompts, replies, columns = as_reward_input(scored.batch, texts, scored.group_size, completions.episodes)
+        prompts, replies, columns = as_reward_input(scored.batch, texts, completions.episodes)
         columns = {**columns, "rewards": rewards.tolist(), "lengths": completions.lengths.tolist()}
         columns_by_name = {"prompts": prompts, "completions": replies, **columns}
         wanted = keywords("algo.groups.score", self.score, columns)

@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lit_rl.algorithms.chosen_functions import arguments_for
 from lit_rl.algorithms.data_parallel import Ranks
-from lit_rl.algorithms.signatures import arguments_for
 from lit_rl.algorithms.terms.credit import Credit
 from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import ConfigError, NumericError, StorageError, in_range

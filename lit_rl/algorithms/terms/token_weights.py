@@ -17,8 +17,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from lit_rl.algorithms.chosen_functions import arguments_for, copies_for, reads_column, unwrap
 from lit_rl.algorithms.data_parallel import Ranks
-from lit_rl.algorithms.signatures import arguments_for, copies_for, reads_column, unwrap
 from lit_rl.core.rollout import Rollout, Sampling
 from lit_rl.models.forward import score
 from lit_rl.models.language_model import ForwardOptions

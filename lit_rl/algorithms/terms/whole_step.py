@@ -79,9 +79,7 @@ class WholeStep:
         return joined
 
 
-def micro_batch_share(
-    function: Callable[..., Tensor], batch: ExampleBatch, whole: WholeStep | None, **live: Tensor
-) -> Tensor:
+def micro_batch_share(function: Callable[..., Tensor], batch: ExampleBatch, whole: WholeStep, **live: Tensor) -> Tensor:
     """Return this micro-batch's rows `(b,)` of a loss over all rows of the step.
 
     The values sum to the loss of these rows, and the gradient is that of the loss of *all* rows with respect to these:
@@ -90,11 +88,9 @@ def micro_batch_share(
     Args:
         function: A function from columns by name to one loss a row.
         batch: The micro-batch.
-        whole: The columns of the step. None: the micro-batch is the whole step.
+        whole: The columns of the step.
         live: This micro-batch's columns, with gradient.
     """
-    if whole is None:
-        return function(**live)
     every_row = function(**whole.with_gradient(batch, **live))
     own_rows = every_row[whole.place(batch)]
     others = every_row.sum() - own_rows.sum()

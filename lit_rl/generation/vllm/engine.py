@@ -21,8 +21,7 @@ from lit_rl.core.errors import ConfigError, GenerationError, LitRLError, Numeric
 from lit_rl.core.rollout import Completions, Prompts, Sampling
 from lit_rl.core.vision_inputs import Picture
 from lit_rl.core.visuals import VideoRef
-from lit_rl.generation.decode_batches import Decoded, assemble
-from lit_rl.generation.generator import EngineLost
+from lit_rl.generation.generator import Decoded, EngineLost, assemble
 from lit_rl.generation.noise import turn_key
 from lit_rl.models.engine_weights import base_weights, weight_shapes, whole_weights
 

@@ -23,9 +23,16 @@ from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import ConfigError, GenerationError, LitRLError
 from lit_rl.core.ranks import run_on_all_ranks
 from lit_rl.core.rollout import Completions, Prompts, Sampling
-from lit_rl.generation.decode_batches import Decoded, assemble
 from lit_rl.generation.engine_kwargs import VLLM_NAMES
-from lit_rl.generation.generator import ConversationsLost, Gap, Generator, check_request, context_length
+from lit_rl.generation.generator import (
+    ConversationsLost,
+    Decoded,
+    Gap,
+    Generator,
+    assemble,
+    check_request,
+    context_length,
+)
 from lit_rl.generation.responses import Responses
 from lit_rl.generation.vllm.engine import (
     CompletionWork,

@@ -6,12 +6,9 @@ that others start.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -24,10 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lit_rl.core import supervisor
 from lit_rl.core.errors import ConfigError, GenerationError
+from lit_rl.core.http_client import HTTP_LOOP
+from lit_rl.core.processes import Child, supervised
 from lit_rl.generation.vllm import engine_settings as vllm_settings
-from lit_rl.generation.vllm.client import Client, ServerError
+from lit_rl.generation.vllm.client import Client, ServerError, on_all
 from lit_rl.generation.vllm.engine_settings import (
     SERVER,
     APIKeyMiddleware,
@@ -36,7 +34,6 @@ from lit_rl.generation.vllm.engine_settings import (
     engine_environment,
     write_model_files,
 )
-from lit_rl.generation.vllm.transports import call_all
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.sharding import device_of
 
@@ -53,7 +50,7 @@ _EXCEPTION = re.compile(r"^(?:\([^)]*\) ERROR [^\]]*\] )?([\w.]*(?:Error|Excepti
 class ServerProcess:
     """vLLM's server and all its processes, in a session of their own.
 
-    They end with `stop`, when this process ends, and also when it is killed: `supervisor` sees to that.
+    They end with `stop`, when this process ends, and also when it is killed.
 
     Args:
         arguments: Flags, of `server_arguments`.
@@ -68,7 +65,7 @@ class ServerProcess:
         self.client = Client(url)
         self.url, self.log = self.client.url, Path(log)
         self._cpu, self._grace = cpu, grace
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         self._log_start = 0
 
     def start(self) -> None:
@@ -80,32 +77,30 @@ class ServerProcess:
         if self.alive:
             raise GenerationError(f"The server at {self.url} runs already.")
         server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *self.arguments]
-        watched = [sys.executable, "-I", supervisor.__file__, str(os.getpid()), str(self._grace), *server]
         try:
             self.log.parent.mkdir(parents=True, exist_ok=True)
             with self.log.open("ab") as log:
                 self._log_start = log.tell()
-                self._process = subprocess.Popen(
-                    watched,
+                self._child = Child(
+                    supervised(server, self._grace),
+                    grace=self._grace + 5,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,
                     env=server_environment(self._cpu),
                 )
         except OSError as error:
             raise GenerationError(f"The server cannot be started with its output in {self.log}: {error}.") from error
-        atexit.register(self._stop_at_exit, os.getpid())
 
     @property
     def alive(self) -> bool:
         """Tell whether the server process runs; it may not answer yet."""
-        return self._process is not None and self._process.poll() is None
+        return self._child is not None and self._child.alive
 
     @property
     def group(self) -> int | None:
         """The id of its process group; None where it was not started, or was stopped."""
-        return None if self._process is None else self._process.pid
+        return None if self._child is None else self._child.process.pid
 
     def wait_healthy(self, deadline: float, say: Callable[[str], None] | None = None) -> None:
         """Wait until the server answers; stop it and raise otherwise.
@@ -124,7 +119,7 @@ class ServerProcess:
                 self.stop()
                 raise self.failure(f"The vLLM server for {self.url} ended before it was ready.")
             try:
-                return self.client.health(_HEALTH_DEADLINE)
+                return HTTP_LOOP.wait(self.client.health(_HEALTH_DEADLINE))
             except ServerError:
                 now = time.monotonic()
             if now - started > deadline:
@@ -137,19 +132,9 @@ class ServerProcess:
 
     def stop(self) -> None:
         """End it with all its processes, and wait until they are gone. May be called again, and before `start`."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        atexit.unregister(self._stop_at_exit)
-        process.terminate()  # the supervisor, which ends the others and itself
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(self._grace + 5)
-        with contextlib.suppress(ProcessLookupError):  # where the supervisor could not
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        until = time.monotonic() + self._grace
-        while group_members(process.pid) and time.monotonic() < until:
-            time.sleep(_POLL / 6)
+        child, self._child = self._child, None
+        if child is not None:
+            child.end()
 
     def tail(self, lines: int = _LAST_LINES) -> list[str]:
         """Return the last lines of its output since it started."""
@@ -173,23 +158,6 @@ class ServerProcess:
             return []
         printable = ("".join(c if c.isprintable() else " " for c in line).rstrip() for line in text.splitlines())
         return [line for line in printable if line]
-
-    def _stop_at_exit(self, owner: int) -> None:
-        if os.getpid() == owner:  # and no process that was forked from it
-            self.stop()
-
-
-def group_members(group: int) -> list[int]:
-    """Return the running processes of a group, without those that have ended and that nothing waits for."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            state, _, number = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
-        except OSError:  # it ended a moment ago
-            continue
-        if int(number) == group and state not in "ZX":
-            found.append(int(entry.name))
-    return found
 
 
 def server_environment(cpu: bool) -> dict[str, str]:
@@ -368,11 +336,11 @@ def wait_for_servers(urls: Sequence[str], deadline: float, answer_deadline: floa
 
 
 def _try_servers(urls: Sequence[str], deadline: float) -> dict[str, ServerError | None]:
-    def try_server(client: Client) -> ServerError | None:
+    async def try_server(client: Client) -> ServerError | None:
         try:
-            client.rpc("lit_rl_facts", deadline=deadline)
+            await client.rpc("lit_rl_facts", deadline=deadline)
         except ServerError as error:
             return error
         return None
 
-    return dict(zip(urls, call_all([Client(url) for url in urls], try_server), strict=True))
+    return dict(zip(urls, HTTP_LOOP.wait(on_all([Client(url) for url in urls], try_server)), strict=True))

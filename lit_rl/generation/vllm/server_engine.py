@@ -1,19 +1,21 @@
 """One or several vLLM servers as one `Engine`.
 
-`Dealer` assigns each request to the least loaded server, and to another one when a server is lost. `ServerThreads`
-wait for the answers of one server, one thread a request, and one more checks on the server meanwhile. `ask_server`
-sends a request: to the route of completions, or to the one that takes images too.
+`Dealer` assigns each request to the least loaded server, and to another one when a server is lost. `ask_server` sends a
+request: to the route of completions, or to the one that takes images too. Requests and the checks of their servers are
+coroutines on `HTTP_LOOP`; the thread that generates takes their results from a queue, since answers of environments
+and the rows of a rollout are its own.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import queue
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +24,9 @@ from torch import Tensor
 
 from lit_rl.core import ranks
 from lit_rl.core.errors import GenerationError, NumericError
+from lit_rl.core.http_client import HTTP_LOOP
 from lit_rl.core.interrupts import interruptible
+from lit_rl.core.vision_inputs import Picture
 from lit_rl.core.visuals import as_png
 from lit_rl.generation.generator import EngineLost
 from lit_rl.generation.vllm.client import (
@@ -31,6 +35,7 @@ from lit_rl.generation.vllm.client import (
     ServerError,
     ServerHung,
     ServerRefused,
+    on_all,
     parse_completions,
     parse_generated,
     parse_prompt,
@@ -45,7 +50,7 @@ from lit_rl.generation.vllm.engine import (
     check_prompt_tokens,
 )
 from lit_rl.generation.vllm.engine_settings import WORKER_EXTENSION
-from lit_rl.generation.vllm.transports import Transport, call_all
+from lit_rl.generation.vllm.transports import Transport
 
 ADAPTER = "lit_rl_policy"
 
@@ -53,7 +58,10 @@ _POLL_SECONDS = 0.02
 """Seconds between two polls for requests that follow from others."""
 
 _AT_ONCE = 256
-"""Most requests that wait on one server at the same time."""
+"""Most connections to one server at the same time."""
+
+_CHECK_EVERY = 2.0
+"""Seconds between two checks of a server that is asked for completions."""
 
 _QUEUE_FACTOR = 2
 """Completions that a server gets, as a multiple of those that it runs at once: the surplus waits there, so that it
@@ -93,7 +101,8 @@ class ServerEngine:
         self._asked = list(range(len(self.clients)))
         """The numbers of the servers that are not lost."""
         with engine_errors():
-            self._names = [next(iter(client.models(answer_deadline))) for client in self.clients]
+            models = HTTP_LOOP.wait(on_all(self.clients, lambda client: client.models(answer_deadline)))
+        self._names = [next(iter(each)) for each in models]
         facts = self._all_facts()
         self._instances = [each.instance for each in facts]
         self._capacities = [_QUEUE_FACTOR * each.max_num_seqs for each in facts]
@@ -107,11 +116,11 @@ class ServerEngine:
     def _all_facts(self) -> list[Facts]:
         """Return the facts of the servers that are not lost."""
         with engine_errors():
-            return call_all([self.clients[server] for server in self._asked], self._facts_of)
+            return HTTP_LOOP.wait(on_all([self.clients[server] for server in self._asked], self._facts_of))
 
-    def _facts_of(self, client: Client) -> Facts:
+    async def _facts_of(self, client: Client) -> Facts:
         try:
-            return client.facts(self.answer_deadline)
+            return await client.facts(self.answer_deadline)
         except ServerRefused as error:
             if error.status == 200:  # it knows the method, and answers something else
                 raise
@@ -176,7 +185,7 @@ class ServerEngine:
     def resume(self) -> None:
         self._everywhere(lambda client: client.resume(self.answer_deadline))
 
-    def _everywhere(self, call: Callable[[Client], Any]) -> None:
+    def _everywhere(self, call: Callable[[Client], Awaitable[Any]]) -> None:
         with engine_errors():
             self.transport.everywhere(call)
 
@@ -193,61 +202,50 @@ class ServerEngine:
 
     def run(self, work: EngineWork, heartbeat: Heartbeat | None = None) -> None:
         """Do the work on the servers, as `Dealer` distributes it. A server that is silent meanwhile is detected."""
-        events = queue.SimpleQueue[TaskDone | TaskFailed]()
-        asking = {server: self._asking(server, min(_AT_ONCE, work.max_concurrent), events) for server in self._asked}
+        calls = _Calls()
         try:
             with interruptible(), engine_errors():
-                self._deal(work, asking, events, heartbeat)
+                self._deal(work, calls, heartbeat)
         finally:
-            for each in asking.values():
-                each.stop()
+            calls.cancel()
 
-    def _asking(self, server: int, threads: int, events: queue.SimpleQueue[TaskDone | TaskFailed]) -> ServerThreads:
-        client, name = Client(self.clients[server].url), self._adapter or self._names[server]  # whose calls may be cut
-        vocabulary = self._vocabularies[server]
-
-        def check() -> None:
-            with engine_errors():
-                self._same(server, self._facts_of(client))
-
-        return ServerThreads(
-            server,
-            ask=lambda task: ask_server(client, name, task.number, task.request, task.until, vocabulary),
-            check=check,
-            report=events.put,
-            abort=client.abort,
-            threads=threads,
-        )
-
-    def _deal(
-        self,
-        work: EngineWork,
-        asking: Mapping[int, ServerThreads],
-        events: queue.SimpleQueue[TaskDone | TaskFailed],
-        heartbeat: Heartbeat | None,
-    ) -> None:
+    def _deal(self, work: EngineWork, calls: _Calls, heartbeat: Heartbeat | None) -> None:
         """Send new requests and take finished answers, until nothing is left."""
-        servers = list(asking)
-        at_once = [self._capacities[server] for server in servers]
-        dealer = Dealer(capacities_for_rank(ranks.rank(), ranks.world_size(), servers, at_once))
+        free = {server: asyncio.Semaphore(_AT_ONCE) for server in self._asked}
+        capacities = [self._capacities[server] for server in self._asked]
+        dealer = Dealer(capacities_for_rank(ranks.rank(), ranks.world_size(), self._asked, capacities))
+        for server in self._asked:
+            calls.begin(server, None, self._watch(server))
         while True:
             for number, request in work.requests(wait=not dealer.busy):
                 dealer.add(ServerTask(number, request, time.monotonic() + self.deadline))
             for server, task in dealer.assign():
-                asking[server].put(task)
+                calls.begin(server, task, self._answers(server, task, free[server]))
             if not dealer.busy:
                 return
             with contextlib.suppress(queue.Empty):
-                event = events.get(timeout=_POLL_SECONDS)
-                if isinstance(event, TaskFailed):
-                    self._drop_server(dealer, event.server, event.error)
-                    asking[event.server].stop()
-                elif dealer.done(event.server, event.task.number):
-                    work.done(event.task.number, event.answers)
+                server, task, finished = calls.next(_POLL_SECONDS)
+                if (error := finished.exception()) is not None:
+                    self._drop_server(dealer, server, error)
+                    calls.cancel(server)
+                elif task is not None and dealer.done(server, task.number):
+                    work.done(task.number, finished.result())
             if heartbeat is not None:
                 heartbeat(*work.progress)
 
-    def _drop_server(self, dealer: Dealer, server: int, error: Exception) -> None:
+    async def _answers(self, server: int, task: ServerTask, free: asyncio.Semaphore) -> list[EngineAnswer]:
+        name = self._adapter or self._names[server]
+        async with free:
+            return await ask_server(self.clients[server], name, task, self._vocabularies[server])
+
+    async def _watch(self, server: int) -> None:
+        """Raise once the server has changed or is silent."""
+        while True:  # /health would not do: a process in front of the engine answers it, also where the engine hangs
+            await asyncio.sleep(_CHECK_EVERY)
+            with engine_errors():
+                self._same(server, await self._facts_of(self.clients[server]))
+
+    def _drop_server(self, dealer: Dealer, server: int, error: BaseException) -> None:
         """Continue without a lost server, where another is left; else raise its error.
 
         A late answer means the rollout's own deadline, which no other server could keep.
@@ -259,6 +257,35 @@ class ServerEngine:
         owed = dealer.drop(server)
         self._asked.remove(server)
         self._print(f"{error} The rollout goes on: {owed} requests that it has not answered are asked of the others.")
+
+
+class _Calls:
+    """Calls on `HTTP_LOOP`, and the queue of those that have ended. A cancelled call closes its connection."""
+
+    def __init__(self) -> None:
+        self._open: dict[Future[Any], tuple[int, ServerTask | None]] = {}
+        self._ended = queue.SimpleQueue[Future[Any]]()
+
+    def begin(self, server: int, task: ServerTask | None, call: Coroutine[Any, Any, Any]) -> None:
+        future = HTTP_LOOP.submit(call)
+        self._open[future] = server, task
+        future.add_done_callback(self._ended.put)
+
+    def next(self, seconds: float) -> tuple[int, ServerTask | None, Future[Any]]:
+        """Return the next call that has ended, with its server and task.
+
+        Raises:
+            queue.Empty: none has within this time.
+        """
+        while (future := self._ended.get(timeout=seconds)) not in self._open:  # it was cancelled
+            pass
+        return *self._open.pop(future), future
+
+    def cancel(self, server: int | None = None) -> None:
+        """Cancel the calls of one server, or all."""
+        for future in [each for each, (number, _) in self._open.items() if server in (None, number)]:
+            del self._open[future]
+            future.cancel()
 
 
 class engine_errors:
@@ -381,104 +408,16 @@ def capacities_for_rank(rank: int, world_size: int, servers: Sequence[int], at_o
     return {server: capacities[server] for server in (*servers[first:], *servers[:first])}
 
 
-# ------------------------------------------------------------------ threads of a server
-
-THREAD_NAME = "lit_rl-server"
-"""The name of the threads."""
-
-_CHECK_EVERY = 2.0
-"""Seconds."""
-
-
-@dataclass(frozen=True)
-class TaskDone:
-    """A task that a server has answered."""
-
-    server: int
-    task: ServerTask
-    answers: list[EngineAnswer]
-
-
-@dataclass(frozen=True)
-class TaskFailed:
-    """A task without an answer, or a failed check of a server."""
-
-    server: int
-    error: Exception
-
-
-class ServerThreads:
-    """Threads that send a server its tasks until they are stopped.
-
-    The threads are daemons: one that waits for a server which hangs must not keep the process from ending.
-
-    Args:
-        server: Its number.
-        ask: Returns the server's answers.
-        check: Raises where the server has changed. /health would not do: a process in front of the engine answers it,
-            also where the engine hangs.
-        report: Called with the result of each task, and with a failed check.
-        abort: Ends the calls of `ask` and `check` in flight.
-        threads: Most requests that wait at the same time.
-    """
-
-    def __init__(
-        self,
-        server: int,
-        ask: Callable[[ServerTask], list[EngineAnswer]],
-        check: Callable[[], Any],
-        report: Callable[[TaskDone | TaskFailed], None],
-        abort: Callable[[], None],
-        threads: int,
-    ) -> None:
-        self._server, self._ask, self._check, self._report, self._threads = server, ask, check, report, threads
-        self._abort = abort
-        self._tasks = queue.SimpleQueue[ServerTask | None]()
-        self._stop = threading.Event()
-        for _ in range(threads):
-            threading.Thread(target=self._wait_for_answers, name=THREAD_NAME, daemon=True).start()
-        threading.Thread(target=self._check_repeatedly, name=THREAD_NAME, daemon=True).start()
-
-    def put(self, task: ServerTask) -> None:
-        self._tasks.put(task)
-
-    def stop(self) -> None:
-        """Send nothing more, and wait for nothing: a server that hangs would hold the threads for an hour."""
-        self._stop.set()
-        for _ in range(self._threads):
-            self._tasks.put(None)
-        self._abort()
-
-    def _wait_for_answers(self) -> None:
-        while (task := self._tasks.get()) is not None and not self._stop.is_set():
-            try:
-                self._report(TaskDone(self._server, task, self._ask(task)))
-            except Exception as error:
-                self._report(TaskFailed(self._server, error))
-
-    def _check_repeatedly(self) -> None:
-        while not self._stop.wait(_CHECK_EVERY):
-            try:
-                self._check()
-            except Exception as error:
-                self._report(TaskFailed(self._server, error))
-                return
-
-
 # ------------------------------------------------------------------ the HTTP form of a request
 
 
-def ask_server(
-    client: Client, model: str, number: int, request: Request, until: float, vocabulary: int
-) -> list[EngineAnswer]:
+async def ask_server(client: Client, model: str, task: ServerTask, vocabulary: int) -> list[EngineAnswer]:
     """Return the server's completions of a prompt.
 
     Args:
         client: The server.
         model: Its name of the policy.
-        number: Number of the request.
-        request: The request.
-        until: The deadline of the answer, by `time.monotonic`.
+        task: The request.
         vocabulary: Tokens of the model.
 
     Raises:
@@ -486,18 +425,23 @@ def ask_server(
         GenerationError: the engine's tokens of a prompt with images are not the policy's.
         DataError: an image is gone, or has changed since the data were read.
     """
+    request = task.request
     if request.pictured is None:
         body = {"model": model, "prompt": request.token_ids, **request.fields, "return_token_ids": True}
-        return parse_completions(client.complete(body, until - time.monotonic()), request, vocabulary)
-    # PNG keeps the very pixels of the policy, and the conversion of other modes to RGB stays ours.
-    encoded = [base64.b64encode(as_png(image.open(), compress_level=1)).decode() for image in request.pictured.images]
+        return parse_completions(await client.complete(body, task.until - time.monotonic()), request, vocabulary)
+    images = await asyncio.gather(*(asyncio.to_thread(_image_url, image) for image in request.pictured.images))
     body = {
         "model": model,
         "token_ids": request.pictured.token_ids,
-        "content_parts": [{"type": "image_url", "url": f"data:image/png;base64,{image}"} for image in encoded],
+        "content_parts": [{"type": "image_url", "url": image} for image in images],
         "sampling_params": request.fields,
         "return_token_ids": True,
     }
-    answer = client.generate(body, until - time.monotonic())
-    check_prompt_tokens(request, number, parse_prompt(answer))
+    answer = await client.generate(body, task.until - time.monotonic())
+    check_prompt_tokens(request, task.number, parse_prompt(answer))
     return parse_generated(answer, request, vocabulary)
+
+
+def _image_url(image: Picture) -> str:
+    """Return an image as a ``data:`` address: PNG keeps the very pixels, and other modes become RGB in our way."""
+    return f"data:image/png;base64,{base64.b64encode(as_png(image.open(), compress_level=1)).decode()}"

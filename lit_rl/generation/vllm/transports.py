@@ -13,8 +13,7 @@ import socket
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -26,8 +25,9 @@ from torch import Tensor, nn
 
 from lit_rl.core import ranks
 from lit_rl.core.errors import BackendError, ConfigError, GenerationError
+from lit_rl.core.http_client import HTTP_LOOP
 from lit_rl.core.machine import is_loopback
-from lit_rl.generation.vllm.client import Client, ServerDead
+from lit_rl.generation.vllm.client import Client, ServerDead, on_all
 from lit_rl.generation.vllm.engine import Engine, Facts, Shapes, Weights, push_adapter, push_weights
 from lit_rl.models.engine_weights import adapter_only, write_adapter
 
@@ -133,9 +133,9 @@ class Transport(ABC):
         """Close the update on every server, and stamp it."""
         self.everywhere(lambda client: client.rpc("lit_rl_finish", [version], deadline=self.deadline))
 
-    def everywhere(self, call: Callable[[Client], Any]) -> list[Any]:
-        """Call every server at the same time, by `call_all`."""
-        return call_all(self.clients, call)
+    def everywhere(self, call: Callable[[Client], Awaitable[Result]]) -> list[Result]:
+        """Call every server at the same time, and wait for all; see `on_all`."""
+        return HTTP_LOOP.wait(on_all(self.clients, call))
 
     def close(self) -> None:  # noqa: B027 (most have nothing to give back)
         """Release the resources of `send`."""
@@ -173,28 +173,27 @@ class Gloo(Transport):
     def _join(self) -> Any:
         if self._group is None:
             distributed: Any = torch.distributed
-            sizes = [client.world_size(self.deadline) for client in self.clients]
+            sizes = self.everywhere(lambda client: client.world_size(self.deadline))
             world, patience = 1 + sum(sizes), timedelta(seconds=self.deadline)
             host = own_address(self.clients[0].url)
             self._store = distributed.TCPStore(host, 0, world, is_master=True, timeout=patience, wait_for_workers=False)
             firsts = {client.url: 1 + sum(sizes[:index]) for index, client in enumerate(self.clients)}
 
-            def join(client: Client) -> None:
+            def join(client: Client) -> Awaitable[Any]:
                 arguments = [host, self._store.port, firsts[client.url], world, self.deadline]
-                client.rpc("lit_rl_join", arguments, deadline=self.deadline)
+                return client.rpc("lit_rl_join", arguments, deadline=self.deadline)
 
-            with ThreadPoolExecutor(1) as thread:
-                joined = thread.submit(self.everywhere, join)
-                try:
-                    self._group = distributed.ProcessGroupGloo(
-                        distributed.PrefixStore("lit_rl", self._store), 0, world, patience
-                    )
-                except RuntimeError as error:  # of the store too, whose connection one of them may break
-                    self.close()
-                    joined.result()  # raises the server's error, if there is one
-                    call = "gloo transport: its workers did not join"
-                    raise ServerDead(self.clients[0].url, call, str(error).partition("\n")[0]) from error
-                joined.result()
+            joined = HTTP_LOOP.submit(on_all(self.clients, join))
+            try:
+                self._group = distributed.ProcessGroupGloo(
+                    distributed.PrefixStore("lit_rl", self._store), 0, world, patience
+                )
+            except RuntimeError as error:  # of the store too, whose connection one of them may break
+                self.close()
+                joined.result()  # raises the server's error, if there is one
+                call = "gloo transport: its workers did not join"
+                raise ServerDead(self.clients[0].url, call, str(error).partition("\n")[0]) from error
+            joined.result()
         return self._group
 
     def send(self, weights: Iterator[tuple[str, Tensor]], shapes: Shapes, dtype: torch.dtype) -> None:
@@ -202,19 +201,18 @@ class Gloo(Transport):
         for chunk in chunks(weights):
             described = [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in chunk]
 
-            def receive(client: Client) -> None:
-                client.rpc("lit_rl_receive", [described], deadline=self.deadline)  # noqa: B023
+            def receive(client: Client) -> Awaitable[Any]:
+                return client.rpc("lit_rl_receive", [described], deadline=self.deadline)  # noqa: B023
 
-            with ThreadPoolExecutor(1) as thread:
-                received = thread.submit(self.everywhere, receive)
-                try:
-                    for _, tensor in chunk:
-                        group.broadcast(tensor.cpu().contiguous(), 0).wait()
-                except RuntimeError as error:
-                    self.close()  # a group that has lost a member is of no use
-                    received.result()  # raises that member's error, if there is one
-                    raise ServerDead(self.clients[0].url, "broadcast of weights", str(error)) from error
-                received.result()
+            received = HTTP_LOOP.submit(on_all(self.clients, receive))
+            try:
+                for _, tensor in chunk:
+                    group.broadcast(tensor.cpu().contiguous(), 0).wait()
+            except RuntimeError as error:
+                self.close()  # a group that has lost a member is of no use
+                received.result()  # raises that member's error, if there is one
+                raise ServerDead(self.clients[0].url, "broadcast of weights", str(error)) from error
+            received.result()
 
     def close(self) -> None:
         self._group = self._store = None
@@ -249,7 +247,7 @@ class NCCL(Transport):
             rank=0,
             master_address=own_address(url),
             master_port=port,
-            world_size=1 + self.clients[0].world_size(self.deadline),
+            world_size=1 + self.everywhere(lambda client: client.world_size(self.deadline))[0],
         )
         client = clients.HTTPVLLMWeightSyncClient(url, timeout=self.deadline)
         return nccl_engine.NCCLTrainerWeightTransferEngine.trainer_init(
@@ -290,12 +288,6 @@ def transport_for(kind: str, clients: Sequence[Client], deadline: float, device:
             "generator.transport=shared_memory (one host) or gloo."
         )
     return TRANSPORTS[kind](clients, deadline)
-
-
-def call_all(clients: Sequence[Client], call: Callable[[Client], Result]) -> list[Result]:
-    """Call servers at the same time; the first error is raised."""
-    with ThreadPoolExecutor(len(clients)) as threads:
-        return list(threads.map(call, clients))
 
 
 def _weight_source(weights: Iterator[tuple[str, Tensor]], shapes: Shapes, dtype: torch.dtype) -> Any:
