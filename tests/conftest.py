@@ -28,6 +28,9 @@ UNTIL = float(os.environ.get("LIT_RL_TESTS_UNTIL", "inf"))
 """The time, in seconds since 1970, from which tests are left out: CI has 90 minutes, and on some days a machine takes
 twice as long as on others."""
 
+LATER = frozenset((Path(__file__).parent / "later.txt").read_text().splitlines())
+"""Tests and cases that are marked `all` for what they cost; lines that begin with # say how they were chosen."""
+
 SHARED = {"dist": "ranks", "faults": "kills", "chain": "chain"}
 """Tests with these markers share what one of them started: of two workers (`--dist loadgroup`) one takes them all."""
 
@@ -55,6 +58,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(tryfirst=True)  # before xdist writes the groups into the names by which it deals tests out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        if name in LATER or name.partition("[")[0] in LATER:
+            item.add_marker(pytest.mark.all)
         for marker, group in SHARED.items():
             if marker in item.keywords:
                 item.add_marker(pytest.mark.xdist_group(group))

@@ -56,6 +56,16 @@ def test_the_breaks_of_the_mutation_script_still_fit_the_code(root):
     assert told.returncode == 0, told.stdout
 
 
+def test_what_is_left_to_make_test_all_is_there(root):
+    names = [line for line in (root / "tests/later.txt").read_text().splitlines() if not line.startswith("#")]
+    gone = []
+    for name in names:
+        file, *places = name.partition("[")[0].split("::")
+        tree = {node.name for node in ast.walk(ast.parse((root / "tests" / file).read_text())) if hasattr(node, "name")}
+        gone += [name] if not tree.issuperset(places) else []
+    assert gone == [] and len(names) == len(set(names))
+
+
 @pytest.mark.xdist_group("shared")
 def test_workers_see_the_groups_of_tests(request):
     """A pytest that hides them from pytest-xdist makes every worker start what one was to share, without a word."""

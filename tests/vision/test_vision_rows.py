@@ -12,7 +12,7 @@ from vision_seen import SEEN, Toy, drawn, image, prompts
 
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import Completions, Sampling, join_completions, select, trim
-from lit_rl.core.vision_inputs import Vision
+from lit_rl.core.vision_inputs import PromptVision, Vision
 from lit_rl.generation.hf import HFGenerator
 from lit_rl.models.forward import response_logprobs, score
 from lit_rl.models.forward_inputs import trunk_inputs
@@ -28,6 +28,13 @@ def logprobs(toy: Toy, rows: Completions, options: ForwardOptions = APART) -> to
     with torch.no_grad():
         found = response_logprobs(toy.policy, rows, Sampling(), options)
     return found.masked_fill(~rows.response_mask, 0.0)
+
+
+def test_rows_that_are_joined_see_what_they_saw() -> None:
+    a, b, c = (PromptVision({}, row=row) for row in range(3))
+    first, second = Vision([a], torch.tensor([0, 0])), Vision([b, c], torch.tensor([1, 0, 1]))
+    both = first.joined(second)
+    assert [both.prompts[number] for number in both.index.tolist()] == [a, a, c, b, c]
 
 
 def test_prompts_processed_alone_are_the_processors_own_batch(toy: Toy) -> None:
