@@ -39,7 +39,7 @@ class Child:
     """
 
     def __init__(self, command: Sequence[str], grace: float = 0.0, **options: Any) -> None:
-        self.process: subprocess.Popen[bytes] = subprocess.Popen(command, start_new_session=True, **options)
+        self.process: subprocess.Popen[Any] = subprocess.Popen(command, start_new_session=True, **options)
         self.end = weakref.finalize(self, _end, self.process, grace, os.getpid())
         """Ends its group and waits until that is gone: when called, with this object, or at exit; and not in a fork."""
 
