@@ -344,8 +344,8 @@ class SourcedDataModule(L.LightningDataModule, ABC):
         if fits is not None and fits != current:
             parts = f", and a step divides into {unit} parts (minibatches, micro-batches, ranks)" if unit > 1 else ""
             rank_zero_info(
-                f"data.{self.size_name}={fits}: nobody set it, and the rows left for training are {rows}{parts} (else "
-                f"{DEFAULT_STEP_ROWS})."
+                f"data.{self.size_name}={fits}, in place of the default {DEFAULT_STEP_ROWS}: {rows} rows are left for "
+                f"training{parts}."
             )
         self._fitted = fits
         setattr(self, self.size_name, fits or DEFAULT_STEP_ROWS)

@@ -20,7 +20,7 @@ def test_two_rows_are_trained_on(command, cwd, rows, algo):
     outcome = command("train", "data.path=mine.json", f"algo={algo}", *QUICK, *more)
     assert outcome.code == 0, outcome.err
     said = outcome.out + outcome.err
-    assert f"{key}={fits}: nobody set it, and the rows left for training are {fits} (else 32)" in said
+    assert f"{key}={fits}, in place of the default 32: {fits} rows are left for training" in said
     assert f"train: {len(rows)} of {len(rows) + 1} rows are left: 1 empty" in said
 
 

@@ -137,7 +137,7 @@ def test_a_step_takes_what_a_small_set_has(tokenizer: Any, caplog: pytest.LogCap
             prompts.prepare(tokenizer)
             texts.prepare(tokenizer)
     assert (prompts.prompts_per_rollout, texts.batch_size) == (7, 7)
-    assert sum("=7: nobody set it, and the rows left for training are 7" in said for said in caplog.messages) == 2
+    assert sum("=7, in place of the default 32: 7 rows are left for training" in said for said in caplog.messages) == 2
     many = RolloutDataModule([{"prompt": f"{n}+1="} for n in range(40)])
     many.prepare(tokenizer)
     assert many.prompts_per_rollout == 32
