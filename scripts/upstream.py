@@ -158,7 +158,6 @@ TESTS = {
     "._is_optional": "tests/cli/test_bad_config.py",
     "._value": "tests/cli/test_bad_config.py",
     "._normalize_file_name": "tests/cli/test_configs.py",
-    "._context": "tests/rewards/test_rewards_remote.py",
     "._tracking_uri": "tests/agents/test_trackers.py",
     "wandb.Table.MAX_ROWS": "tests/agents/test_wandb.py",
     # signatures, by the file that reads them
