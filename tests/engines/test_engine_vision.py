@@ -87,10 +87,10 @@ def test_logprobs_are_the_policys_as_it_learns_to_see(sees: Case) -> None:
 def keeping(post: Callable[..., Any]) -> Callable[..., Any]:
     """Calls of a server that leave what it saw in images alone: a pause empties the caches too."""
 
-    def call(route: str, *rest: Any, **query: Any) -> Any:
+    async def call(route: str, *rest: Any, **query: Any) -> Any:
         if route == "/reset_encoder_cache":
             return None
-        return post(route, *rest, **query | ({"clear_cache": "false"} if route == "/pause" else {}))
+        return await post(route, *rest, **query | ({"clear_cache": "false"} if route == "/pause" else {}))
 
     return call
 
