@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.evaluation.summary_statistics import (
     Averages,
+    prefixed,
     repeated_share,
     rollout_metrics,
     sample_table,
@@ -76,8 +77,6 @@ class RolloutRecords(StepRecords):
         """The reward of each function, the data's columns and notes of rewards for each row of the current rollout, if
         their values are plain Python; also after a resume in the middle of the rollout."""
         self.unscored = 0
-        self.rollout_tokens = 0.0
-        """Tokens that all ranks sampled for the rollout that `close` was called for."""
         self._stats: dict[str, float] = {}
         self._input_tokens_seen = 0
 
@@ -165,14 +164,19 @@ class RolloutRecords(StepRecords):
             kept: Whether the rollout is still in use: its averages are kept for the log line after its last step.
         """
         stats = dict(self._stats)
-        self.rollout_tokens = stats.pop("rollout_tokens")
+        tokens = stats.pop("rollout_tokens")
         means = {**stats, **self._means(ranks, kept=kept), **coefficients, **self._rates}
         # Reading the averages has waited for the GPU, so the seconds of the update are complete.
         phases = {**seconds, "update": time.perf_counter() - self._opened}
-        metrics = {f"train/{name}": value for name, value in means.items()}
+        metrics = prefixed(means, "train")
         metrics |= {f"time/{phase}": value for phase, value in {**phases, **within}.items()}
-        metrics["tokens_per_second"] = self.rollout_tokens / max(1e-9, sum(phases.values()))
+        metrics["tokens_per_second"] = tokens / max(1e-9, sum(phases.values()))
         return metrics
+
+    @property
+    def rollout_tokens(self) -> float:
+        """Tokens that all ranks sampled for the current rollout."""
+        return self._stats["rollout_tokens"]
 
     def counts(self) -> dict[str, Any]:
         """Return the counts over the whole run, for a checkpoint."""
@@ -232,8 +236,7 @@ class OfflineRecords(StepRecords):
         asked = time.perf_counter()
         means = {**self._means(ranks, kept=kept), **coefficients, **self._rates}
         self._seconds += time.perf_counter() - asked  # reading the averages has waited for the GPU
-        means["num_tokens"] = float(self._tokens_seen)
-        metrics = {f"train/{name}": value for name, value in means.items()}
+        metrics = prefixed(means | {"num_tokens": float(self._tokens_seen)}, "train")
         metrics |= {"time/update": self._seconds} | ({"time/generate": generated_in} if generated_in else {})
         metrics["tokens_per_second"] = self._tokens / max(1e-9, self._seconds + generated_in)
         self._tokens, self._seconds = 0, 0.0

@@ -191,8 +191,9 @@ class JSONValue:
     def whole_or_null(self, low: int = 1, high: int = _MOST) -> int | None:
         return None if self.value is None else self.whole(low, high)
 
-    def finite(self) -> float:
-        if type(self.value) not in (int, float) or not abs(self.value) <= sys.float_info.max:
+    def finite_or_null(self) -> float | None:
+        is_number = type(self.value) in (int, float)
+        if self.value is not None and not (is_number and abs(self.value) <= sys.float_info.max):
             self.refuse("a finite number, or null")
         return self.value
 

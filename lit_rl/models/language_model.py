@@ -455,7 +455,7 @@ class LanguageModel:
         other.dtype = dtype
         return other
 
-    @cached_property
+    @property
     def eos_ids(self) -> tuple[int, ...]:
         """Every id that ends a response: the sorted union over tokenizer, config and generation config."""
         return tuple(sorted(self._eos_ids(self.tokenizer)))

@@ -222,4 +222,4 @@ def parse_rewards(answer: JSONValue, count: int) -> list[float | None]:
     """Return the rewards in an answer: `count` finite numbers or nulls."""
     rewards = answer.part("rewards")
     rewards.as_list(count, "one for each completion")
-    return [None if each.value is None else each.finite() for each in rewards.entries()]
+    return [each.finite_or_null() for each in rewards.entries()]

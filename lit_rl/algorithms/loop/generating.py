@@ -281,9 +281,8 @@ class GeneratingModule(PolicyModule):
 
         An episode that failed by no fault of the policy is not scored.
         """
-        ids, episodes = response_ids(completions), completions.episodes
-        texts = self.model.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        scores = self.reward_texts(batch, texts, ids, episodes, self._early.take(batch))
+        texts, episodes = texts_of(completions, self.model.tokenizer), completions.episodes
+        scores = self.reward_texts(batch, texts, response_ids(completions), episodes, self._early.take(batch))
         if episodes is not None:
             check_spans(scores, episodes)
         return scores

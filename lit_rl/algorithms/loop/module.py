@@ -99,7 +99,6 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         """True if the optimizer is stepping: an error in it may leave weights partly updated."""
         self.metrics_step: int | None = None
         """The optimizer step of the training metrics that callbacks see."""
-        self._in_one_call = self._averages_gradients = False
         self.strict_loading = (
             False  # checkpoints contain trained tensors only; `check_trained_tensors` is the strict check
         )
@@ -147,8 +146,10 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         With sharded weights each rank must call the model as often as the others, so all rows go into one call, without
         gradient too: ranks do not agree on how many fit.
         """
-        options = self.model.forward_options
-        return options.in_one_call if self._in_one_call else replace(options, most_rows=self.micro_batches.most_texts)
+        trainer, options = self.trainer_or_none, self.model.forward_options
+        if trainer is not None and shards_weights(trainer.strategy):
+            return options.in_one_call
+        return replace(options, most_rows=self.micro_batches.most_texts)
 
     @property
     def ranks(self) -> Ranks:
@@ -173,7 +174,6 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
     def setup(self, stage: str) -> None:
         """Check the strategy and the precision. `trainer.precision=bf16-true` sets the dtype of the weights only."""
         strategy = self.trainer.strategy
-        self._in_one_call = shards_weights(strategy)
         data_and_trainer.check_trainer_settings(self.trainer)
         argument_checks.refuse_damaged_checkpoints(strategy)
         strategy_checks.check_before_loading(
@@ -341,8 +341,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         optimizer = self.optimizer(groups) if keeps_its_own else master_weights.with_masters(self.optimizer, groups)
         argument_checks.check_made_optimizer(optimizer)
         strategy_checks.check_optimizer(optimizer, strategy)
-        self._averages_gradients = master_weights.averages_gradients(optimizer, strategy)
-        if self._averages_gradients:
+        if master_weights.averages_gradients(optimizer, strategy):
             strategy.model.require_backward_grad_sync = False  # pyright: ignore
         if isinstance(strategy, FSDPTPStrategy):
             step_one_by_one(optimizer)
@@ -366,7 +365,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         if isinstance(strategy, DeepSpeedStrategy):
             return  # the engine clips in its step, with the Trainer's setting: see `optimizer_step`
         trained = [p for group in optimizer.param_groups for p in group["params"]]
-        if self._averages_gradients:
+        if master_weights.averages_gradients(optimizer, strategy):
             master_weights.average_over_ranks(trained, self.ranks.world_size)
         by_value = gradient_clip_algorithm == "value"
         limit = math.inf if by_value or not gradient_clip_val else gradient_clip_val
@@ -448,7 +447,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=step)  # pyright: ignore[reportArgumentType]
 
-    def publish_metrics(self, metrics: dict[str, float], step: int, *, to_loggers: bool) -> None:
+    def publish_metrics(self, metrics: dict[str, float], step: int) -> None:
         """Publish reduced training metrics to callbacks and Lightning's progress bar, as `log` would.
 
         Lightning makes a metric object of each logged number, moves it to the device, and visits all of them again at
@@ -457,10 +456,7 @@ class PolicyModule(L.LightningModule, argument_checks.CheckedArguments):
         Args:
             metrics: Metrics by name, already reduced over ranks.
             step: The optimizer step of the metrics.
-            to_loggers: Whether to write them to the loggers too.
         """
-        if to_loggers:
-            self.write_to_loggers(metrics, step)
         in_bar = {short: metrics[name] for name, short in PROGRESS_BAR_METRICS.items() if name in metrics}
         told = metrics | in_bar
         self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in told.items()})

@@ -245,7 +245,8 @@ class OfflineModule(PolicyModule, ABC):
         metrics = self._records.line(self.ranks, self.coefficients(), generating, kept=kept)
         seconds = {"generate": generating, "update": metrics["time/update"]}
         metrics |= self.costs.take_metrics(self.ranks, self.trainer, self.model.dtype, seconds=seconds)
-        self.publish_metrics(metrics, step, to_loggers=True)
+        self.write_to_loggers(metrics, step)
+        self.publish_metrics(metrics, step)
 
     def _work(self) -> UpdateWork:
         """Return this rank's share of the optimizer step's work, without KTO's mismatched texts and GKD's teacher."""

@@ -570,16 +570,18 @@ class OnPolicyModule(GeneratingModule, ABC):
             return
         step, every = self.global_step + 1, self.trainer.log_every_n_steps  # pyright: ignore
         metrics = self._metrics_of_rollout(kept=False)
-        logs = bool(every) and step // every > (step - self.steps_per_rollout) // every
-        self._unlogged = {} if logs else metrics
-        self.publish_metrics(metrics, step, to_loggers=logs)
+        self._unlogged = metrics
+        if every and step // every > (step - self.steps_per_rollout) // every:
+            self.write_to_loggers(metrics, step)
+            self._unlogged = {}
+        self.publish_metrics(metrics, step)
 
     def log_rest(self) -> None:
         """Log a rollout that the run ends in, too; its averages are kept for a resumed run."""
         metrics, half_used = self._unlogged, self.plan is not None and 0 <= self._slot < self.plan.slots - 1
         if half_used and self.metrics_step != self.global_step:
             metrics = self._metrics_of_rollout(kept=True)
-            self.publish_metrics(metrics, self.global_step, to_loggers=False)
+            self.publish_metrics(metrics, self.global_step)
         if metrics and self.trainer.log_every_n_steps:  # pyright: ignore
             self.write_to_loggers(metrics, self.global_step)
             self._unlogged = {}
