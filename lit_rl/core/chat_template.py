@@ -385,8 +385,8 @@ def _settled(
     return (place, begin) if begin > 0 and _token_ids(tokenizer, text[begin:]) == list(held[place:]) else (0, 0)
 
 
-def common_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many leading ids two sequences have in common."""
+def common_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how many leading ids, or characters, two sequences have in common."""
     return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 

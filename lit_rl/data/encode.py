@@ -20,11 +20,12 @@ from lit_rl.core.chat_template import common_prefix_length, marks_start, tokeniz
 from lit_rl.core.episode import Message, Prompt
 from lit_rl.core.errors import ConfigError, DataError, excerpt, in_range
 from lit_rl.core.visuals import Visual
+from lit_rl.data.assistant_turns import RenderPart, borders_of_turns, training_rows
 from lit_rl.data.example_formats import Text
 from lit_rl.data.example_set import Encoded, Example
 from lit_rl.data.rendering import (
+    GENERATION,
     TemplateOmissions,
-    borders_of_turns,
     check_prefix,
     check_template_kwargs,
     control_tokens,
@@ -35,9 +36,11 @@ from lit_rl.data.rendering import (
     render,
     render_prompt,
     require_chat_template,
+    template_source,
     tokens_with_places,
     turn_end,
     unknown_end_fix,
+    variables,
 )
 from lit_rl.data.visual_prompts import Processor, refuse_reserved
 
@@ -88,16 +91,17 @@ class Encoder:
     a reply are those that generation would see (`lit_rl.core.chat_template`). What is learned ends with the token at
     which generation ends: white space, and any such token more, that the template writes behind it stays in the text
     and is not learned (TRL learns it). Where the template writes none behind the last reply, EOS takes the place of the
-    white space that it writes there. In a completion of several messages only the assistant's are learned, where the
-    template only appends (TRL learns all of them).
+    white space that it writes there. In a completion of several messages only the assistant's are learned (TRL learns
+    all of them). Where the template writes replies otherwise once the conversation goes on, `rows` makes several rows
+    of it.
 
     Args:
         tokenizer: The policy's.
         template_kwargs: Further arguments of the chat template.
         processor: Processor of a policy over images, which makes tokens of messages with images; None for one over
             text.
-        learn: `completion`: what follows the prompt. `assistant`: of it what the chat template marks as the
-            assistant's. `all`: every token.
+        learn: `completion`: what follows the prompt. `assistant`: of it what the assistant wrote, which a chat template
+            with generation markers says itself. `all`: every token.
         eos_ids: Every token at which generation ends. None: the tokenizer's EOS token. Empty: of a model that scores,
             whose conversations end as the template says.
 
@@ -151,18 +155,74 @@ class Encoder:
     ) -> Encoded:
         """Encode a completion and the prompt before it, if there is one; both strings or both messages.
 
-        `every_turn`: for `learn="assistant"` also the assistant's turns of the prompt.
+        `every_turn`: what `learn` allows is learned of the prompt too.
 
         Raises:
             DataError: no chat template; it refuses the messages, or renders the prompt differently when the completion
                 follows; a message holds a control token; no token comes out. The message opens with `where`.
-            ConfigError: `learn` is `assistant`, and there is nothing that marks the assistant's tokens.
+            ConfigError: `learn` is `assistant`, and the chat template does not mark the assistant's tokens: `rows`
+                finds them.
         """
         if isinstance(completion, str):
             assert prompt is None or isinstance(prompt, str)
             return self._text(prompt, completion, where)
         assert not isinstance(prompt, str)
         return self._messages(prompt or [], completion, where, tools, images, every_turn)
+
+    def rows(
+        self,
+        prompt: Prompt | None,
+        completion: Text,
+        where: str,
+        *,
+        tools: Sequence[Any] | None = None,
+        every_turn: bool = False,
+        images: Sequence[Visual] = (),
+    ) -> list[Encoded]:
+        """Encode a completion and its prompt as rows that teach each reply once; see `assistant_turns.training_rows`.
+
+        One row, as `encode` makes it, for texts, for one reply, for `learn="all"`, beside images, and where the chat
+        template marks the assistant's tokens. Of a row's `prompt_tokens` the rest is its first reply and what follows;
+        with `every_turn` its last reply.
+
+        Returns:
+            No row where the assistant says nothing.
+
+        Raises:
+            DataError, ConfigError: as `encode`.
+        """
+        by_turns = self.learn == "assistant" and not self.marks_replies
+        if self.learn == "completion" and not isinstance(completion, str):
+            by_turns = any(message["role"] != "assistant" for message in completion) and not images
+        if isinstance(completion, str) or not by_turns:
+            return [self.encode(prompt, completion, where, tools=tools, every_turn=every_turn, images=images)]
+        assert not isinstance(prompt, str)
+        self._refuse_images(images, where)
+        messages, kwargs = [*(prompt or []), *completion], self._kwargs(tools)
+        self._check(messages, where, kwargs)
+        first = 0 if every_turn else len(messages) - len(completion)
+        choices = [choice for choice in self._switches if not choice.keys() & kwargs.keys()]
+        found = training_rows(self._renderer(where, kwargs), messages, first, self._end_texts, choices, where)
+        texts, heard = list[Encoded](), 0
+        for row in found:
+            for turn in row.turns:
+                part, place = messages[heard : turn.number + 1], turn.number - heard
+                self.left_out.compare(part, row.text[: turn.end], where, kwargs, replies=(place, turn.begin))
+                heard = turn.number + 1
+                for name, value in turn.arguments.items():
+                    self.left_out.note(
+                        f"{name}={value}",
+                        "Some replies do not continue the generation prompt; they are learned as the chat template "
+                        f"writes prompt and reply with {name}={value}, from {where} on.",
+                    )
+            *earlier, last = row.turns
+            borders = [*(place for turn in earlier for place in (turn.begin, turn.end)), last.begin]
+            rendered = _Rendered(self._open_end(row.text, last.begin), borders, self.closes)
+            ids, ends = self._tokens(rendered, where)
+            text = Encoded(ids, _alternating(ends), ends[-2 if every_turn else 0])
+            self.refuse_unseen("", where)
+            texts.append(self._finished(rendered, text, where, 0))
+        return texts
 
     def pair(
         self,
@@ -280,31 +340,58 @@ class Encoder:
         every_turn: bool,
     ) -> Encoded:
         rendered = self._rendered(prompt, completion, where, tools, every_turn)
-        ids, ends = tokenize_parts(self.tokenizer, rendered.parts)
-        if not ids:
-            raise DataError(f"{where}: the tokenizer makes no token of this conversation: {excerpt(rendered.text)}")
+        ids, ends = self._tokens(rendered, where)
         if self.learn == "assistant":
-            if images:
+            self._refuse_images(images, where)
+            if not self.marks_replies:
                 raise ConfigError(
-                    f"{where}: the row has images, and data.learn=assistant finds the assistant's tokens in text only. "
-                    "Set data.learn=completion."
+                    f"{where}: data.learn=assistant may make several rows of a conversation if the chat template has "
+                    "no generation markers, and one is needed here: set data.learn=completion."
                 )
             marks = marked_characters(self.tokenizer, [*prompt, *completion], where, self._kwargs(tools))
             text = self._marked(rendered, Encoded(ids, [], ends[0]), marks)
         else:
-            turns = [0, *ends] if self.learn == "completion" else [0, 0, len(ids)]
-            flags = [i % 2 == 1 for i, (start, stop) in enumerate(pairwise(turns)) for _ in range(start, stop)]
-            text = Encoded(ids, flags, ends[0])
+            learned = _alternating(ends) if self.learn == "completion" else [True] * len(ids)
+            text = Encoded(ids, learned, ends[0])
         if self.processor is not None and images:
             text = self._shown(self.processor, rendered, text, images, where)
         else:
             self.refuse_unseen("", where)
+        start = 0 if self.learn == "all" or every_turn else text.prompt_tokens
+        return self._finished(rendered, text, where, start)
+
+    def _finished(self, rendered: _Rendered, text: Encoded, where: str, start: int) -> Encoded:
+        """Return the text learned from a token on, each turn up to its end of generation."""
         if self.learn != "all":
             text = replace(text, learned=self._up_to_ends(text))
         if rendered.closes:
             text = self._closed(text, where)
-        start = 0 if self.learn == "all" or (self.learn == "assistant" and every_turn) else text.prompt_tokens
         return replace(text, learned=_learned_from(start, text.learned))
+
+    def _tokens(self, rendered: _Rendered, where: str) -> tuple[list[int], list[int]]:
+        """Return the tokens of a rendering, and their number up to the end of each part."""
+        ids, ends = tokenize_parts(self.tokenizer, rendered.parts)
+        if not ids:
+            raise DataError(f"{where}: the tokenizer makes no token of this conversation: {excerpt(rendered.text)}")
+        return ids, ends
+
+    def _check(self, messages: list[Message], where: str, kwargs: Mapping[str, Any]) -> None:
+        """Refuse messages that cannot be rendered safely."""
+        require_chat_template(self.tokenizer, where)
+        refuse_control_tokens(self.control, messages, where, tokenizer=self.tokenizer, tools=kwargs.get("tools"))
+
+    def _refuse_images(self, images: Sequence[Visual], where: str) -> None:
+        if images:
+            raise ConfigError(
+                f"{where}: the row has images, and data.learn=assistant finds the assistant's tokens in text only. "
+                "Set data.learn=completion."
+            )
+
+    def _renderer(self, where: str, kwargs: Mapping[str, Any]) -> RenderPart:
+        def render_part(part: list[Message], **how: Any) -> str:
+            return render(self.tokenizer, part, where, {**kwargs, **how})
+
+        return render_part
 
     def _rendered(
         self,
@@ -314,30 +401,46 @@ class Encoder:
         tools: Sequence[Any] | None,
         every_turn: bool,
     ) -> _Rendered:
-        require_chat_template(self.tokenizer, where)
         messages, kwargs = [*prompt, *completion], self._kwargs(tools)
-        refuse_control_tokens(self.control, messages, where, tokenizer=self.tokenizer, tools=kwargs.get("tools"))
-        whole = render(self.tokenizer, messages, where, kwargs)
-        begin = render(self.tokenizer, prompt, where, kwargs, add_generation_prompt=True) if prompt else ""
+        self._check(messages, where, kwargs)
+        render_part = self._renderer(where, kwargs)
+        whole = render_part(messages)
+        begin = render_part(prompt, add_generation_prompt=True) if prompt else ""
         check_prefix(begin, whole, where)
-        every = every_turn and self.learn != "completion"
-        replies = (0, 0) if every else (len(prompt), len(begin))
+        replies = (0, 0) if every_turn else (len(prompt), len(begin))
         self.left_out.compare(messages, whole, where, kwargs, replies=replies)
         closes = self.closes and messages[-1]["role"] == "assistant"
-        if closes and self.turn_end.isspace() and whole.endswith(self.turn_end, len(begin)):
-            whole = whole[: -len(self.turn_end)]
+        if closes:
+            whole = self._open_end(whole, len(begin))
         borders = [len(begin)]
         if self.learn == "completion" and any(message["role"] != "assistant" for message in completion):
-            ends = [str(token) for token in self.tokenizer.convert_ids_to_tokens(sorted(self.ends))]
-
-            def render_part(part: list[Message], **how: Any) -> str:
-                return render(self.tokenizer, part, where, kwargs, **how)
-
-            later_borders = borders_of_turns(render_part, messages, len(prompt), whole, self.control, ends)
-            if later_borders is None:
+            later = borders_of_turns(render_part, messages, len(prompt), whole, self.control, self._end_texts)
+            if later is None:
                 raise DataError(f"{where}: {_UNSPLIT}")
-            borders += later_borders
+            borders += later
         return _Rendered(whole, borders, closes)
+
+    def _open_end(self, text: str, begin: int) -> str:
+        """Return a text without the blanks with which the template ends a turn where it writes nothing else there."""
+        if self.closes and self.turn_end.isspace() and text.endswith(self.turn_end, begin):
+            return text[: -len(self.turn_end)]
+        return text
+
+    @cached_property
+    def _end_texts(self) -> list[str]:
+        """The texts of the tokens at which generation ends."""
+        return [str(token) for token in self.tokenizer.convert_ids_to_tokens(sorted(self.ends))]
+
+    @cached_property
+    def marks_replies(self) -> bool:
+        """True if the chat template marks what the assistant says, and the tokenizer can tell which tokens that is."""
+        return self.tokenizer.is_fast and GENERATION.search(template_source(self.tokenizer)) is not None
+
+    @cached_property
+    def _switches(self) -> list[dict[str, bool]]:
+        """The arguments by which the chat template opens a thought or none."""
+        read = variables(template_source(self.tokenizer)) or ()
+        return [{name: value} for name in ("enable_thinking", "thinking") if name in read for value in (False, True)]
 
     @cached_property
     def turn_end(self) -> str:
@@ -396,7 +499,7 @@ class Encoder:
             elif True in text.learned[stop:]:  # a turn in the middle
                 known = end_marks(self.tokenizer, "")
                 mark = next((token for token in (ids[stop - 1], ids[stop]) if token in known), None)
-                if mark is None and self.learn != "completion":  # a marked part, which may continue within the turn
+                if mark is None and self.learn == "assistant" and self.marks_replies:  # it may go on within the turn
                     continue
                 shown = self.tokenizer.decode(list(ids[max(start, stop - 3) : stop + 1]))
                 fix = "" if mark is None else f" Should it end there, {unknown_end_fix(self.tokenizer, mark)}"
@@ -451,6 +554,11 @@ class Encoder:
     def _plain(self, text: str) -> list[int]:
         ids: Any = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return list(ids)
+
+
+def _alternating(ends: Sequence[int]) -> list[bool]:
+    """Return the mask of every second part, by the numbers of tokens up to the end of each."""
+    return [i % 2 == 1 for i, (start, stop) in enumerate(pairwise([0, *ends])) for _ in range(start, stop)]
 
 
 def _learned_from(start: int, learned: Sequence[bool]) -> list[bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from lit_rl.data.rendering import KWARGS_COLUMN
 from lit_rl.data.rows import is_blank
 from lit_rl.data.set_reader import RowOptions, SetReader, list_counts, read_source
 from lit_rl.data.sources import Rows
+from lit_rl.data.splits import prompt_key
 from lit_rl.data.visual_prompts import PromptVisuals
 from lit_rl.ops.ranges import AtLeastOne, AtLeastTwo, Portion
 
@@ -193,8 +195,8 @@ class ExampleReader(SetReader[Example, tuple[ExampleRecord, tuple[Encoded, ...]]
                 f"{where}: the last of the messages is not the assistant's, and data.learn=completion learns that one: "
                 "set data.learn to assistant or all, or leave such rows out with data.on_bad_row=skip."
             )
-        images = record.images
-        return (encoder.encode(prompt, parts[0], where, tools=tools, every_turn=whole, images=images),)
+        how: dict[str, Any] = {"tools": tools, "every_turn": whole and self.options.learn != "completion"}
+        return tuple(encoder.rows(prompt, parts[0], where, images=record.images, **how))
 
     def keep(self, found: tuple[ExampleRecord, tuple[Encoded, ...]], where: str) -> tuple[str, list[Example]]:
         (record, texts), options = found, self.options
@@ -203,6 +205,8 @@ class ExampleReader(SetReader[Example, tuple[ExampleRecord, tuple[Encoded, ...]]
             last = max(i for i, flag in enumerate(texts[0].learned) if flag)
             texts = (replace(texts[0], learned=[i == last for i in range(len(texts[0]))]),)
             labels = labels[-1:]
+        if self.kind == "texts" and len(texts) != 1:
+            return self._keep_rows(record, texts, where)
         kept = kept_windows(texts, options.text_limit, options.max_completion_tokens, options.keep)
         whole = all(len(window) == len(text) for window, text in zip(kept, texts))
         if not whole and options.overlong == "error":
@@ -227,6 +231,21 @@ class ExampleReader(SetReader[Example, tuple[ExampleRecord, tuple[Encoded, ...]]
         if self.kind == "verdicts" and len(short) == 2:
             examples = [replace(common, texts=(text,), desirable=good) for text, good in zip(short, (True, False))]
         return "kept" if whole else "kept truncated", examples
+
+    def _keep_rows(self, record: ExampleRecord, texts: Sequence[Encoded], where: str) -> tuple[str, list[Example]]:
+        """Return the fate of a conversation that became several rows, or none, and the example of each row that is
+        left."""
+        place = len(texts) - 1 if record.format.startswith("language") else 0  # of the row behind the record's prompt
+        key = prompt_key(record.prompt) if record.prompt else json.dumps([text.ids for text in texts])
+        fates, examples = dict[str, None](), list[Example]()
+        for number, text in enumerate(texts):
+            own = record if number == place else replace(record, prompt=None)
+            fate, found = self.keep((own, (text,)), where)
+            fates.update(dict.fromkeys(fate.split()))
+            examples += [replace(example, conversation=key) for example in found]
+        if not examples:
+            return next(iter(fates), "empty"), []
+        return f"kept forked{' truncated' if {'truncated', 'overlong'} & fates.keys() else ''}", examples
 
     def check_alike(self) -> None:
         if len(self.formats) > 1:

@@ -56,10 +56,15 @@ class Example:
     """The visuals of the prompt; None: no images."""
     labels: tuple[float, ...] = ()
     """Labelled steps: 1 or 0 for each learned token of the text, in their order."""
+    conversation: str = ""
+    """The key that several rows of one conversation have in common; empty for a row of its own."""
 
     @property
     def key(self) -> str:
-        """A text that is equal for rows of equal prompts and images; a text without a prompt is its own."""
+        """A text that is equal for rows of equal prompts and images, and for rows of one conversation, so that these
+        are held out together; a text without a prompt is its own."""
+        if self.conversation:
+            return self.conversation
         return json.dumps(self.texts[0].ids) if self.prompt is None else prompt_key(self.prompt, self.shown)
 
 

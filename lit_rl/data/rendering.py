@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_rl.core.chat_template import THOUGHTS, apply_chat_template, arguments_of_rendering, call_arguments
+from lit_rl.core.chat_template import (
+    THOUGHTS,
+    apply_chat_template,
+    arguments_of_rendering,
+    call_arguments,
+    common_prefix_length,
+)
 from lit_rl.core.episode import Message, Prompt
 from lit_rl.core.errors import ConfigError, DataError, did_you_mean, excerpt
 from lit_rl.data.message_forms import parse_nested_literal
@@ -24,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_PROBE_REPLY = "qqalphaqq"
+PROBE_REPLY = "qqalphaqq"
 """A reply that no template writes by itself."""
 
 FIXED_ARGUMENTS = (
@@ -205,12 +211,12 @@ def _refuse_in(control: Sequence[str], value: Any, where: str, key: str) -> None
 
 def turn_end(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> str:
     """Return what the chat template writes after the words of the last turn; nothing where it takes no such turn."""
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE_REPLY}]
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE_REPLY}]
     try:
         text = str(render(tokenizer, messages, "", kwargs))
     except DataError:  # the template refuses these messages
         return ""
-    return text.rpartition(_PROBE_REPLY)[2] if _PROBE_REPLY in text else ""
+    return text.rpartition(PROBE_REPLY)[2] if PROBE_REPLY in text else ""
 
 
 def warn_unknown_end(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any], eos_ids: Collection[int]) -> None:
@@ -266,24 +272,8 @@ def render(
 def marked_characters(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str, kwargs: Mapping[str, Any]
 ) -> list[bool]:
-    """Return which characters of the rendered messages have a token between the template's generation markers.
-
-    Raises:
-        ConfigError: the template has none (transformers would mark no token, with a warning), or the tokenizer has no
-            offsets.
-    """
-    template = tokenizer.chat_template
-    if not GENERATION.search(" ".join(template.values()) if isinstance(template, dict) else str(template)):
-        raise ConfigError(
-            "data.learn=assistant needs a chat template that marks what the assistant says with {% generation %} and "
-            "{% endgeneration %}, and this one has no such markers: give one with model.chat_template=FILE, or set "
-            "data.learn=completion."
-        )
-    if not tokenizer.is_fast:
-        raise ConfigError(
-            f"data.learn=assistant needs a tokenizer with offsets, which {type(tokenizer).__name__} lacks: set "
-            "data.learn=completion."
-        )
+    """Return which characters of the rendered messages have a token between the template's generation markers. The
+    tokenizer has offsets."""
     marked = render(
         tokenizer,
         messages,
@@ -316,64 +306,6 @@ def tokens_with_places(
     return ids, places
 
 
-def borders_of_turns(
-    render_whole: Callable[..., str],
-    messages: Sequence[Message],
-    first: int,
-    whole: str,
-    control: Sequence[str],
-    ends: Sequence[str],
-) -> list[int] | None:
-    """Return where in a rendering the assistant's turns of a completion end and the next one begins, by turns.
-
-    A turn begins where the generation prompt of what stands before it ends. It ends where the template ends the
-    conversation up to there. Templates write the last turn otherwise than others: with another control token, before
-    which it ends then; or with a thought, and then it ends with its first control token at which generation ends.
-
-    Args:
-        render_whole: Renders messages, by the template and its arguments.
-        messages: Messages of the prompt and the completion.
-        first: The number of the completion's first message, the assistant's.
-        whole: Rendering of all messages.
-        control: The texts of control tokens.
-        ends: Control tokens at which generation ends.
-
-    Returns:
-        None where a turn is written otherwise when the conversation goes on: its end is unknown.
-    """
-    speakers = ["assistant" if message["role"] == "assistant" else "" for message in messages]
-    turns = [i for i in range(first + 1, len(messages)) if speakers[i] != speakers[i - 1]]
-    borders: list[int] = []
-    start = len(render_whole(messages[:first], add_generation_prompt=True)) if first else 0
-    for end_of_reply, next_turn in zip(turns[::2], [*turns[1::2], None]):
-        try:
-            alone = render_whole(messages[:end_of_reply])
-            begin = whole if next_turn is None else render_whole(messages[:next_turn], add_generation_prompt=True)
-        except DataError:  # it refuses a conversation that is not over yet
-            return None
-        if not whole.startswith(begin) or len(begin) < start:
-            return None
-        end = _end_of_turn(alone, whole[: len(begin)], start, control, ends)
-        words = text_of(messages[end_of_reply]["content"]).strip()
-        if end is None or (words and words in whole[start:end] and words not in alone[start:]):
-            return None
-        borders += [end] if next_turn is None else [end, len(begin)]
-        start = len(begin)
-    return borders
-
-
-def _end_of_turn(alone: str, text: str, at: int, control: Sequence[str], ends: Sequence[str]) -> int | None:
-    """Return the place where a turn ends that begins at a place of a text: see `borders_of_turns`."""
-    if text.startswith(alone) and len(alone) >= at:
-        return len(alone)
-    while mark := next((each for each in control if alone.rstrip().endswith(each)), ""):
-        alone = alone.rstrip().removesuffix(mark)
-        if text.startswith(alone) and len(alone) > at:
-            return len(alone)
-    places = [text.find(end, at) + len(end) for end in ends if text.find(end, at) >= 0]
-    return min(places, default=None)
-
-
 def check_prefix(begin: str, whole: str, where: str) -> None:
     """Check that a conversation begins with its prompt, so that the rest is the completion.
 
@@ -382,7 +314,7 @@ def check_prefix(begin: str, whole: str, where: str) -> None:
     """
     if whole.startswith(begin):
         return
-    place = next((i for i, (a, b) in enumerate(zip(begin, whole)) if a != b), len(whole))
+    place = common_prefix_length(begin, whole)
     alone, followed = (excerpt(text[max(0, place - 20) : place + 40]) for text in (begin, whole))
     raise DataError(
         f"{where}: the chat template renders the prompt differently when a completion follows: alone ...{alone!r}, "

@@ -107,8 +107,8 @@ class SetReader(ABC, Generic[Item, Found]):
         """Return the examples of the next rows of the source, and the counts of all rows met.
 
         The counts are of rows: `rows` (met), `bad` (cannot be read), those of `filters`, `overlong` (left out),
-        `truncated` (kept, cut), `kept`; and `longest` (tokens of the longest text met, before any cut). All but
-        `truncated` and `longest` add up to `rows`.
+        `truncated` (kept, cut), `forked` (kept, as several examples; absent where there is none), `kept`; and `longest`
+        (tokens of the longest text met, before any cut). All but `truncated`, `forked` and `longest` add up to `rows`.
 
         Args:
             rows: The next rows.

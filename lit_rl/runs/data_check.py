@@ -177,6 +177,8 @@ def _examples(data: ExampleDataModule, kind: Kind, rows: int) -> DataLook:
     keys = [example.key for example in examples]
     wholes = [json.dumps([text.ids for text in example.texts]) + str(example.desirable) for example in examples]
     title = f"Examples for methods that learn from {kind}; format: {', '.join(dict.fromkeys(data.corpus.formats))}"
+    if forked := data.report["train"].get("forked"):
+        title += f"; {len(examples)} training examples: {forked} conversations became several"
     return DataLook(title, [_texts(example) for example in examples[:rows]], lengths, columns, keys, wholes)
 
 

@@ -201,27 +201,26 @@ def test_rows_stand_as_the_model_reads_them(check, tmp_path):
 
 
 @pytest.mark.all
-def test_the_assistants_turns_are_marked(check, tmp_path):
+@pytest.mark.parametrize("forks", [False, True])
+def test_the_assistants_turns_are_marked_in_every_row_of_a_conversation(check, tmp_path, forks):
     turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
     rows = [{"messages": [{"role": role, "content": f"{text}{n}"} for role, text in turns]} for n in range(40)]
     path = write_jsonl(tmp_path / "mine.jsonl", rows)
-    template = (
-        (
-            "{% for m in messages %}<|im_start|>{{ m.role }}\\n{% if m.role == \\'assistant\\' %}{% generation %}"
-            "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
-            "{% if add_generation_prompt %}<|im_start|>assistant\\n{% endif %}"
-        )
-        .replace("\\'", "'")
-        .replace("\\n", "\n")
+    (tmp_path / "template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ '!' if forks and loop.last }}{{ m.content }}<|im_end|>"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}".replace("forks", str(forks).lower())
     )
-    (tmp_path / "template.jinja").write_text(template)
     outcome = check(
         f"data.path={path}", "data=texts", "data.learn=assistant", f"model.chat_template={tmp_path / 'template.jinja'}"
     )
     assert outcome.code == 0, outcome.err
     marked = re.findall("⟦(.*?)⟧", outcome.out, re.DOTALL)[1:3]  # the first stands in the legend
-    assert [text[0] for text in marked] == ["b", "d"] and all(text.endswith("<|im_end|>") for text in marked)
-    assert "<|im_start|>user↵\n" in outcome.out
+    assert [text.lstrip("!")[0] for text in marked] == ["b", "d"] and all(
+        text.endswith("<|im_end|>") for text in marked
+    )
+    assert ("76 training examples: 40 conversations became several" in outcome.out) == forks
+    assert ("forked 40" in outcome.out) == forks and "val: 0 of" in outcome.out and "<|im_start|>user↵\n" in outcome.out
 
 
 @pytest.mark.all

@@ -179,13 +179,13 @@ def test_assistant_turns_are_those_that_the_template_marks():
     assert (every.ids, every.learned) == (theirs["input_ids"], [label != -100 for label in theirs["labels"]])
 
 
-def test_assistant_turns_need_markers_messages_and_offsets():
-    with pytest.raises(ConfigError, match=r"data\.learn=assistant.*generation.*model\.chat_template=FILE"):
-        Encoder(make_tokenizer(template=CHATML), learn="assistant").encode([user("a")], [assistant("b")], "f")
+def test_assistant_turns_need_messages_and_without_marks_and_offsets_the_rows_of_a_conversation():
     with pytest.raises(ConfigError, match=r"f: data\.learn=assistant needs rows of chat messages"):
         Encoder(MERGING, learn="assistant").encode("a", "b", "f")
-    with pytest.raises(ConfigError, match="tokenizer with offsets, which ByT5Tokenizer lacks"):
+    with pytest.raises(ConfigError, match=r"data\.learn=assistant may make several rows of a conversation"):
         Encoder(slow(), learn="assistant").encode([user("a")], [assistant("b")], "f")
+    (row,) = Encoder(slow(), learn="assistant").rows([user("a")], [assistant("b")], "f")
+    assert learned(row, slow()) == "b</s>"
 
 
 def slow() -> Any:

@@ -421,3 +421,97 @@ def test_a_template_that_takes_no_thought_beside_a_call_leaves_it_out_and_that_i
     assert "zwei" in text_of(tokenizer, text.ids)
     with pytest.warns(UserWarning, match="reasoning_content of the assistant: hm"):
         encoder.left_out.warn()
+
+
+# -------------------------------------------------------------- rows of a conversation, by the template's own turns
+
+UNMARKED = {
+    name: re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", path.read_text()) for name, path in FILES.items()
+}
+
+
+@cache
+def unmarked(name: str, kind: str) -> tuple[Any, frozenset[int]]:
+    """`model`, without generation markers, and with what else ends generation."""
+    marked, ends = model(name, kind)
+    tokenizer = copy.deepcopy(marked)
+    further = FURTHER_ENDS.get(name.removesuffix("_training"), [])
+    tokenizer.add_tokens(further, special_tokens=True)
+    tokenizer.chat_template = UNMARKED[name]
+    return tokenizer, frozenset([*ends, *tokenizer.convert_tokens_to_ids(further)])
+
+
+@st.composite
+def talks(draw: Any) -> list[dict[str, Any]]:
+    """A conversation of one to three questions, each answered after up to two rounds of calls."""
+    talk = [{"role": "system", "content": draw(SAID)}] if draw(st.booleans()) else []
+    for number in range(draw(st.integers(1, 3))):
+        if number and draw(st.integers(0, 9)) == 0:
+            talk.append({"role": "system", "content": draw(SAID)})
+        talk.append({"role": "user", "content": draw(SAID)})
+        for place in range(draw(st.sampled_from([0, 0, 1, 2]))):
+            names = [f"call0{number}{place}{each:04d}" for each in range(draw(st.integers(1, 2)))]
+            calls = [
+                {**CALL, "id": name, "function": {"name": "add", "arguments": {"left": draw(st.integers(0, 9))}}}
+                for name in names
+            ]
+            talk.append(
+                _thinks(draw, {"role": "assistant", "content": draw(st.sampled_from(["", "So."])), "tool_calls": calls})
+            )
+            talk += [{"role": "tool", "name": "add", "tool_call_id": name, "content": draw(SAID)} for name in names]
+        talk.append(_thinks(draw, {"role": "assistant", "content": f"{draw(SAID)}{number}"}))
+    return talk
+
+
+def _thinks(draw: Any, reply: dict[str, Any]) -> dict[str, Any]:
+    return reply | ({"reasoning_content": f"hm{draw(SAID)}"} if draw(st.booleans()) else {})
+
+
+def rows_hold(name: str, kind: str, talk: list[dict[str, Any]]) -> str:
+    """What is learned is what the assistant wrote, once, behind the tokens that generation would have read."""
+    tokenizer, ends = unmarked(name, kind)
+    tools = [SCHEMA] if any("tool_calls" in message for message in talk) else None
+    how = {"tools": tools} if tools else {}
+    encoder = Encoder(tokenizer, learn="assistant", eos_ids=ends)
+    try:
+        rows = encoder.rows([], talk, "f", tools=tools, every_turn=True)
+    except DataError as error:
+        return f"refused: {error}"
+    replies = iter(i for i, message in enumerate(talk) if message["role"] == "assistant")
+    for row in rows:
+        spans = [match.span() for match in re.finditer("1+", "".join(str(int(flag)) for flag in row.learned))]
+        for start, stop in spans:
+            number = next(replies)
+            switches = ({key: value} for key in ("enable_thinking", "thinking") for value in (False, True))
+            read = [
+                encode_prompt(tokenizer, talk[:number], chat_template_kwargs={**how, **more})
+                for more in ({}, *switches)
+            ]
+            if start == spans[0][0]:
+                assert row.ids[:start] in read, f"{name}: the tokens before a reply are those that generation reads"
+            texts = [text_of(tokenizer, ids) for ids in read]  # a reply keeps its tokens where it begins with a blank
+            assert text_of(tokenizer, row.ids[:start]) in texts, f"{name}: and so is the text before each"
+            words = text_of(tokenizer, row.ids[start:stop])
+            assert squeezed(talk[number]["content"]) in squeezed(words)
+            assert bool(re.search(r"\badd\b", words)) == ("tool_calls" in talk[number])
+            assert row.ids[stop - 1] in ends or stop < len(row.ids), "and what ends the text ends generation"
+            assert not set(row.ids[start : stop - 1]) & ends or name.startswith("gptoss"), "of a reply that ends once"
+    assert next(replies, None) is None, "every reply is learned"
+    return f"{min(len(rows), 2)} rows"
+
+
+@pytest.mark.parametrize(
+    "examples", [2, pytest.param(40, marks=[pytest.mark.exhaustive, pytest.mark.all])], ids=["some", "many"]
+)
+def test_a_conversation_becomes_rows_that_teach_each_reply_once_as_inference_would_have_met_it(examples):
+    """With every template, that of training without its markers too."""
+    fates = Counter[str]()
+
+    @settings(deadline=None, max_examples=examples, database=None)
+    @given(kind=st.sampled_from(["tiny", "bytes", "llama"]), talk=talks())
+    def holds(kind, talk):
+        for name in FILES:
+            fates[rows_hold(name, kind, talk).partition(":")[0]] += 1
+
+    holds()
+    assert fates["1 rows"] and fates["refused"] < fates.total() / 2, fates
