@@ -434,7 +434,7 @@ class Encoder:
     @cached_property
     def marks_replies(self) -> bool:
         """True if the chat template marks what the assistant says, and the tokenizer can tell which tokens that is."""
-        return self.tokenizer.is_fast and GENERATION.search(template_source(self.tokenizer)) is not None
+        return bool(self.tokenizer.is_fast) and GENERATION.search(template_source(self.tokenizer)) is not None
 
     @cached_property
     def _switches(self) -> list[dict[str, bool]]:
