@@ -16,6 +16,7 @@ from small_rollouts import batch, completions
 from lit_rl.algorithms.evaluation.summary_statistics import Averages, mean_with_interval, pass_at_k, rollout_metrics
 from lit_rl.algorithms.evaluation.validation import EvaluationRows
 from lit_rl.callbacks.preference_sets import PreferenceSets
+from lit_rl.core.rollout import PromptBatch
 from lit_rl.ops.reductions import Highest, Lowest, Metrics, Summed, masked_moments
 from lit_rl.rewards import JointRewards, RewardRecipes, Rewards
 from lit_rl.rewards.weighted_rewards import Scores
@@ -124,9 +125,32 @@ class _Row:
         self.on_host = self
 
 
-def test_a_row_that_two_ranks_saw_counts_once():
-    from lit_rl.core.rollout import PromptBatch
+@pytest.mark.parametrize("names", [("f",), ()])
+def test_a_validation_has_the_spreads_and_lengths_of_a_rollout(names):
+    """Two completions of two prompts, by hand; without a reward there is nothing to spread."""
+    rows = EvaluationRows()
+    totals = torch.tensor([1.0, 1.0, 0.0, 2.0]) if names else torch.full((4,), N)
+    values = totals[:, None] if names else torch.zeros(4, 0)
+    batch = PromptBatch(["p"] * 2, [[1]] * 2, {}, [0, 1], [0, 0])
+    scores = Scores(names, values, totals, torch.ones(4, len(names)))
+    rows.add(batch, _Row([2, 4, 6, 8], [True, True, True, False]), scores)  # type: ignore[arg-type]
+    lengths = {"mean": 5, "min": 2, "max": 8, "mean_terminated": 4, "min_terminated": 2, "max_terminated": 6}
+    expected = {f"completions/{name}_length": length for name, length in lengths.items()} | {
+        "completions/clipped_ratio": 0.25,
+        "prompts": 2,
+    }
+    found = rows.metrics()
+    if names:
+        std = math.sqrt(2 / 3)
+        expected |= {"reward_std": std, "rewards/f/std": std, "frac_reward_zero_std": 0.5, "rewards/f/mean": 1.0}
+        found = {name: value for name, value in found.items() if "pass@" not in name and name not in REWARD}
+    assert found == pytest.approx(expected)
 
+
+REWARD = ("reward", "reward_low", "reward_high")
+
+
+def test_a_row_that_two_ranks_saw_counts_once():
     rows = EvaluationRows()
     for indices, totals in [([0, 1], [1.0, 0.0]), ([1, 2], [0.0, 0.0])]:
         batch = PromptBatch(["p"] * 2, [[1]] * 2, {}, indices, [0, 0])

@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.data_parallel import Ranks
-from lit_rl.algorithms.evaluation.summary_statistics import Averages, mean_with_interval, pass_at_k
+from lit_rl.algorithms.evaluation.summary_statistics import (
+    Averages,
+    mean_with_interval,
+    pass_at_k,
+    rollout_metrics,
+)
 from lit_rl.algorithms.optim.strategies import shards_weights
 from lit_rl.algorithms.rollouts.episode_outcomes import episode_metrics
 from lit_rl.algorithms.rollouts.rollout_plan import without_gradient
@@ -125,23 +130,29 @@ class EvaluationRows:
         return [each for row in sorted(self.rows) for each in self.rows[row]["episodes"]]
 
     def metrics(self) -> dict[str, float]:
-        """Return means over prompts of the means over their completions, the reward with its 95 % interval."""
+        """Return means over prompts of the means over their completions, the reward with its 95 % interval, and the
+        spreads and lengths of a rollout."""
         results = [self.rows[row] for row in sorted(self.rows)]
         totals = torch.tensor([row["total"] for row in results], dtype=torch.float64).reshape(len(results), -1)
         by_prompt = totals.nanmean(1)
         by_prompt = by_prompt[~by_prompt.isnan()]
         mean, low, high = mean_with_interval(by_prompt)
         lengths = torch.tensor([row["length"] for row in results], dtype=torch.float64)
-        ended = torch.tensor([row["ended"] for row in results])
-        metrics = {"reward": mean, "reward_low": low, "reward_high": high} if self.names else {}
-        metrics |= {
-            "prompts": float(len(by_prompt) if self.names else len(results)),
-            "completions/mean_length": float(lengths.mean()) if len(results) else math.nan,
-            "completions/clipped_ratio": float((~ended).double().mean()) if len(results) else math.nan,
-        }
         values = torch.tensor([row["values"] for row in results], dtype=torch.float64)
-        for i, name in enumerate(self.names):
-            metrics[f"rewards/{name}/mean"] = float(values[..., i].nanmean())
+        metrics = rollout_metrics(
+            self.names,
+            values.reshape(totals.numel(), len(self.names)),
+            totals.flatten(),
+            torch.arange(len(results)).repeat_interleave(totals.shape[1]),
+            lengths.flatten(),
+            torch.tensor([row["ended"] for row in results], dtype=torch.bool).flatten(),
+        )
+        of_groups = ("reward_std", "frac_reward_zero_std") if totals.shape[1] > 1 else ("reward_std",)
+        kept = ("completions/", "rewards/", *(of_groups if self.names else ()))
+        metrics = {name: value for name, value in metrics.items() if name.startswith(kept)}
+        del metrics["completions/unscored"]
+        metrics |= {"reward": mean, "reward_low": low, "reward_high": high} if self.names else {}
+        metrics["prompts"] = float(len(by_prompt) if self.names else len(results))
         if episodes := self.episodes:
             averages = Averages()
             averages.add(episode_metrics(episodes, Ranks()))  # already gathered over all ranks
