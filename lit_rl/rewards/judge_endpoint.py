@@ -13,7 +13,6 @@ import string
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,6 +68,15 @@ class Answer:
             "completion_tokens": float(self.completion_tokens),
             "rate_limit_seconds": self.waited,
         }
+
+
+@dataclass
+class _Asking:
+    """A request under way, whose answer is that of equal ones too."""
+
+    task: asyncio.Task[Answer]
+    waiting: int = 0
+    """How many wait for it."""
 
 
 @checked("{key}")
@@ -145,7 +153,7 @@ class JudgeEndpoint:
 
     def _reset(self) -> None:
         self._replies = ScoreCache(self.cache)
-        self._asking: dict[bytes, asyncio.Lock] = {}
+        self._asking: dict[bytes, _Asking] = {}
         self._free: asyncio.Semaphore | None = None
         self._held_until = 0.0
         self._asked, self._failed, self._answered, self._warned = 0, 0, 0, False
@@ -186,6 +194,8 @@ class JudgeEndpoint:
     async def ask(self, message: str, read: Callable[[str], Any], form: Mapping[str, Any] | None = None) -> Answer:
         """Return the answer to one message, from the cache if an equal request was answered before.
 
+        An equal one that is under way is waited for, whatever comes of it.
+
         Args:
             message: Sent as the user's.
             read: Returns the value of a reply, and None for one that is not in the asked form.
@@ -201,30 +211,32 @@ class JudgeEndpoint:
         }
         body = json.dumps({name: value for name, value in fields.items() if value is not None}).encode()
         key = hashlib.blake2b(self.url.encode() + b"\n" + body, digest_size=16).digest()
-        async with self._alone(key):
-            if (kept := self._replies.get(key)) is not None:
-                return Answer(read(kept), kept)
-            answer = await self._send(body)
-            if answer.fault is None:
-                self._answered += 1
-                answer = replace(answer, value=read(answer.text))
-            if answer.value is not None and self.cache:
-                self._replies.put(key, answer.text)
-            return answer
-
-    @asynccontextmanager
-    async def _alone(self, key: bytes) -> Any:
-        """Let equal requests wait for the first, whose reply they may share."""
+        if (kept := self._replies.get(key)) is not None:
+            return Answer(read(kept), kept)
         if not self.cache:
-            yield
-            return
-        lock = self._asking.setdefault(key, asyncio.Lock())
+            return await self._fresh(key, body, read)
+        mine = key not in self._asking
+        if mine:
+            self._asking[key] = _Asking(asyncio.ensure_future(self._fresh(key, body, read)))
+        asking = self._asking[key]
+        asking.waiting += 1
         try:
-            async with lock:
-                yield
+            answer = await asyncio.shield(asking.task)
         finally:
-            if not lock.locked():
+            asking.waiting -= 1
+            if not asking.waiting:
+                asking.task.cancel()  # nobody is left to hear of it; no effect on one that is over
                 self._asking.pop(key, None)
+        return answer if mine else replace(answer, requests=0, prompt_tokens=0, completion_tokens=0, waited=0.0)
+
+    async def _fresh(self, key: bytes, body: bytes, read: Callable[[str], Any]) -> Answer:
+        answer = await self._send(body)
+        if answer.fault is None:
+            self._answered += 1
+            answer = replace(answer, value=read(answer.text))
+        if answer.value is not None and self.cache:
+            self._replies.put(key, answer.text)
+        return answer
 
     async def _send(self, body: bytes) -> Answer:
         """Send one request until it is answered, within `attempts` and `patience`."""

@@ -15,7 +15,15 @@ from trl.rewards.other_rewards import get_soft_overlong_punishment
 from lit_rl.cli.build import build, prune
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.task_sets import ReasoningGymProblem
-from lit_rl.rewards import ProcessRewardModel, RegexFormat, RemoteReward, RewardModel, Rewards
+from lit_rl.rewards import (
+    GroupJudge,
+    JudgeReward,
+    ProcessRewardModel,
+    RegexFormat,
+    RemoteReward,
+    RewardModel,
+    Rewards,
+)
 
 FOLDER = Path(__file__).parents[2] / "conf" / "reward"
 SHIPPED = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != "none")
@@ -42,12 +50,15 @@ EXPECTED = {  # for the completions "42" of two tokens and GOOD of eleven, with 
     "verifiers": [1.0, 0.25],
 }
 ASKS_ELSEWHERE = {"reward_model": RewardModel, "process_reward_model": ProcessRewardModel, "remote": RemoteReward}
+ASKS_ELSEWHERE |= {"judge": JudgeReward, "judge_group": GroupJudge}
 VALUES = {
     "function": ["reward.fn=[lit_rl.rewards:math_answer,lit_rl.rewards:contains]", "reward.weights=[0.75,0.25]"],
     "joint": ["reward.joint=lit_rl.rewards:contains"],
     "code": ["reward.functions.code_execution.allow_execution=true"],
     "reward_model": ["reward.functions.reward_model.name=owner/model"],
     "process_reward_model": ["reward.functions.process_reward_model.name=owner/model"],
+    "judge": [f"reward.functions.judge.{each}" for each in ("base_url=https://h/v1", "model=m", "rubric=helpful")],
+    "judge_group": [f"reward.functions.judge_group.{each}" for each in ("base_url=https://h/v1", "model=m")],
     "remote": ["reward.functions.remote.urls=[https://rewards.example/score]"],
 }
 TWO_DIGITS = {"max_terms": 2, "min_digits": 2, "max_digits": 2}

@@ -246,14 +246,15 @@ class TestLanguageModel:
     def test_concurrency_is_a_limit(self, server: StandInJudge) -> None:
         wait = threading.Event()
         server.answer = lambda body, number: (200, str(wait.wait(0.05)))
-        LLMJudge(server.url, "m", concurrency=3)(["p"] * 6, ["a"] * 6, ["b"] * 6)
+        LLMJudge(server.url, "m", concurrency=3, cache=0)(["p"] * 6, ["a"] * 6, ["b"] * 6)
         assert 1 < server.most <= 3
 
     def test_concurrency_is_reached_whatever_the_number_of_processors(self, server: StandInJudge) -> None:
         pairs = min(32, (os.cpu_count() or 1) + 4) // 2 + 2  # two requests each: more than an event loop has threads
         together = threading.Barrier(2 * pairs)
         server.answer = lambda body, number: (200, f"verdict: A {together.wait(20)}")
-        assert LLMJudge(server.url, "m", concurrency=2 * pairs)(["p"] * pairs, ["a"] * pairs, ["b"] * pairs)
+        judge = LLMJudge(server.url, "m", concurrency=2 * pairs, cache=0)
+        assert judge(["p"] * pairs, ["a"] * pairs, ["b"] * pairs)
         assert server.most == 2 * pairs and not together.broken
 
     @pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422])
