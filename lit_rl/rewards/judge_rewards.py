@@ -110,8 +110,8 @@ class Rubric:
         """
         if isinstance(given, str):
             try:
-                given = yaml.safe_load(given)
-            except yaml.YAMLError as error:
+                given = json.loads(given) if given.lstrip().startswith("{") else yaml.safe_load(given)
+            except (ValueError, RecursionError, yaml.YAMLError) as error:
                 raise ConfigError(f"{where} is neither YAML nor JSON: {error}.") from error
         given = _without_nulls(given, where, "a mapping with the list criteria")
         _check_keys(given, ("criteria",), where)

@@ -109,6 +109,18 @@ def test_every_setting_of_rewards_is_a_key_of_every_shipped_reward(reward, name)
         reward(name, *VALUES.get(name, []), "reward.tiemout=20")
 
 
+def test_a_rubric_may_stand_in_the_config(reward):
+    rubric = "{criteria: [{name: short, text: Is it short?, range: [0, 3]}, {name: kind, text: Is it kind?}]}"
+    made = reward("judge", *VALUES["judge"][:2], f"reward.functions.judge.rubric={rubric}")
+    judge = made.functions["judge"]
+    assert judge.log_name == "judge" and [each.name for each in judge.rubric.criteria] == ["short", "kind"]
+    assert judge.rubric.criteria[0].range == (0, 3) and judge.extra_body == {}
+    made = reward("judge", *VALUES["judge"], "+reward.functions.judge.extra_body.max_tokens=null")
+    assert made.functions["judge"].extra_body == {"max_tokens": None}
+    with pytest.raises(ConfigError, match="range=.3, 1."):
+        reward("judge", *VALUES["judge"][:2], f"reward.functions.judge.rubric={rubric.replace('0, 3', '3, 1')}")
+
+
 def test_no_reward_is_none():
     assert prune(OmegaConf.to_container(OmegaConf.load(FOLDER / "none.yaml"))) is None
 
