@@ -38,7 +38,7 @@ class Answer:
     """The reply to one request, and what it cost."""
 
     value: Any = None
-    """As the reader of the reply returned it; None where there is no reply, or none in the asked form."""
+    """The result of the reader of the reply; None where there is no reply, or none in the asked form."""
     text: str = ""
     fault: Exception | None = None
     """The reason why there is no reply: after all attempts, or a refusal that would stay one."""
@@ -76,7 +76,7 @@ class _Asking:
 
     task: asyncio.Task[Answer]
     waiting: int = 0
-    """How many wait for it."""
+    """The number of those that wait for it."""
 
 
 @checked("{key}")

@@ -45,7 +45,7 @@ class Criterion:
     """One question about a completion, and the verdicts that answer it."""
 
     name: str
-    """In the reply of the judge, and of its metric: letters, digits, ``_`` and ``-``."""
+    """The key in the reply of the judge, and the last word of its metric: letters, digits, ``_`` and ``-``."""
     text: str
     """The question, in words for the judge."""
     weight: float = 1.0
@@ -88,7 +88,7 @@ class Judgement:
     verdict: str
     reason: str
     score: float
-    """In [0, 1]."""
+    """The worth of the verdict, in [0, 1]."""
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ AGREES = Rubric((Criterion("correct", "The completion's final answer says the sa
 
 
 class _TextJudge(JudgeEndpoint):
-    """What both rewards have in common: the form of replies, references, and what is logged."""
+    """Abstract base of both rewards: the form of replies, references, and what is logged."""
 
     log_name = "judge"
     """The name under which it logs: that of the function, which `Rewards` sets."""

@@ -110,12 +110,12 @@ def test_fit_ends_well_and_warns_of_nothing(fitted: tuple[Path, Outcome]) -> Non
 
 
 def test_fit_learns_from_a_judge_of_groups(demo: str, lit_rl_run: CommandLine, tmp_path: Path) -> None:
-    """Of a prompt's completions, those of a real rollout, the longer one is better, says the stand-in."""
+    """The completions are those of a real rollout; what the stand-in says of them depends on their letters alone."""
 
     def answer(body: dict[str, Any], number: int) -> tuple[int, str]:
         shown = re.findall(r"<(completion_\d+)-[0-9a-f]{16}>", message := body["messages"][0]["content"])
-        lengths = {name.rpartition("_")[2]: min(100, len(marked(message, name))) for name in shown}
-        return 200, json.dumps({name: {"reason": "so", "verdict": length} for name, length in lengths.items()})
+        marks = {name.rpartition("_")[2]: sum(map(ord, marked(message, name))) % 101 for name in shown}
+        return 200, json.dumps({name: {"reason": "so", "verdict": mark} for name, mark in marks.items()})
 
     with standing_in_for_a_judge() as server:
         server.answer = answer
