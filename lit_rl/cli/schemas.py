@@ -128,6 +128,8 @@ TARGETS = {
     "RewardModel": "lit_rl.rewards.RewardModel",
     "ProcessRewardModel": "lit_rl.rewards.ProcessRewardModel",
     "RemoteReward": "lit_rl.rewards.RemoteReward",
+    "JudgeReward": "lit_rl.rewards.JudgeReward",
+    "GroupJudge": "lit_rl.rewards.GroupJudge",
     "RewardJudge": "lit_rl.rewards.judges.RewardJudge",
     "FunctionJudge": "lit_rl.rewards.judges.FunctionJudge",
     "PairwiseJudge": "lit_rl.rewards.judges.PairwiseJudge",

@@ -10,12 +10,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import os
 import socket
 import sys
+import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
@@ -52,6 +55,8 @@ class HTTPAnswer:
     status: int
     reason: str
     body: bytes
+    retry_after: float | None = None
+    """Seconds that the server asks to be left alone, by its header Retry-After; None where it says nothing."""
 
     @property
     def is_ok(self) -> bool:
@@ -104,11 +109,24 @@ async def request(
                 answer += piece
                 if len(answer) > largest:
                     raise LargeAnswer(largest, bytes(answer[:999]))
-            return HTTPAnswer(response.status, response.reason or "", bytes(answer))
+            pause = seconds_until(response.headers.get("Retry-After", ""))
+            return HTTPAnswer(response.status, response.reason or "", bytes(answer), pause)
     except TimeoutError as error:
         raise LateAnswer(f"no answer within {timeout:g} seconds") from error
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise NoAnswer(_reason(error)) from error
+
+
+def seconds_until(header: str) -> float | None:
+    """Return the seconds of a Retry-After header, a number or a date (RFC 9110, 10.2.3); None if it is neither."""
+    try:
+        seconds = float(header)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(header).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            return None
+    return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
 def _proxy_for(url: str) -> str | None:

@@ -4,6 +4,7 @@ from lit_rl.rewards.code_rewards import CodeExecution
 from lit_rl.rewards.combinations import JointRewards, RewardRecipes
 from lit_rl.rewards.contract import FunctionFromPath, load_function, text_of
 from lit_rl.rewards.jobs import TrainerState
+from lit_rl.rewards.judge_rewards import GroupJudge, JudgeReward
 from lit_rl.rewards.judges import FunctionJudge, Judge, PairwiseJudge, RewardJudge
 from lit_rl.rewards.llm_judge import LLMJudge
 from lit_rl.rewards.math_rewards import MathAccuracy, boxed, final_answer, math_accuracy, math_answer
@@ -26,8 +27,10 @@ __all__ = [
     "CosineScaledLength",
     "FunctionFromPath",
     "FunctionJudge",
+    "GroupJudge",
     "JointRewards",
     "Judge",
+    "JudgeReward",
     "LLMJudge",
     "Length",
     "MathAccuracy",

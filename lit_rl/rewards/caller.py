@@ -40,7 +40,18 @@ from lit_rl.rewards.contract import (
     takes,
     text_of,
 )
-from lit_rl.rewards.jobs import SERVICES, CallFailed, Failure, Job, Outcome, TrainerState, n_completions, run, run_async
+from lit_rl.rewards.jobs import (
+    SERVICES,
+    CallFailed,
+    Failure,
+    Job,
+    Outcome,
+    TrainerState,
+    ends_the_run,
+    n_completions,
+    run,
+    run_async,
+)
 from lit_rl.rewards.workers import WorkerPool, quote_output
 
 
@@ -308,7 +319,17 @@ class Caller:
                 f"reward.cache={self.settings.cache}: reward function {self.name!r} takes trainer_state, so its value "
                 "is not the same for the same completion. Set reward.cache=0."
             )
+        if self._cache is not None and self._compares_rows:
+            raise ConfigError(
+                f"reward.cache={self.settings.cache}: reward function {self.name!r} compares the completions of a "
+                "prompt, and a cache would hide some of them from it. Set reward.cache=0."
+            )
         return wanted
+
+    @property
+    def _compares_rows(self) -> bool:
+        """True if a value depends on the other completions of its prompt, so that none is scored alone."""
+        return getattr(_inner(self.function), "compares_rows", False) is True
 
     @cached_property
     def _is_async(self) -> bool:
@@ -348,10 +369,9 @@ class Caller:
             completions: The same of the completions, for messages.
         """
         runs_elsewhere = self.pool is not None or self._is_async
-        inner = self.function.function if isinstance(self.function, FunctionFromPath) else self.function
         # Its value for a completion then depends on that completion, its prompt and columns alone: it may be called
         # with some of the rows of a batch, in a thread of its own, while other rows are still generated.
-        is_independent = getattr(inner, "independent_rows", False) is True
+        is_independent = getattr(_inner(self.function), "independent_rows", False) is True
         allowed = is_independent or (job.per_sample and runs_elsewhere)
         if not allowed or (self.logs_metrics and not job.per_sample) or self._cache is not None:
             return None
@@ -467,10 +487,10 @@ class Caller:
         try:
             return await self._run(job)
         except CallFailed as failed:
-            if self.settings.on_error is None or isinstance(failed.__cause__, ConfigError):  # wrong for every row
+            if self.settings.on_error is None or ends_the_run(failed.__cause__):
                 raise call_error(self.name, failed, job.rows, completions, self.settings) from failed.__cause__
-            if job.rows == 1:
-                return Outcome([failed.failure], output=failed.failure.output)
+            if job.rows == 1 or self._compares_rows:
+                return Outcome([failed.failure] * job.rows, output=failed.failure.output)
 
         async def alone(row: int) -> Outcome:
             nonlocal hangs
@@ -538,6 +558,10 @@ class Caller:
             yield
         finally:
             timer.cancel()
+
+
+def _inner(function: Function) -> Function:
+    return function.function if isinstance(function, FunctionFromPath) else function
 
 
 async def _gather(functions: Sequence[Callable[[], Coroutine[Any, Any, Outcome]]], at_once: int) -> list[Outcome]:

@@ -97,6 +97,13 @@ class LooksAtData(Protocol):
         ...
 
 
+@runtime_checkable
+class LogsByName(Protocol):
+    """A reward function that logs metrics under the name that it has among the functions of a `Rewards`."""
+
+    log_name: str
+
+
 _RENAME = "Rename the argument, or the column with data.rename."
 _FIX = {
     "solution_str": "In verl this is the text of one completion. Call it completion here, and name the column that "

@@ -159,6 +159,15 @@ class CallFailed(Exception):
         self.failure = failure
 
 
+class TooManyFailures(RewardError):
+    """More failures of a reward's own server than it allows: the run ends, and ``on_error`` scores nothing."""
+
+
+def ends_the_run(error: BaseException | None) -> bool:
+    """Tell whether an error of a function ends the run whatever ``on_error`` is: it is wrong for every row."""
+    return isinstance(error, ConfigError | TooManyFailures)
+
+
 @dataclass(frozen=True)
 class Job:
     """A call of a function: its inputs, by the names of its own arguments."""
@@ -358,7 +367,7 @@ async def run_async(function: Callable[..., Any], job: Job) -> Outcome:
 
 def _failure_or_raise(error: BaseException, job: Job, row: int | None) -> Failure:
     failure = failure_of(error, None if row is None else job.numbers[row])
-    if job.catch and row is not None and not isinstance(error, ConfigError):  # that is wrong for every row
+    if job.catch and row is not None and not ends_the_run(error):
         return failure
     raise CallFailed(failure) from error
 

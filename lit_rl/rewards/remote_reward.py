@@ -22,6 +22,7 @@ from lit_rl.rewards.contract import ARGUMENTS
 
 _REQUESTS_PER_SERVER = 4
 _LONGEST_WAIT = 30.0
+_LONGEST_PAUSE = 60.0
 _LARGEST_ANSWER = 64 * 2**20
 _RETRIED_STATUSES = (408, 409, 425, 429)
 """Statuses of the 400s that the same request may not get again: too slow, in conflict, too early, too many."""
@@ -108,18 +109,18 @@ class RemoteReward:
 
     async def _ask(self, body: bytes, count: int, free: asyncio.Semaphore) -> list[float | None]:
         """Send one request until a server answers it."""
-        first, failure = self._sent, ""
+        first, failure, pause = self._sent, "", 0.0
         self._sent += 1
         tries = self.attempts * len(self.urls)
         for attempt in range(tries):
             url = self.urls[(first + attempt) % len(self.urls)]
             if attempt and attempt % len(self.urls) == 0:
-                await back_off(attempt // len(self.urls), self.backoff)
+                await back_off(attempt // len(self.urls), self.backoff, pause)
             try:
                 async with free:
                     return parse_rewards(await self.post(url, body), count)
             except RequestFailed as error:
-                failure = f"{url}: {error}"
+                failure, pause = f"{url}: {error}", min(error.retry_after or 0.0, _LONGEST_PAUSE)
         raise RewardError(
             f"no server gave the rewards of {count} completions in {tries} attempts. The last one, {failure}. Servers: "
             f"{', '.join(self.urls)}. Are they running? timeout={self.timeout:g} is the limit of one "
@@ -141,14 +142,19 @@ class RemoteReward:
             raise RequestFailed(
                 f"answered {answer.status} {plain_line(answer.reason)} "
                 f"{plain_line(answer.body[:200].decode(errors='replace'))}",
-                for_good=400 <= answer.status < 500 and answer.status not in _RETRIED_STATUSES,
+                status=answer.status,
+                retry_after=answer.retry_after,
             )
         return JSONValue.parse(answer.body, lambda what: RequestFailed(f"the answer is wrong: {what}"))
 
 
-async def back_off(failures: int, first: float) -> None:
-    """Wait after a failure: `first` seconds, doubled every time up to 30, and shortened by up to half at random."""
-    await asyncio.sleep(min(_LONGEST_WAIT, first * 2 ** (failures - 1)) * random.uniform(0.5, 1))
+async def back_off(failures: int, first: float, at_least: float = 0.0) -> None:
+    """Wait after a failure: `first` seconds, doubled every time up to 30, and shortened by up to half at random.
+
+    Never shorter than `at_least` seconds.
+    """
+    wait = min(_LONGEST_WAIT, first * 2 ** (failures - 1)) * random.uniform(0.5, 1)
+    await asyncio.sleep(max(at_least, wait))
 
 
 class RequestFailed(Exception):
@@ -156,12 +162,18 @@ class RequestFailed(Exception):
 
     Args:
         why: The reason, in words.
-        for_good: The same request would be answered the same again.
+        status: Of the answer; None where there was none, or one that cannot be read.
+        retry_after: Seconds that the server asks to be left alone; None where it says nothing.
     """
 
-    def __init__(self, why: str, *, for_good: bool = False) -> None:
+    def __init__(self, why: str, *, status: int | None = None, retry_after: float | None = None) -> None:
         super().__init__(why)
-        self.for_good = for_good
+        self.status, self.retry_after = status, retry_after
+
+    @property
+    def for_good(self) -> bool:
+        """True if the same request would be answered the same again: a status of the 400s that does not pass."""
+        return self.status is not None and 400 <= self.status < 500 and self.status not in _RETRIED_STATUSES
 
 
 def _check_url(url: str, allow_http: bool) -> None:

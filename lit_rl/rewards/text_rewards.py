@@ -174,3 +174,11 @@ def reasoning_format(prompts: Sequence[Any], completions: Sequence[Completion], 
     """
     texts = [text_of(completion) for completion in completions]
     return [float(text.startswith(_OPEN) and _OPEN not in text[len(_OPEN) :] and _CLOSE in text) for text in texts]
+
+
+def without_thoughts(text: str) -> str:
+    """Return what stands behind the last ``</think>`` and before a ``<think>`` that is left open, without outer blanks.
+
+    A chat template may have opened the thought before the completion begins. Other marks of thoughts are left.
+    """
+    return text.rpartition(_CLOSE)[2].partition(_OPEN)[0].strip()

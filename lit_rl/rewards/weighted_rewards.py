@@ -32,6 +32,7 @@ from lit_rl.rewards.contract import (
     Completion,
     Function,
     FunctionFromPath,
+    LogsByName,
     LooksAtData,
     Part,
     check_callable,
@@ -289,6 +290,9 @@ class Rewards:
         self.settings = settings
         self._callers = {name: Caller(name, function, settings) for name, function in self.functions.items()}
         self._watches = {name: ValueWatch(name, constant_limit) for name in self.functions}
+        for name, function in self.functions.items():
+            if isinstance(function, LogsByName):
+                function.log_name = name
 
     def __repr__(self) -> str:
         return f"Rewards({', '.join(f'{weight:g} * {name}' for name, weight in self.weights.items())})"

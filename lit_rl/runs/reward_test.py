@@ -39,6 +39,9 @@ class RewardTrial:
 def reward_test(run: Run, *, rows: int = 4, completions: str | None = None) -> int:
     """Score a few completions of the first training rows and print the scores and the time. Loads no weights.
 
+    What a function logs of each completion is a column of the scores, or a table of its own where it has long texts,
+    such as the verdicts and reasons of a judge.
+
     Each row gets its own `completion` column, if there is one, else its `answer`, plain and in a box; the answer of
     another row; and an empty text. A function is called twice with all of them: the first call may load something.
 
@@ -77,6 +80,8 @@ def reward_test(run: Run, *, rows: int = 4, completions: str | None = None) -> i
     scores, seconds = _score(reward, inputs)
     if run.trainer.is_global_zero:
         Console().print(_scores_table(batch, trials, scores))
+        for name in _long_extras(scores):
+            Console().print(_texts_table(trials, name, scores.extras[name]))
         Console().print(_times_table(scores, seconds, len(trials)))
     return 0
 
@@ -172,7 +177,8 @@ def _scores_table(batch: PromptBatch, trials: Sequence[RewardTrial], scores: Sco
         table.add_column(name)
     for name in (*scores.names, "total"):
         table.add_column(name, justify="right")
-    for name in scores.extras:
+    brief = {name: values for name, values in scores.extras.items() if name not in _long_extras(scores)}
+    for name in brief:
         table.add_column(name)
     for i, trial in enumerate(trials):
         prompt = batch.prompts[trial.row]
@@ -180,8 +186,24 @@ def _scores_table(batch: PromptBatch, trials: Sequence[RewardTrial], scores: Sco
         first = i == 0 or trials[i - 1].row != trial.row
         numbers = [*scores.values[i].tolist(), scores.total[i].item()]
         texts = _cut(question, _PROMPT) if first else "", trial.kind, _cut(trial.text, _COMPLETION)
-        extras = [Text(_cut(str(values[i]), _COMPLETION)) for values in scores.extras.values()]
+        extras = [Text(_cut(str(values[i]), _COMPLETION)) for values in brief.values()]
         table.add_row(str(trial.row) if first else "", *map(Text, texts), *map(_number, numbers), *extras)
+    return table
+
+
+def _long_extras(scores: Scores) -> list[str]:
+    """Return the names of logged columns with a text that a cell of the scores would cut."""
+    long = {name: [str(value) for value in values] for name, values in scores.extras.items()}
+    return [name for name, texts in long.items() if any(_cut(text, _COMPLETION) != text for text in texts)]
+
+
+def _texts_table(trials: Sequence[RewardTrial], name: str, texts: Sequence[Any]) -> Table:
+    table = Table(title=name, title_justify="left")
+    for column in ("row", "kind", "completion", name):
+        table.add_column(column)
+    for trial, text in zip(trials, texts, strict=True):
+        cells = str(trial.row), trial.kind, _cut(trial.text, _PROMPT), "none" if text is None else str(text)
+        table.add_row(*map(Text, cells))
     return table
 
 

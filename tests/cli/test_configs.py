@@ -89,6 +89,13 @@ VALUES = {  # what has no default
     "reward/process_reward_model": ["reward.functions.process_reward_model.name=o/m"],
     "reference/path": ["reference.name=tiny"],
     "reward/code": ["reward.functions.code_execution.allow_execution=true"],
+    "reward/judge": [
+        *(f"reward.functions.judge.{word}" for word in ("base_url=https://h/v1", "model=m", "rubric=helpful"))
+    ],
+    "reward/judge_group": [
+        "reward.functions.judge_group.base_url=https://h/v1",
+        "reward.functions.judge_group.model=m",
+    ],
     "reward/remote": ["reward.functions.remote.urls=[https://h/x]"],
     "reward/reward_model": ["reward.functions.reward_model.name=o/m"],
 }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from cli_helpers import Command, refused, write_jsonl
+from standin_judge import marked, standing_in_for_a_judge
 
 from lit_rl.core.errors import ConfigError, DataError
 from lit_rl.data.prompt_module import RolloutDataModule
@@ -75,6 +77,25 @@ def test_messages_own_completions_and_rows_that_no_function_applies_to(ask, tmp_
 )
 def test_what_is_wrong_with_a_reward_is_said_with_its_exit_code(ask, reward, code, told):
     refused(ask(*reward), code, told)
+
+
+def test_a_judge_shows_its_verdicts_and_reasons(ask):
+    why = "every sentence of it was compared with the request, word by word, twice, and found to be so"
+    entries = {name: {"reason": why, "verdict": "yes"} for name in ("correct", "to_the_point")}
+    said = json.dumps(entries | {"clear": {"reason": why, "verdict": 3}})
+    settings = ["base_url={}", "model=m", "rubric=helpful"]
+    with standing_in_for_a_judge() as server:
+        server.answer = lambda body, number: (
+            200,
+            said if marked(body["messages"][0]["content"], "completion") else "?",
+        )
+        words = [f"reward.functions.judge.{each.format(server.url)}" for each in settings]
+        outcome = ask("reward=judge", *words, "reward_test.rows=1")
+    assert outcome.code == 0, outcome.err
+    assert [c[4:] for c in rows(outcome.out) if len(c) == 6] == [["0.9", "0.9"]] * 3 + [["none", "none"]]
+    told = " ".join(c[3] for c in rows(outcome.out) if len(c) == 4)
+    assert told.split().count("correct:") == 3 and f"clear: 3 ({why})" in " ".join(told.split())
+    assert "no verdict in the answer '?'" in " ".join(told.split())
 
 
 MINE = """

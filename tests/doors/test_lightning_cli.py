@@ -14,12 +14,14 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
 import torch
 import warm
 import yaml
+from standin_judge import marked, standing_in_for_a_judge
 from tiers import quick
 
 import lit_rl.cli
@@ -105,6 +107,30 @@ def test_fit_ends_well_and_warns_of_nothing(fitted: tuple[Path, Outcome]) -> Non
     assert "none are written; every completion as parquet: add --trainer.callbacks+=lit_rl.callbacks.S" in outcome.out
     assert "no export; a folder for transformers" in outcome.out and "curves" not in outcome.out
     assert "train/reward" in (folder.parent / "logs" / "metrics.jsonl").read_text()
+
+
+def test_fit_learns_from_a_judge_of_groups(demo: str, lit_rl_run: CommandLine, tmp_path: Path) -> None:
+    """The completions are those of a real rollout; what the stand-in says of them depends on their letters alone."""
+
+    def answer(body: dict[str, Any], number: int) -> tuple[int, str]:
+        shown = re.findall(r"<(completion_\d+)-[0-9a-f]{16}>", message := body["messages"][0]["content"])
+        marks = {name.rpartition("_")[2]: sum(map(ord, marked(message, name))) % 101 for name in shown}
+        return 200, json.dumps({name: {"reason": "so", "verdict": mark} for name, mark in marks.items()})
+
+    with standing_in_for_a_judge() as server:
+        server.answer = answer
+        words = ["fit", demo, *SMALL, "--trainer.limit_val_batches=0", "--trainer.max_steps=1"]
+        words += ["--trainer.logger=lit_rl.callbacks.JsonlLogger", "--trainer.logger.path=metrics.jsonl"]
+        words += ["--model.reward=lit_rl.rewards.GroupJudge", f"--model.reward.base_url={server.url}"]
+        outcome = lit_rl_run(*words, "--model.reward.model=m", "--model.reward.concurrency=2")
+    assert outcome.code == 0, outcome.err
+    assert len(server.asked) == 4 and server.most <= 2
+    (row,) = (
+        json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if "reward_std" in line
+    )
+    assert abs(row["train/reward"]) < 1e-6 < row["train/rewards/group_judge/std"]
+    assert row["train/rewards/group_judge/unparsable"] == row["train/rewards/group_judge/cached"] == 0
+    assert row["train/rewards/group_judge/requests"] > 0 < row["train/rewards/group_judge/prompt_tokens"]
 
 
 def test_the_line_that_evaluates_a_fit_works(

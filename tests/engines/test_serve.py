@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import signal
@@ -23,6 +24,7 @@ from lit_rl.generation.vllm.client import Client, ServerHung, ServerRefused
 from lit_rl.generation.vllm.engine_settings import API_KEY_VARIABLE, EngineSettings, model_arguments
 from lit_rl.generation.vllm.launch import ServerProcess, server_arguments
 from lit_rl.models import LanguageModel
+from lit_rl.rewards import JudgeReward, Rewards
 from lit_rl.runs.serve import Serve, serve
 
 wait = HTTP_LOOP.wait
@@ -93,6 +95,30 @@ def test_token_ids_go_in_and_come_out_with_the_models_own_logprobs(served):
     assert len(choices) == 4 and all(len(choice["token_ids"]) == 8 for choice in choices)
     assert worst(choices, policy) < 1e-4
     assert worst(complete(Client(served.url), n=4, temperature=0.5), policy, temperature=0.5) < 1e-4
+
+
+def test_it_judges_completions_as_a_reward(served):
+    """The policy that ships is no judge: its replies are of a form that the server enforces, or counted as failures."""
+    rubric = {"criteria": [{"name": "good", "text": "Is it good?"}]}
+    regex = r'\{"good": \{"reason": "[a-z ]{1,8}", "verdict": "(no|yes)"\}\}'
+    forced = {"response_format": None, "structured_outputs": {"regex": regex}}
+    for extra_body in (forced, None):
+        judge = JudgeReward(
+            f"{served.url}/v1",
+            "tiny",
+            rubric=rubric,
+            template="$criteria\n$prompt$completion\n$form",
+            max_tokens=96,
+            extra_body=extra_body,
+            key_env=API_KEY_VARIABLE,
+        )
+        rewards = Rewards({"judge": judge})
+        scores = rewards.score(["1+1="] * 3, ["2", "3", "2"], {}, completion_ids=[[1]] * 3)
+        means = {name.rpartition("/")[2]: total / count for name, (total, count) in scores.metrics.items()}
+        assert means["unanswered"] == 0 and means["requests"] == 2 / 3  # equal ones are asked about once
+        assert 20 < means["prompt_tokens"] < LENGTH and 0 < means["completion_tokens"] <= 96
+        values = scores.total.tolist()
+        assert set(values) <= {0.0, 1.0} if extra_body else means["unparsable"] == sum(map(math.isnan, values)) / 3
 
 
 def test_an_adapter_of_the_models_rank_fits_and_a_higher_one_does_not(served, tmp_path):

@@ -15,7 +15,15 @@ from trl.rewards.other_rewards import get_soft_overlong_punishment
 from lit_rl.cli.build import build, prune
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.task_sets import ReasoningGymProblem
-from lit_rl.rewards import ProcessRewardModel, RegexFormat, RemoteReward, RewardModel, Rewards
+from lit_rl.rewards import (
+    GroupJudge,
+    JudgeReward,
+    ProcessRewardModel,
+    RegexFormat,
+    RemoteReward,
+    RewardModel,
+    Rewards,
+)
 
 FOLDER = Path(__file__).parents[2] / "conf" / "reward"
 SHIPPED = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != "none")
@@ -42,12 +50,15 @@ EXPECTED = {  # for the completions "42" of two tokens and GOOD of eleven, with 
     "verifiers": [1.0, 0.25],
 }
 ASKS_ELSEWHERE = {"reward_model": RewardModel, "process_reward_model": ProcessRewardModel, "remote": RemoteReward}
+ASKS_ELSEWHERE |= {"judge": JudgeReward, "judge_group": GroupJudge}
 VALUES = {
     "function": ["reward.fn=[lit_rl.rewards:math_answer,lit_rl.rewards:contains]", "reward.weights=[0.75,0.25]"],
     "joint": ["reward.joint=lit_rl.rewards:contains"],
     "code": ["reward.functions.code_execution.allow_execution=true"],
     "reward_model": ["reward.functions.reward_model.name=owner/model"],
     "process_reward_model": ["reward.functions.process_reward_model.name=owner/model"],
+    "judge": [f"reward.functions.judge.{each}" for each in ("base_url=https://h/v1", "model=m", "rubric=helpful")],
+    "judge_group": [f"reward.functions.judge_group.{each}" for each in ("base_url=https://h/v1", "model=m")],
     "remote": ["reward.functions.remote.urls=[https://rewards.example/score]"],
 }
 TWO_DIGITS = {"max_terms": 2, "min_digits": 2, "max_digits": 2}
@@ -96,6 +107,18 @@ def test_every_setting_of_rewards_is_a_key_of_every_shipped_reward(reward, name)
     assert {key: getattr(made.settings, key) for key in asked} == asked
     with pytest.raises(ConfigCompositionException, match="tiemout"):
         reward(name, *VALUES.get(name, []), "reward.tiemout=20")
+
+
+def test_a_rubric_may_stand_in_the_config(reward):
+    rubric = "{criteria: [{name: short, text: Is it short?, range: [0, 3]}, {name: kind, text: Is it kind?}]}"
+    made = reward("judge", *VALUES["judge"][:2], f"reward.functions.judge.rubric={rubric}")
+    judge = made.functions["judge"]
+    assert judge.log_name == "judge" and [each.name for each in judge.rubric.criteria] == ["short", "kind"]
+    assert judge.rubric.criteria[0].range == (0, 3) and judge.extra_body == {}
+    made = reward("judge", *VALUES["judge"], "+reward.functions.judge.extra_body.max_tokens=null")
+    assert made.functions["judge"].extra_body == {"max_tokens": None}
+    with pytest.raises(ConfigError, match="range=.3, 1."):
+        reward("judge", *VALUES["judge"][:2], f"reward.functions.judge.rubric={rubric.replace('0, 3', '3, 1')}")
 
 
 def test_no_reward_is_none():

@@ -6,13 +6,13 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from standin_judge import StandInJudge, chat, marked, standing_in_for_a_judge
 
 from lit_rl.core.errors import ConfigError, RewardError
 from lit_rl.rewards.judges import FunctionJudge, Judge, PairwiseJudge, RewardJudge, as_judge, check_verdicts
@@ -148,80 +148,16 @@ class TestPairwise:
             PairwiseJudge(lambda prompts, firsts, seconds: [])
 
 
-Answer = Callable[[dict[str, Any], int], tuple[int, Any]]
-
-
-class Listening(ThreadingHTTPServer):
-    request_queue_size = 128  # connections that arrive together are not put off
-
-
-class Server:
-    """A chat API on this machine: answers as it is told, and keeps what it was asked."""
-
-    def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
-        self.headers: list[str | None] = []
-        self.answer: Answer = lambda body, number: (200, "verdict: A")
-        self.under_way = self.most = 0
-        lock, outer = threading.Lock(), self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with lock:
-                    outer.asked.append(body | {"path": self.path})
-                    outer.headers.append(self.headers.get("Authorization"))
-                    outer.under_way += 1
-                    outer.most = max(outer.most, outer.under_way)
-                    number = len(outer.asked)
-                status, said = outer.answer(body, number)
-                content = said if isinstance(said, bytes) else json.dumps(chat(said)).encode()
-                with lock:
-                    outer.under_way -= 1
-                self.send_response(status)
-                if 300 <= status < 400:
-                    self.send_header("Location", content.decode())
-                self.end_headers()
-                self.wfile.write(content)
-
-            def do_GET(self) -> None:
-                """What a redirect makes of a POST: answered with a verdict."""
-                outer.headers.append(self.headers.get("Authorization"))
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(json.dumps(chat("verdict: A")).encode())
-
-            def log_message(self, *_: Any) -> None:  # pyright: ignore
-                pass
-
-        self.http = Listening(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.http.server_port}/v1"
-
-    def close(self) -> None:
-        self.http.shutdown()
-        self.http.server_close()
-
-
-def chat(text: str | None) -> dict[str, Any]:
-    return {"choices": [{"message": {"role": "assistant", "content": text}}]}
-
-
 def texts(body: dict[str, Any]) -> tuple[str, str]:
     """Answers A and B of a request."""
     content = body["messages"][0]["content"]
-    first = content.split("Answer of A:\n")[1].split("\n\nAnswer of B:")[0]
-    return first, content.split("Answer of B:\n")[1].split("\n\nReply with")[0]
+    return marked(content, "first"), marked(content, "second")
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    made = Server()
-    yield made
-    made.close()
+def server() -> Iterator[StandInJudge]:
+    with standing_in_for_a_judge() as made:
+        yield made
 
 
 def longer(body: dict[str, Any], number: int) -> tuple[int, str]:
@@ -230,7 +166,7 @@ def longer(body: dict[str, Any], number: int) -> tuple[int, str]:
 
 
 class TestLanguageModel:
-    def test_asks_both_orders_and_averages(self, server: Server) -> None:
+    def test_asks_both_orders_and_averages(self, server: StandInJudge) -> None:
         server.answer = longer
         judge = LLMJudge(server.url, "m", temperature=0.2, max_tokens=9)
         assert judge(*FOUR) == [0.0, 1.0, 0.5, 1.0]
@@ -239,21 +175,21 @@ class TestLanguageModel:
         assert {texts(body) for body in server.asked} == {pair for a, b in zip(*FOUR[1:]) for pair in ((a, b), (b, a))}
         assert set(server.headers) == {None}
 
-    def test_messages_and_texts_with_dollars_are_sent_as_they_are(self, server: Server) -> None:
+    def test_messages_and_texts_with_dollars_are_sent_as_they_are(self, server: StandInJudge) -> None:
         prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "cost of $first?"}]
         answers = [{"role": "assistant", "content": "$second and $prompt"}], [{"role": "assistant", "content": "5"}]
         LLMJudge(server.url, "m")([prompt], [answers[0]], [answers[1]])
         content = server.asked[0]["messages"][0]["content"]
-        assert "system: Be brief.\n\nuser: cost of $first?" in content
+        assert marked(content, "prompt") == "system: Be brief.\n\nuser: cost of $first?"
         assert {texts(body) for body in server.asked} == {("$second and $prompt", "5"), ("5", "$second and $prompt")}
 
-    def test_prompts_with_images_are_not_judged_blind(self, server: Server) -> None:
+    def test_prompts_with_images_are_not_judged_blind(self, server: StandInJudge) -> None:
         prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which?"}]}]
         with pytest.raises(RewardError, match="judge=llm reads text alone, and a prompt shows images"):
             LLMJudge(server.url, "m")([prompt], ["7"], ["8"])
         assert not server.asked
 
-    def test_a_failed_request_is_sent_again(self, server: Server) -> None:
+    def test_a_failed_request_is_sent_again(self, server: StandInJudge) -> None:
         bad: list[tuple[int, Any]] = [
             (500, b"busy"),
             (429, b""),
@@ -265,19 +201,22 @@ class TestLanguageModel:
         logged: dict[str, float] = {}
         judge = LLMJudge(server.url, "m", backoff=0.001, attempts=6)
         assert judge(*FOUR, log_metric=logged.__setitem__) == [0.0, 1.0, 0.5, 1.0]
-        assert len(server.asked) == 8 + len(bad) and logged == {"judge/unanswered": 0, "judge/unparsable": 0}
+        assert len(server.asked) == 8 + len(bad)
+        failed = {"judge/unanswered": 0, "judge/unparsable": 0}
+        costs = {"judge/prompt_tokens": 7, "judge/completion_tokens": 3, "judge/requests": (8 + len(bad)) / 8}
+        assert logged == failed | costs | {"judge/cached": 0, "judge/rate_limit_seconds": 0}
 
-    def test_what_cannot_be_read_is_no_verdict_and_is_counted(self, server: Server) -> None:
+    def test_what_cannot_be_read_is_no_verdict_and_is_counted(self, server: StandInJudge) -> None:
         server.answer = lambda body, number: (200, "I like both" if texts(body)[0] == "a" else "B")
         logged: dict[str, float] = {}
         assert LLMJudge(server.url, "m")(*FOUR, log_metric=logged.__setitem__) == [None, 0.5, 0.5, 0.5]
-        assert logged == {"judge/unanswered": 0, "judge/unparsable": 1 / 8}
+        assert (logged["judge/unanswered"], logged["judge/unparsable"]) == (0, 1 / 8)
 
-    def test_an_answer_without_text_is_no_verdict(self, server: Server) -> None:
+    def test_an_answer_without_text_is_no_verdict(self, server: StandInJudge) -> None:
         server.answer = lambda body, number: (200, json.dumps(chat(None)).encode())
         assert LLMJudge(server.url, "m")(*FOUR) == [None] * 4
 
-    def test_more_failures_than_the_budget_end_the_run(self, server: Server) -> None:
+    def test_more_failures_than_the_budget_end_the_run(self, server: StandInJudge) -> None:
         server.answer = lambda body, number: (200, "no idea")
         judge = LLMJudge(server.url, "m", max_failures=0.0)
         for _ in range(2):
@@ -285,7 +224,7 @@ class TestLanguageModel:
         with pytest.raises(RewardError, match=r"12 of 12 pairs.*judge\.max_failures=0.*no idea"):
             judge(*FOUR)
 
-    def test_the_budget_is_a_share(self, server: Server) -> None:
+    def test_the_budget_is_a_share(self, server: StandInJudge) -> None:
         server.answer = lambda body, number: (200, "?" if "bb" in texts(body) else "A")
         judge = LLMJudge(server.url, "m", max_failures=0.25)
         for _ in range(12):
@@ -297,28 +236,29 @@ class TestLanguageModel:
             for _ in range(3):
                 judge(*FOUR)
 
-    def test_a_slow_answer_runs_into_the_limit(self, server: Server) -> None:
+    def test_a_slow_answer_runs_into_the_limit(self, server: StandInJudge) -> None:
         stop = threading.Event()
         server.answer = lambda body, number: (200, str(stop.wait(5)))
         judge = LLMJudge(server.url, "m", timeout=0.2, attempts=1)
         assert judge(["p"], ["a"], ["b"]) == [None]
         stop.set()
 
-    def test_concurrency_is_a_limit(self, server: Server) -> None:
+    def test_concurrency_is_a_limit(self, server: StandInJudge) -> None:
         wait = threading.Event()
         server.answer = lambda body, number: (200, str(wait.wait(0.05)))
-        LLMJudge(server.url, "m", concurrency=3)(["p"] * 6, ["a"] * 6, ["b"] * 6)
+        LLMJudge(server.url, "m", concurrency=3, cache=0)(["p"] * 6, ["a"] * 6, ["b"] * 6)
         assert 1 < server.most <= 3
 
-    def test_concurrency_is_reached_whatever_the_number_of_processors(self, server: Server) -> None:
+    def test_concurrency_is_reached_whatever_the_number_of_processors(self, server: StandInJudge) -> None:
         pairs = min(32, (os.cpu_count() or 1) + 4) // 2 + 2  # two requests each: more than an event loop has threads
         together = threading.Barrier(2 * pairs)
         server.answer = lambda body, number: (200, f"verdict: A {together.wait(20)}")
-        assert LLMJudge(server.url, "m", concurrency=2 * pairs)(["p"] * pairs, ["a"] * pairs, ["b"] * pairs)
+        judge = LLMJudge(server.url, "m", concurrency=2 * pairs, cache=0)
+        assert judge(["p"] * pairs, ["a"] * pairs, ["b"] * pairs)
         assert server.most == 2 * pairs and not together.broken
 
     @pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422])
-    def test_a_refusal_that_would_stay_one_is_not_asked_for_again(self, server: Server, status: int) -> None:
+    def test_a_refusal_that_would_stay_one_is_not_asked_for_again(self, server: StandInJudge, status: int) -> None:
         server.answer = lambda body, number: (
             (status, b"no such model") if texts(body)[0] == "a" else longer(body, number)
         )
@@ -328,20 +268,20 @@ class TestLanguageModel:
         assert len(server.asked) == 8 and logged["judge/unanswered"] == 1 / 8
 
     @pytest.mark.parametrize("status", [408, 409, 425, 429, 500, 503])
-    def test_a_refusal_that_may_pass_is(self, server: Server, status: int) -> None:
+    def test_a_refusal_that_may_pass_is(self, server: StandInJudge, status: int) -> None:
         server.answer = lambda body, number: (status, b"") if number == 1 else longer(body, number)
         assert LLMJudge(server.url, "m", attempts=2, backoff=0.001)(*FOUR) == [0.0, 1.0, 0.5, 1.0]
         assert len(server.asked) == 9
 
-    def test_a_refusal_ends_the_run_with_its_words(self, server: Server) -> None:
+    def test_a_refusal_ends_the_run_with_its_words(self, server: StandInJudge) -> None:
         server.answer = lambda body, number: (401, b"no such key")
         judge = LLMJudge(server.url, "m", backoff=30.0)
         with pytest.raises(RewardError, match="answered 401 Unauthorized no such key.*judge.key_env"):
             judge(*FOUR)  # fewer than are forgiven: but it would stay so
 
-    def test_a_redirect_is_not_followed_wherever_it_leads(self, server: Server, monkeypatch) -> None:
+    def test_a_redirect_is_not_followed_wherever_it_leads(self, server: StandInJudge, monkeypatch) -> None:
         monkeypatch.setenv("MY_KEY", "s3cret")
-        with closing(Server()) as elsewhere:
+        with closing(StandInJudge()) as elsewhere:
             server.answer = lambda body, number: (302, f"{elsewhere.url}/chat/completions".encode())
             judge = LLMJudge(server.url, "m", key_env="MY_KEY", attempts=1, max_failures=1)
             assert judge(["p"], ["a"], ["b"]) == [None]
@@ -354,7 +294,7 @@ class TestLanguageModel:
         told = [str(warning.message) for warning in recwarn if "no verdict" in str(warning.message)]
         assert len(told) == 1 and "4 of 4 pairs" in told[0] and "refused" in told[0]
 
-    def test_the_key_comes_from_the_environment_and_stands_nowhere(self, server: Server, monkeypatch) -> None:
+    def test_the_key_comes_from_the_environment_and_stands_nowhere(self, server: StandInJudge, monkeypatch) -> None:
         monkeypatch.setenv("MY_KEY", "s3cret")
         judge = LLMJudge(server.url, "m", key_env="MY_KEY")
         judge(["p"], ["a"], ["b"])

@@ -10,12 +10,14 @@ import math
 import pickle
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 from PIL import Image
+from standin_judge import standing_in_for_a_judge
 from waiting import until
 
 from lit_rl.core.errors import ConfigError, RewardError
@@ -210,6 +212,19 @@ def test_nothing_waits_on_for_a_server_that_hangs_on_every_request(serve):
         return len(asyncio.all_tasks() - {asyncio.current_task()})
 
     assert until(lambda: HTTP_LOOP.wait(open_requests()) == 0, 3.0)
+
+
+def test_a_server_that_asks_to_be_left_alone_is():
+    times = list[float]()
+
+    def reply(body: dict[str, Any], number: int) -> tuple[Any, ...]:
+        times.append(time.monotonic())
+        return (503, b"", {"Retry-After": "0.5"}) if number == 1 else (200, b'{"rewards": [1.0]}')
+
+    with standing_in_for_a_judge() as server:
+        server.answer = reply
+        assert ask(quick(server.url), ["a"]) == [1.0]
+    assert len(times) == 2 and times[1] - times[0] >= 0.5
 
 
 def test_a_dead_server_of_two_costs_nothing_but_the_try(serve, dead):

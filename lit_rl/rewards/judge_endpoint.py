@@ -1,0 +1,372 @@
+"""The endpoint of a judge, an API for chat completions such as OpenAI's: requests, retries, cache, limits on failures.
+
+`LLMJudge`, which compares pairs, and the rewards of `judge_rewards` derive from `JudgeEndpoint`, and so take the same
+settings. `fill` writes what they ask, and marks where each text of others begins and ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import string
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from lit_rl.core.declared_settings import checked
+from lit_rl.core.episode import Prompt
+from lit_rl.core.errors import ConfigError, RewardError
+from lit_rl.core.http_client import JSONValue
+from lit_rl.ops.ranges import AtLeastOne, AtLeastZero, NotNegative, Portion, Positive
+from lit_rl.rewards.caller import ScoreCache
+from lit_rl.rewards.contract import content_of
+from lit_rl.rewards.jobs import TooManyFailures
+from lit_rl.rewards.remote_reward import RemoteReward, RequestFailed, back_off
+
+_FREE_FAILURES = 8
+_REFUSES_ALL = (401, 403, 404)
+"""Statuses that say nothing about one request: no such key, not allowed, no such model or address."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The reply to one request, and what it cost."""
+
+    value: Any = None
+    """The result of the reader of the reply; None where there is no reply, or none in the asked form."""
+    text: str = ""
+    fault: Exception | None = None
+    """The reason why there is no reply: after all attempts, or a refusal that would stay one."""
+    requests: int = 0
+    """Requests that were sent, failed ones included; 0 from the cache."""
+    prompt_tokens: int = 0
+    """Tokens that the server read, as it counts them; 0 from the cache, and where the server does not say."""
+    completion_tokens: int = 0
+    """Tokens that the server wrote, likewise."""
+    waited: float = 0.0
+    """Seconds that the server's limit on its rate was waited for."""
+
+    @property
+    def why(self) -> str:
+        """The reason why there is no value, in words."""
+        return str(self.fault) if self.fault is not None else f"no verdict in the answer {self.text[-200:]!r}"
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """Metrics of this request, by their last names."""
+        return {
+            "unanswered": float(self.fault is not None),
+            "unparsable": float(self.fault is None and self.value is None),
+            "cached": float(self.fault is None and not self.requests),
+            "requests": float(self.requests),
+            "prompt_tokens": float(self.prompt_tokens),
+            "completion_tokens": float(self.completion_tokens),
+            "rate_limit_seconds": self.waited,
+        }
+
+
+@dataclass
+class _Asking:
+    """A request under way, whose answer is that of equal ones too."""
+
+    task: asyncio.Task[Answer]
+    waiting: int = 0
+    """The number of those that wait for it."""
+
+
+@checked("{key}")
+class JudgeEndpoint:
+    """Abstract base of judges behind an API for chat completions, such as OpenAI's or that of vLLM's server.
+
+    A reply is one that can be read in the asked form. Whatever else comes is a failure of the judge: it is counted and
+    gives no verdict, and more of it than `max_failures` ends the run: no verdict is ever made up. A server that asks to
+    be left alone (a status of 429 or 503 with Retry-After) is not sent any request by this process until then.
+
+    Args:
+        base_url: Where the API is, such as https://host/v1 or http://127.0.0.1:8000/v1; ``/chat/completions`` is added.
+        model: The model's name there.
+        allow_http: Send texts unencrypted to an http:// address of another machine too.
+        concurrency: Requests under way at once, over all processes of a run: each has its share, at least one.
+        timeout: Seconds that one request may take.
+        attempts: Times that a request is sent before it counts as unanswered; once where the server refuses it for
+            good (a status of the 400s other than 408, 409, 425 and 429: no such key, no such model, a text too long).
+        backoff: Seconds of the first wait after a failed request; doubled every time up to 30, and shortened by up to
+            half at random.
+        patience: Seconds that a request may wait for a server that asks to be left alone, which uses up no attempt.
+        temperature: Of the judge's own sampling; 0 is greedy.
+        max_tokens: Longest answer, in tokens. Models that think before they answer need more.
+        extra_body: Further fields of each request, such as ``{seed: 1}``; a null leaves a field out:
+            ``{max_tokens: null, max_completion_tokens: 512}``.
+        max_failures: Share of what was asked so far that may go without a verdict; the first 8 are always forgiven,
+            unless the server refuses all for good. Counted from the start of the process. The first one is warned of.
+        cache: Replies that are kept in memory. The key is the whole request, so settings, prompt and text, and the
+            address; a reply that cannot be read is not kept. 0 asks anew each time.
+        key_env: Environment variable that holds the API key, sent as a bearer token. None sends none.
+
+    Raises:
+        ConfigError: the address would send texts unencrypted over a network, a setting is out of range, or the
+            environment variable is not set.
+    """
+
+    key = ""
+    """The key above its settings, for messages."""
+
+    def __init__(  # noqa: PLR0913 (one keyword a setting, as in the config)
+        self,
+        base_url: str,
+        model: str,
+        *,
+        allow_http: bool = False,
+        concurrency: AtLeastOne = 8,
+        timeout: Positive = 60.0,
+        attempts: AtLeastOne = 4,
+        backoff: NotNegative = 1.0,
+        patience: NotNegative = 300.0,
+        temperature: NotNegative = 0.0,
+        max_tokens: AtLeastOne = 256,
+        extra_body: dict[str, Any] | None = None,
+        max_failures: Portion = 0.05,
+        cache: AtLeastZero = 10_000,
+        key_env: str | None = None,
+    ) -> None:
+        self.url = f"{str(base_url).rstrip('/')}/chat/completions"
+        try:
+            # Its transport: checked addresses, no redirects, no proxy to this machine, limits on time and size.
+            self._server = RemoteReward([self.url], allow_http, timeout=timeout, token_env=key_env)
+        except ConfigError as error:
+            raise ConfigError(f"{self._key_of('base_url')} or {self._key_of('key_env')}: {error}") from error
+        extra_body = dict(extra_body or {})
+        if taken := [name for name in ("messages", "n", "stream") if name in extra_body]:
+            raise ConfigError(
+                f"{self._key_of('extra_body')}={extra_body}: the judge itself writes {taken[0]!r}, as one reply is "
+                "read whole. Leave it out."
+            )
+        self.model, self.temperature, self.max_tokens, self.extra_body = model, temperature, max_tokens, extra_body
+        self.concurrency, self.attempts, self.backoff, self.patience = concurrency, attempts, backoff, patience
+        self.max_failures, self.cache = max_failures, cache
+        self._reset()
+
+    def _reset(self) -> None:
+        self._replies = ScoreCache(self.cache)
+        self._asking: dict[bytes, _Asking] = {}
+        self._free: asyncio.Semaphore | None = None
+        self._held_until = 0.0
+        self._asked, self._failed, self._answered, self._warned = 0, 0, 0, False
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {"_server"}
+        return {name: value for name, value in self.__dict__.items() if not name.startswith("_") or name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.model} at {self.url})"
+
+    def _key_of(self, setting: str) -> str:
+        return f"{self.key}.{setting}" if self.key else setting
+
+    def refuse_incomplete(self, template: str, parts: Sequence[str]) -> None:
+        """Refuse a template without one of these parts.
+
+        Raises:
+            ConfigError: names the parts that it lacks.
+        """
+        if missing := [f"${name}" for name in parts if f"${name}" not in template]:
+            raise ConfigError(
+                f"{self._key_of('template')} lacks {', '.join(missing)}: the judge would not see what it judges."
+            )
+
+    # ------------------------------------------------------------------ requests, on `HTTP_LOOP`
+
+    async def ask_all(
+        self, messages: Sequence[str], read: Callable[[str], Any], form: Mapping[str, Any] | None = None
+    ) -> list[Answer]:
+        """Ask several messages at once; see `ask`."""
+        return list(await asyncio.gather(*(self.ask(message, read, form) for message in messages)))
+
+    async def ask(self, message: str, read: Callable[[str], Any], form: Mapping[str, Any] | None = None) -> Answer:
+        """Return the answer to one message, from the cache if an equal request was answered before.
+
+        An equal one that is under way is waited for, whatever comes of it.
+
+        Args:
+            message: Sent as the user's.
+            read: Returns the value of a reply, and None for one that is not in the asked form.
+            form: Fields of the request that demand the form.
+        """
+        fields = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": message}],
+            "temperature": self.temperature,
+            "max_tokens": self.max_tokens,
+            **(form or {}),
+            **self.extra_body,
+        }
+        body = json.dumps({name: value for name, value in fields.items() if value is not None}).encode()
+        key = hashlib.blake2b(self.url.encode() + b"\n" + body, digest_size=16).digest()
+        if (kept := self._replies.get(key)) is not None:
+            return Answer(read(kept), kept)
+        if not self.cache:
+            return await self._fresh(key, body, read)
+        mine = key not in self._asking
+        if mine:
+            self._asking[key] = _Asking(asyncio.ensure_future(self._fresh(key, body, read)))
+        asking = self._asking[key]
+        asking.waiting += 1
+        try:
+            answer = await asyncio.shield(asking.task)
+        finally:
+            asking.waiting -= 1
+            if not asking.waiting:
+                asking.task.cancel()  # nobody is left to hear of it; no effect on one that is over
+                self._asking.pop(key, None)
+        return answer if mine else replace(answer, requests=0, prompt_tokens=0, completion_tokens=0, waited=0.0)
+
+    async def _fresh(self, key: bytes, body: bytes, read: Callable[[str], Any]) -> Answer:
+        answer = await self._send(body)
+        if answer.fault is None:
+            self._answered += 1
+            answer = replace(answer, value=read(answer.text))
+        if answer.value is not None and self.cache:
+            self._replies.put(key, answer.text)
+        return answer
+
+    async def _send(self, body: bytes) -> Answer:
+        """Send one request until it is answered, within `attempts` and `patience`."""
+        if self._free is None:
+            self._free = asyncio.Semaphore(max(1, self.concurrency // _processes()))
+        sent = failures = 0
+        waited = 0.0
+        while True:
+            try:
+                async with self._free:
+                    waited += await self._while_held()
+                    sent += 1
+                    reply = await self._server.post(self.url, body)
+                    text = parse_reply(reply)
+                return Answer(None, text, None, sent, *tokens_of(reply), waited)
+            except RequestFailed as error:
+                fault = error
+            if fault.retry_after is not None and fault.status in (429, 503):
+                if waited + fault.retry_after <= self.patience:
+                    self._held_until = max(self._held_until, time.monotonic() + fault.retry_after)
+                    continue
+                return Answer(fault=fault, requests=sent, waited=waited)
+            failures += 1
+            if fault.for_good or failures >= self.attempts:
+                return Answer(fault=fault, requests=sent, waited=waited)
+            await back_off(failures, self.backoff)
+
+    async def _while_held(self) -> float:
+        """Wait as long as the server has asked to be left alone; return the seconds."""
+        began, held = time.monotonic(), False
+        while (left := self._held_until - time.monotonic()) > 0:
+            held = True
+            await asyncio.sleep(left)
+        return time.monotonic() - began if held else 0.0
+
+    # ------------------------------------------------------------------ limits
+
+    def refuses_all(self, answer: Answer) -> bool:
+        """Tell whether the server refuses whatever it is asked: it has answered nothing, and does not mind the text."""
+        return not self._answered and isinstance(answer.fault, RequestFailed) and answer.fault.status in _REFUSES_ALL
+
+    def count(self, asked: int, lost: int, why: str, of: str, *, refused: bool) -> None:
+        """Count verdicts that were asked for, and those that did not come.
+
+        Args:
+            asked: Verdicts that were asked for now.
+            lost: Of these, those without an answer in form.
+            why: The reason of one of them.
+            of: What a verdict is about: ``pairs``.
+            refused: Whether the server would refuse all others too.
+
+        Raises:
+            RewardError: more than `max_failures` did not come.
+        """
+        self._asked += asked
+        self._failed += lost
+        if not lost:
+            return
+        if not refused and self._failed <= max(_FREE_FAILURES, self.max_failures * self._asked):
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"the judge {self.model} at {self.url} gave no verdict for {lost} of {asked} {of}: {why}. This "
+                    "warning is not repeated; the metrics unanswered and unparsable count all.",
+                    stacklevel=3,
+                )
+            return
+        raise TooManyFailures(
+            f"the judge {self.model} at {self.url} gave no verdict for {self._failed} of {self._asked} {of}, more "
+            f"than {self._key_of('max_failures')}={self.max_failures:g}. One of them: {why}. Is the server running, "
+            f"does the key fit ({self._key_of('key_env')}), may the answer be longer ({self._key_of('max_tokens')}), "
+            f"does the model follow {self._key_of('template')}?"
+        )
+
+
+def _processes() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+# ---------------------------------------------------------------------- what is asked
+
+
+def fill(template: str, texts: Mapping[str, str], words: Mapping[str, str] | None = None) -> str:
+    """Return a template with its parts put in, in one pass: a text that holds ``$prompt`` or ``{prompt}`` keeps it.
+
+    Each text of others stands between marks of its own that end in a digest of all that is put in. No text can close
+    its mark, or open another: it would have to hold a digest of itself.
+
+    Args:
+        template: With a ``$name`` for each part; other ``$`` stay.
+        texts: What is judged, by name.
+        words: Parts of the question itself, by name, which stand there as they are.
+    """
+    words = words or {}
+    whole = json.dumps([template, dict(texts), dict(words)]).encode()
+    digest = hashlib.blake2b(whole, digest_size=8).hexdigest()
+    marked = {name: f"<{name}-{digest}>\n{text}\n</{name}-{digest}>" for name, text in texts.items()}
+    # safe_substitute: a $ in the template's own words stays, and texts are put in as they are
+    return string.Template(template).safe_substitute({**words, **marked})
+
+
+def prompt_text(prompt: Prompt, asker: str) -> str:
+    """Return the prompt as text, messages with their roles; `asker` names the judge in messages.
+
+    Raises:
+        RewardError: the prompt shows images, which the judge would not see.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    contents = [message.get("content") for message in prompt]
+    if any(part.get("type") != "text" for each in contents if isinstance(each, list) for part in each):
+        raise RewardError(
+            f"{asker} reads text alone, and a prompt shows images: it would judge answers to what it has not seen. "
+            "Take a reward or a judge that sees them (judge=reward, judge=function, reward=function)."
+        )
+    return "\n\n".join(f"{message.get('role', '')}: {content_of(message)}" for message in prompt)
+
+
+# ---------------------------------------------------------------------- what is answered
+
+
+def parse_reply(answer: JSONValue) -> str:
+    """Return the text of a chat completion; empty if the model only thought, or called a tool."""
+    content = answer.part("choices").entry(0).part("message").part("content").value
+    return content if isinstance(content, str) else ""
+
+
+def tokens_of(answer: JSONValue) -> tuple[int, int]:
+    """Return the tokens that a server says it has read and written; 0 where it says nothing that can be read."""
+    usage = answer.value.get("usage") if isinstance(answer.value, dict) else None
+    counts = [usage.get(name) if isinstance(usage, dict) else None for name in ("prompt_tokens", "completion_tokens")]
+    read, written = (count if type(count) is int and count >= 0 else 0 for count in counts)
+    return read, written
