@@ -217,7 +217,7 @@ def test_splits_must_exist_and_be_named_where_there_are_several(tmp_path):
 
 def test_a_pipe_is_told_to_become_a_file(tmp_path):
     os.mkfifo(tmp_path / "a.jsonl")
-    with pytest.raises(DataError, match=r"a\.jsonl is a pipe or a device.*write it to a file first"):
+    with pytest.raises(DataError, match=r"a\.jsonl is a pipe"):
         load_rows(tmp_path / "a.jsonl")
 
 
@@ -245,8 +245,6 @@ def test_an_unreachable_hub_is_the_environments_fault(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        BackendError, match=r"owner/absent.*offline.*hf download --repo-type dataset owner/absent"
-    ) as caught:
+    with pytest.raises(BackendError, match="offline.*hf download --repo-type dataset owner/absent") as caught:
         load_rows("owner/absent", split="train")
     assert caught.value.exit_code == 8

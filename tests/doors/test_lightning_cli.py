@@ -452,12 +452,12 @@ def test_with_keywords_is_the_function_with_its_settings() -> None:
     arguments = (logprobs, torch.zeros(1, 1), torch.ones(1), torch.ones(1, 1, dtype=torch.bool))
     assert wide(*arguments)[0].item() == clipped_policy_loss(*arguments, clip_high=0.5)[0].item()
     assert wide(*arguments)[0].item() != clipped_policy_loss(*arguments)[0].item()
-    with pytest.raises(ConfigError, match=r"clip_higg.*'clip_high'.* has: clip_high, clip_low, delta"):
+    with pytest.raises(ConfigError, match=r"clip_higg.*'clip_high'"):
         WithKeywords(clipped_policy_loss, {"clip_higg": 0.5})
 
     def many(x: int, *, first: int, second: int, third: int, fourth: int, fifth: int, sixth: int) -> int: ...
 
-    with pytest.raises(ConfigError, match=r"'sixth'.* many has sixth, .* and 1 more: `python -m pydoc .*many` lists"):
+    with pytest.raises(ConfigError, match=r"'sixth'.* many has sixth, .* and 1 more"):
         WithKeywords(many, {"sixht": 1})
 
 

@@ -288,7 +288,7 @@ def test_a_server_without_tools_is_refused() -> None:
 @pytest.mark.all
 def test_a_server_that_hangs_is_given_up_and_ended() -> None:
     before = set(children())
-    with pytest.raises(BackendError, match=r"does not start: it took longer than env.step_timeout=1 s"):
+    with pytest.raises(BackendError, match=r"env.step_timeout=1 s"):
         serving("hangs", step_timeout=1.0).kinds  # noqa: B018
     assert all(map(gone, set(children()) - before))
 
@@ -307,7 +307,7 @@ def children() -> Iterator[int]:
 @pytest.mark.all
 def test_two_tools_of_one_name_are_refused_and_can_be_chosen_from() -> None:
     command = ["python", SERVER]
-    with pytest.raises(ConfigError, match=r"'a' and 'b' both have a tool 'multiply'.*env.servers.b.tools="):
+    with pytest.raises(ConfigError, match=r"tool 'multiply'.*env.servers.b.tools="):
         MCPTools(servers={"a": {"command": command}, "b": {"command": command}}).kinds  # noqa: B018
     chosen = MCPTools(
         servers={
@@ -320,7 +320,7 @@ def test_two_tools_of_one_name_are_refused_and_can_be_chosen_from() -> None:
     told = json.loads(call(chosen, "whoami").text)
     assert told["env"]["WHERE"] == "b" and Path(told["python"]).parent == Path(sys.executable).parent
     assert "OMP_NUM_THREADS" in os.environ and "OMP_NUM_THREADS" not in told["env"], "no variable that nobody gave it"
-    with pytest.raises(ConfigError, match="names 'mutliply', but the server has.*Did you mean 'multiply'"):
+    with pytest.raises(ConfigError, match="'mutliply', .*Did you mean 'multiply'"):
         MCPTools(servers={"a": {"command": command, "tools": ["mutliply"]}}, step_timeout=LIMIT).kinds  # noqa: B018
 
 
