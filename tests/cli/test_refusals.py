@@ -135,22 +135,24 @@ def test_what_is_told_by_who_builds_writes_nothing(step: Command, cwd: Path, lin
 
 
 PLACES = """
-algorithms rewards callbacks generation environments data.example_formats data.message_forms data.rows data.tasks
-data.example_reader data.loaders data.order data.supervised_text core.rollout models.critics models.references
-environments.games environments.gymnasium_environment generation.hf generation.native generation.vllm.client
-generation.vllm.engine_settings generation.vllm.server algorithms.evaluation.validation algorithms.optim.optimizers
-algorithms.optim.schedules algorithms.optim.strategies algorithms.terms.credit algorithms.terms.groups
-algorithms.terms.regularizers algorithms.terms.verdict_terms ops.advantages ops.engine_mismatch ops.policy_losses
-ops.preference_losses ops.returns ops.selection
+algorithms rewards callbacks rewards.contract generation environments data.example_formats data.message_forms
+data.rows data.tasks data.example_reader data.loaders data.order data.supervised_text core.rollout models.critics
+models.references environments.games environments.gymnasium_environment generation.hf generation.native
+generation.vllm.client generation.vllm.engine_settings generation.vllm.server algorithms.evaluation.validation
+algorithms.optim.optimizers algorithms.optim.schedules algorithms.optim.strategies algorithms.terms.credit
+algorithms.terms.groups algorithms.terms.regularizers algorithms.terms.verdict_terms ops.advantages
+ops.engine_mismatch ops.policy_losses ops.preference_losses ops.returns ops.selection
 """
 """Modules whose names a line of Python in the table may use; `lit_rl` itself comes first."""
 
 
 def names() -> dict[str, Any]:
-    found: dict[str, Any] = {"ROWS": [{"prompt": "1+1=", "answer": "2"}], "recipes": recipes}
-    found |= {"PAIRS": [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}]}
-    found |= {"inf": inf, "nan": nan, "partial": partial, "pathlib": pathlib, "peft": peft, "torch": torch}
+    """And rows, pairs, messages, and two prompts with two completions each."""
+    prompt, two = {"prompt": "1+1="}, (["p", "p"], ["a", "b"], ["c", "d"])
+    found: dict[str, Any] = {"ROWS": [prompt | {"answer": "2"}], "PAIRS": [prompt | {"chosen": "2", "rejected": "3"}]}
     found |= {role: lambda content, role=role: {"role": role, "content": content} for role in ("user", "assistant")}
+    found |= {"TWO": two, "recipes": recipes, "pathlib": pathlib, "peft": peft, "torch": torch}
+    found |= {"inf": inf, "nan": nan, "partial": partial}
     for place in (lit_rl, *(import_module(f"lit_rl.{name}") for name in PLACES.split())):
         there = {name: getattr(place, name) for name in dir(place) if name not in found}
         found |= {name: value for name, value in there.items() if not inspect.ismodule(value)}
@@ -191,6 +193,19 @@ LEAST = [
 @DOORS
 def test_lightnings_command_line_refuses(row: dict[str, Any], command: Command) -> None:
     refused(command("fit", *LEAST, *shlex.split(row["lightning"])), 2, *row["says"])
+
+
+SEEN = {"--model.group_sizee=1", "--model.beta=abc", "--config=nope.yaml", "--model.learning_rate=1"}
+
+
+@pytest.mark.parametrize("line", quick(rows("lightning"), SEEN))
+def test_a_mistake_on_lightnings_command_line_is_one_sentence(line: str, command: Command, cwd: Path) -> None:
+    code, says = rows("lightning")[line]
+    outcome = command("validate", *LEAST, *shlex.split(line))
+    refused(outcome, code, *says)
+    (said,) = [each for each in outcome.err.splitlines() if "Error: " in each]
+    assert "usage:" not in outcome.err and "<class" not in said and "Import path" not in said
+    assert contents(cwd) == []
 
 
 @pytest.mark.all

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 import numpy
 import pytest
 from tiers import quick
 
-from lit_rl.core.errors import RewardError
 from lit_rl.core.task_sets import REASONING_GYM_COLUMN, ReasoningGymProblem
 from lit_rl.data.tasks import ReasoningGym, ReasoningGymPlain, ReasoningGymText, Task
 from lit_rl.rewards import ReasoningGymExact, ReasoningGymScore, Rewards
@@ -109,12 +107,3 @@ def test_rows_without_a_problem_are_not_scored(score):
         {REASONING_GYM_COLUMN: [row[REASONING_GYM_COLUMN], None, row[REASONING_GYM_COLUMN], None]},
     )
     assert scores.total.tolist()[::2] == [1, 0] and scores.total.isnan().tolist() == [False, True, False, True]
-
-
-def test_rows_of_another_data_set_are_refused():
-    with pytest.raises(RewardError, match="names no problem"):
-        ReasoningGymScore()(["1+1="], ["2"], ["2"])
-    with pytest.raises(RewardError, match=REASONING_GYM_COLUMN):
-        Rewards(ReasoningGymScore()).bind(["answer"])
-    with pytest.raises(RewardError, match="names no problem"):
-        ReasoningGymScore()(["1+1="], ["2"], [json.dumps({"name": "chain_sum"})])

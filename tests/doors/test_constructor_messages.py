@@ -165,11 +165,6 @@ def test_the_signature_keeps_what_is_needed_and_a_module_can_be_copied() -> None
         assert isinstance(copied, GRPO) and copied.group_size == 4
 
 
-def test_nobody_is_sent_to_a_sampling_where_there_is_none() -> None:
-    with pytest.raises(ConfigError, match=r"takes no temperature=\.(?! It belongs to the sampling)"):
-        RewardModeling("tiny", temperature=1.0)
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [

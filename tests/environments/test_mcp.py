@@ -324,34 +324,6 @@ def test_two_tools_of_one_name_are_refused_and_can_be_chosen_from() -> None:
         MCPTools(servers={"a": {"command": command, "tools": ["mutliply"]}}, step_timeout=LIMIT).kinds  # noqa: B018
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "nothing": ({}, "give one of the two"),
-    "both": ({"command": ["python"], "servers": {"a": {"command": ["python"]}}}, "give one of the two"),
-    "a text": ({"command": "python server.py"}, "env.command='python server.py' is no list of words"),
-    "no words": ({"command": []}, "is no list of words"),
-    "no program": ({"command": ["pyhton-", "x"]}, "no program 'pyhton-'.*The whole command is pyhton- x"),
-    "no server": ({"servers": {"a": ["python"]}}, "env.servers.a=.*does not describe a server"),
-    "key": ({"servers": {"a": {"comand": ["python"]}}}, "env.servers.a.comand is unknown.*Did you mean 'command'"),
-    "args": ({"servers": {"a": {"command": ["python"], "args": ["x"]}}}, "All words of the command stand in one list"),
-    "neither": ({"servers": {"a": {"env": {}}}}, "env.servers.a has neither a command nor a url"),
-    "command and url": ({"servers": {"a": {"command": ["python"], "url": "http://x"}}}, "a command and a url"),
-    "url": ({"servers": {"a": {"url": "localhost:1"}}}, "does not begin with http"),
-    "env of a url": ({"servers": {"a": {"url": "http://x", "env": {"A": "1"}}}}, "env sets variables of a process"),
-    "env": (
-        {"servers": {"a": {"command": ["python"], "env": {"DEBUG": True}}}},
-        "env.servers.a.env does not give variables",
-    ),
-    "tools": ({"servers": {"a": {"command": ["python"], "tools": "multiply"}}}, "tools='multiply' is no list of names"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_describes_no_server_is_refused_by_its_key(case: str) -> None:
-    described, words = REFUSED[case]
-    with pytest.raises(ConfigError, match=words):
-        MCPTools(**described)
-
-
 def test_without_the_package_the_line_to_install_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(BackendError, match=r"pip install 'lit-rl\[mcp\]'"):

@@ -389,13 +389,12 @@ WRONG: dict[str, tuple[Any, type[LitRLError], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_learned_from_is_refused_by_name(policy: nn.Module, name: str) -> None:
-    returned, kind, match = WRONG[name]
+def test_what_cannot_be_learned_from_is_refused_by_name(policy: nn.Module) -> None:
     settings = {"columns": ["score"], "max_tokens": 8, "max_prompt_tokens": 4, "data": {"answer": ["x", "y"]}}
-    returned = returned if name == "undeclared" or returned is None else {"score": 0.0, **returned}
-    with pytest.raises(kind, match=f"env.path=<lambda> .*{match}"):
-        draw(policy, lambda prompts, trainer: returned, **settings)
+    for name, (returned, kind, match) in WRONG.items():
+        given = returned if name == "undeclared" or returned is None else {"score": 0.0, **returned}
+        with pytest.raises(kind, match=f"env.path=<lambda> .*{match}"):
+            draw(policy, lambda prompts, trainer, given=given: given, **settings)
 
 
 def test_a_prompt_longer_than_the_run_is_planned_for_has_to_be_declared(policy: nn.Module) -> None:

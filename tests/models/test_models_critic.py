@@ -319,10 +319,6 @@ class TestChecks:
         with pytest.raises(ConfigError, match=r"algo\.critic\.targets.*q_proj"):
             AdapterCritic(targets=["q_prj"]).module(describe("lora").load())
 
-    def test_a_model_without_a_named_trunk_is_refused(self):
-        with pytest.raises(ConfigError, match="trunk"):
-            SharedTrunk().module(nn.Linear(2, 2))
-
 
 def _adapter_on(policy: nn.Module) -> nn.Module:
     return AdapterCritic().module(policy)

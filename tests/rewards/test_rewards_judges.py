@@ -63,14 +63,7 @@ class TestFunctions:
 
         assert FunctionJudge(judge)(*FOUR, answer=[1, 1, 0, 1], **REWARDS) == [0.0, 1.0, None, 1.0]
 
-    @pytest.mark.parametrize("value, words", [(1.5, "1.5 for pair 1"), (-0.1, "-0.1"), (math.nan, "nan")])
-    def test_what_is_no_probability_is_refused(self, value: float, words: str) -> None:
-        with pytest.raises(RewardError, match=words):
-            FunctionJudge(lambda prompts, firsts, seconds: [0.5, value, 0.5, 0.5])(*FOUR)
-
     def test_a_wrong_number_of_verdicts_is_refused(self) -> None:
-        with pytest.raises(RewardError, match="list of 4"):
-            FunctionJudge(lambda prompts, firsts, seconds: [0.5])(*FOUR)
         with pytest.raises(RewardError, match="list of 4"):
             check_verdicts("j", [0.5], 4)
 
@@ -127,10 +120,6 @@ class TestPairwise:
     def test_one_order_without_a_verdict_is_none_for_the_pair(self) -> None:
         assert PairwiseJudge(lambda prompt, first, second: None if first == "aa" else 0)(*FOUR) == [None, 0.5, 0.5, 0.5]
         assert PairwiseJudge(lambda prompt, first, second: -1)(*FOUR) == [None] * 4
-
-    def test_what_names_neither_is_refused(self) -> None:
-        with pytest.raises(RewardError, match="0.3 for pair 0"):
-            PairwiseJudge(lambda prompt, first, second: 0.3)(*FOUR)
 
 
 Answer = Callable[[dict[str, Any], int], tuple[int, Any]]

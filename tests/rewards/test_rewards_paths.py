@@ -87,21 +87,10 @@ def test_an_unchanged_file_runs_once(folder):
 
 
 WRONG = {
-    "no_colon": ("my_reward.py", ConfigError, ["'./file.py:name'"]),
-    "no_name": ("my_reward.py:", ConfigError, ["'./file.py:name'"]),
-    "no_source": (":score", ConfigError, ["'./file.py:name'"]),
     "no_file": ("./my_rewards.py:score", ConfigError, ["my_reward.py", "Did you mean 'my_reward.py'?"]),
-    "no_folder": ("./nowhere/my_reward.py:score", ConfigError, ["No such folder"]),
     "not_python": ("./notes/readme:score", ConfigError, ["there is no file"]),
     "no_attribute": ("./my_reward.py:scor", ConfigError, ["score", "Did you mean 'score'?"]),
-    "no_module": ("nowhere_at_all:score", ConfigError, ["there is no module 'nowhere_at_all'"]),
-    "no_submodule": (
-        "lit_rl.rewards.math_reward:math_answer",
-        ConfigError,
-        ["'lit_rl.rewards.math_reward'", "mean 'math_rewards'?"],
-    ),
     "module_is_a_file": ("my_reward:score", ConfigError, ["'./my_reward.py:name'"]),
-    "module_attribute": ("lit_rl.rewards.math_rewards:math_anser", ConfigError, ["Did you mean 'math_answer'?"]),
     "class": ("./my_reward.py:Judge", RewardError, ["is a class", "Judge(...)"]),
     "number": ("./my_reward.py:LIMIT", RewardError, ["cannot be called"]),
     "async_generator": ("./my_reward.py:yields", RewardError, ["async generator"]),

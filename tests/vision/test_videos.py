@@ -104,12 +104,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_rows_whose_videos_are_no_use(name: str) -> None:
-    row, message = BAD[name]
-    with pytest.raises(DataError, match=message) as error:
-        READER.read({"prompt": asked(WORDS), **row}, "rows[0]", "prompt")
-    assert str(error.value).startswith("rows[0]")
+def test_rows_whose_videos_are_no_use() -> None:
+    for row, message in BAD.values():
+        with pytest.raises(DataError, match=message) as error:
+            READER.read({"prompt": asked(WORDS), **row}, "rows[0]", "prompt")
+        assert str(error.value).startswith("rows[0]")
 
 
 def test_policies_that_see_no_video(toy_of: Any) -> None:
