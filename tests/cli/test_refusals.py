@@ -147,7 +147,7 @@ ops.engine_mismatch ops.policy_losses ops.preference_losses ops.returns ops.sele
 
 
 def names() -> dict[str, Any]:
-    """And rows, pairs, messages, and two prompts with two completions each."""
+    """All that a line of the table may use: what `PLACES` hold, and rows, pairs, messages and two prompts."""
     prompt, two = {"prompt": "1+1="}, (["p", "p"], ["a", "b"], ["c", "d"])
     found: dict[str, Any] = {"ROWS": [prompt | {"answer": "2"}], "PAIRS": [prompt | {"chosen": "2", "rejected": "3"}]}
     found |= {role: lambda content, role=role: {"role": role, "content": content} for role in ("user", "assistant")}
