@@ -1,4 +1,4 @@
-"""BCO by hand: TRL has none any more. Its reward shift, the weights of prompts, how a step is cut, what is refused."""
+"""BCO by hand: TRL has none any more. Its reward shift, the weights of prompts, and how a step is cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of CPO and its kin: how a step is cut, swapped pairs, padding, what is refused. TRL has the numbers."""
+"""Laws of CPO and its kin: what its likelihood adds, and its metrics. TRL has the numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of KTO: how a step is cut, where its constants lie, what is refused. Its numbers are compared with TRL's."""
+"""Laws of KTO: how a step is cut, where its constants lie. Its numbers are compared with TRL's."""
 
 from __future__ import annotations
 

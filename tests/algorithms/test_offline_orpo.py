@@ -1,4 +1,4 @@
-"""Laws of ORPO: how a step is cut, what its likelihood is of, swapped pairs, padding, what is refused."""
+"""ORPO by hand: what its likelihood and its odds are of."""
 
 from __future__ import annotations
 

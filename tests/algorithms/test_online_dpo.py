@@ -1,4 +1,4 @@
-"""Online DPO: which completions are learned from, what of them, and what is refused."""
+"""Online DPO: which completions are learned from, and what of them."""
 
 from __future__ import annotations
 

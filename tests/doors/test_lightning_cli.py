@@ -1,4 +1,4 @@
-"""`lit-rl fit|validate|test|predict`: they run; what they refuse takes one sentence; and nothing foreign runs."""
+"""`lit-rl fit|validate|test|predict`: they run, and nothing foreign runs."""
 
 from __future__ import annotations
 

@@ -27,10 +27,6 @@ def double(a: int) -> int:
     return 2 * a
 
 
-def undescribed(a: int) -> int:
-    return a
-
-
 class Game:
     def reset(self, seed: int, level: int = 1) -> None: ...
 
@@ -88,8 +84,6 @@ class Opened(Game):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: FunctionTools([undescribed]), "'undescribed' cannot be described"),
-        (lambda: FunctionTools([double, double]), "Two tools are called 'double'"),
         (lambda: CustomEnvironment(NoReset), "NoReset, which has no method reset"),
         (lambda: CustomEnvironment(Both), "step.* and the public methods look.*env.style=step"),
         (lambda: CustomEnvironment(Nothing), "neither step"),
@@ -98,10 +92,6 @@ class Opened(Game):
         (lambda: CustomEnvironment(lambda: SHARED), "returned the same object twice"),
         (lambda: CustomEnvironment(Single), "returned the same object twice"),
         (lambda: CustomEnvironment(Game, functions=[double]), "env.functions gives tools, but Game is stepped"),
-        (
-            lambda: texts(FunctionTools([double], parser="regex", call_pattern="(")),
-            "env.call_pattern='[(]' is no regular",
-        ),
     ],
 )
 def test_what_cannot_be_an_environment_is_refused(make: Any, words: str) -> None:

@@ -375,11 +375,12 @@ async def counted_later(by: int) -> Any:
         (counted, "'counted' is a generator"),
         (counted_later, "'counted_later' is a generator"),
         (Shifter.shifted, r"needs the argument 'self', which no call can give.*MyTools\(\)\.shifted"),
+        (Shifter, r"'Shifter' is a class. Give an object of it, made by Shifter\(...\)"),
     ],
 )
 def test_what_no_call_can_be_answered_by_is_refused_at_the_start(function: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        FunctionTool(function)
+        FunctionTools([function])
 
 
 @pytest.mark.parametrize(
@@ -510,15 +511,3 @@ def test_whatever_can_be_called_is_a_tool_and_what_a_partial_has_set_is_not_aske
 def test_what_a_partial_has_set_cannot_be_set_by_the_policy() -> None:
     tool = FunctionTool(functools.partial(multiply, b=3))
     assert asyncio.run(tool.answer({"a": 2, "b": 100})).failed
-
-
-@pytest.mark.parametrize(
-    ("function", "told"),
-    [
-        (Adder, r"'Adder' is a class. Give an object of it, made by Adder\(...\)"),
-        (Adder.__call__, r"needs the argument 'self', which no call can give. Of a class give the method of an object"),
-    ],
-)
-def test_what_is_no_tool_says_why(function: Any, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        FunctionTools([function])

@@ -1,4 +1,4 @@
-"""What `Sampling` takes of biases, bad words and forms, and which tokens a bad word stands for."""
+"""Biases, bad words and forms of a `Sampling`, and which tokens a bad word stands for."""
 
 from __future__ import annotations
 
