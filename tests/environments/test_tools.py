@@ -375,7 +375,6 @@ async def counted_later(by: int) -> Any:
         (counted, "'counted' is a generator"),
         (counted_later, "'counted_later' is a generator"),
         (Shifter.shifted, r"needs the argument 'self', which no call can give.*MyTools\(\)\.shifted"),
-        (Shifter, r"'Shifter' is a class. Give an object of it, made by Shifter\(...\)"),
     ],
 )
 def test_what_no_call_can_be_answered_by_is_refused_at_the_start(function: Any, words: str) -> None:
@@ -511,3 +510,8 @@ def test_whatever_can_be_called_is_a_tool_and_what_a_partial_has_set_is_not_aske
 def test_what_a_partial_has_set_cannot_be_set_by_the_policy() -> None:
     tool = FunctionTool(functools.partial(multiply, b=3))
     assert asyncio.run(tool.answer({"a": 2, "b": 100})).failed
+
+
+def test_a_class_is_no_tool_and_an_object_of_it_is() -> None:
+    with pytest.raises(ConfigError, match=r"'Adder' is a class. Give an object of it"):
+        FunctionTools([Adder])
