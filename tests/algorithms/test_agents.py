@@ -344,9 +344,7 @@ def test_what_a_function_marks_as_failed_is_unscored_counted_and_moves_nothing(t
     sums = module.rollout.advantages[~failed].view(4, 2).sum(1)
     assert (of_group.std(1) > 0).any() and sums.abs().max() < 1e-4
     assert trainer.callback_metrics["train/env/failed"] == 0.5
-    with pytest.raises(
-        GenerationError, match=r"8 of 16 episodes failed.*env.max_failed=0.1 of them; 8 times: no connection"
-    ):
+    with pytest.raises(GenerationError, match="8 of 16 episodes .*env.max_failed=0.1"):
         trainer_of(tmp_path, limit_val_batches=0).fit(
             module_of(env=RolloutFunction(half_fail, max_tokens=12), reward=rated), prompts()
         )
@@ -666,9 +664,7 @@ def test_one_turn_is_never_taken_for_an_episode(tmp_path: Path) -> None:
     module, data = module_of(), prompts()
     module.configure_model()
     data.prepare(module.tokenizer)
-    with pytest.raises(
-        ConfigError, match="GRPO has env=CustomEnvironment.*no Trainer has set the module up: call trainer"
-    ):
+    with pytest.raises(ConfigError, match="GRPO has env=CustomEnvironment.*: call trainer"):
         module.generate(data.peek(2))
     trainer_of(tmp_path).validate(module, data, verbose=False)
     with module.rollout_context():
@@ -685,7 +681,7 @@ def test_episodes_without_an_environment_are_refused(tmp_path: Path) -> None:
     def as_in_trl(completions: Sequence[Any], environments: Sequence[Any]) -> list[float]:
         return [each.score for each in environments]
 
-    with pytest.raises(RewardError, match=r"'environments'.*env.*get_reward\(self\) and set reward=environment"):
+    with pytest.raises(RewardError, match=r"'environments'.*set reward=environment"):
         trainer_of(tmp_path).fit(module_of(reward=as_in_trl), prompts())
 
 
@@ -707,7 +703,7 @@ def test_validation_plays_the_same_games_each_time(tmp_path: Path) -> None:
 def test_a_validation_counts_what_failed_and_leaves_it_out(tmp_path: Path) -> None:
     module = module_of(env=guessing(CannotBegin, seed="sample"), evaluation=Evaluation(group_size=2, temperature=1.0))
     trainer = trainer_of(tmp_path, limit_val_batches=None)
-    with pytest.warns(UserWarning, match=r"Validation: \d+ of 16 episodes failed.*max_failed=0.1.*no server"):
+    with pytest.warns(UserWarning, match=r"of 16 episodes failed.*max_failed=0.1"):
         trainer.validate(module, prompts(), verbose=False)
     logged = trainer.callback_metrics
     assert 0.1 < logged["val/env/failed"] < 1 and logged["val/reward"] >= 0 and logged["val/env/timeouts"] == 0
@@ -777,9 +773,7 @@ def test_failures_are_counted_over_a_rollout_and_its_ranks() -> None:
     drawn = [episode(), episode("failed", error="a")]
     drawn += [episode("timeout", error="b"), episode("failed", error="a"), episode("max_turns")]
     check_failures(drawn, 0.6, Ranks())
-    with pytest.raises(
-        GenerationError, match=r"3 of 5 episodes failed.*env.max_failed=0.5 of them; 2 times: a"
-    ) as told:
+    with pytest.raises(GenerationError, match="3 of 5 .*env.max_failed=0.5 of them; 2 times: a") as told:
         check_failures(drawn, 0.5, Ranks())
     assert told.value.on_every_rank and told.value.exit_code == 5
     check_failures([], 0.0, Ranks())
@@ -788,14 +782,14 @@ def test_failures_are_counted_over_a_rollout_and_its_ranks() -> None:
 @pytest.mark.all
 def test_what_does_not_know_episodes_refuses_them(tmp_path: Path) -> None:
     compared = module_of(evaluation=Evaluation(win_rate_against="base"))
-    with pytest.raises(ConfigError, match=r"eval.win_rate_against='base' compares completions of one turn"):
+    with pytest.raises(ConfigError, match=r"eval.win_rate_against='base' compares"):
         trainer_of(tmp_path).fit(compared, prompts())
     with pytest.raises(ConfigError, match=r"preference_sets writes completions of one turn"):
         trainer_of(tmp_path, callbacks=[PreferenceSets()]).fit(module_of(), prompts())
     tree = tree_of(
         "algo=dpo", "env=environment", "env.path=lit_rl.environments.games:GuessNumber", "data=addition_pairs"
     )
-    with pytest.raises(ConfigError, match=r"env=CustomEnvironment answers the turns of a policy, and DPO"):
+    with pytest.raises(ConfigError, match=r"env=CustomEnvironment .* DPO"):
         check_answered(build(tree["algo"]), tree)
 
 

@@ -119,13 +119,6 @@ def test_every_preset_takes_it_and_none_switches_it_off(name):
     assert made(generator=NativeGenerator()).engine_correction.correction is None
 
 
-def test_weights_to_be_normalised_must_be_there():
-    settings: Any = {"weight_norm": engine_mismatch.normalize_token_weights}
-    GRPO("tiny", len, **settings, **OTHER)
-    with pytest.raises(ConfigError, match="algo/correction"):
-        GRPO("tiny", len, **settings)
-
-
 # ---------------------------------------------------------------------- the gradient, and what it costs
 
 

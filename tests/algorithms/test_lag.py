@@ -476,7 +476,7 @@ def test_completions_that_are_too_old_are_not_learned_from(tmp_path):
 REFUSED = [
     ({"correction": None}, r"generator\.lag=1.*algo/correction"),
     ({"generator": CopiedPolicyGenerator(lag=2), "correction": None}, r"generator\.lag=2.*algo/correction"),
-    ({"generator": CopiedPolicyGenerator(lag=-1)}, r"generator\.lag=-1 is not allowed.*a whole number of rollouts: 0 "),
+    ({"generator": CopiedPolicyGenerator(lag=-1)}, r"generator\.lag=-1"),
 ]
 
 

@@ -18,7 +18,6 @@ from peft import LoraConfig, get_peft_model
 from tiers import in_turn
 from transformers import AutoModelForCausalLM, GPT2Config, MambaConfig, Qwen2Config
 
-import lit_rl
 from lit_rl.algorithms import DPO, GKD, GRPO, ORPO, PPO, SFT
 from lit_rl.algorithms.checks import memory as memory_module
 from lit_rl.algorithms.checks import micro_batching
@@ -343,12 +342,6 @@ def test_by_hand_is_taken_or_refused_with_the_nearest():
     for size in (8, "auto"):
         with pytest.raises(ConfigError, match="both set"):
             split(MicroBatches(size), a_trainer(accumulate=2))
-    with pytest.raises(
-        ConfigError, match="micro_batch_size='automatic' is unknown: allowed is a whole number, auto, null"
-    ):
-        lit_rl.SFTConfig(micro_batch_size="automatic")  # pyright: ignore
-    with pytest.raises(ConfigError, match="micro_batch_size=0"):
-        lit_rl.SFTConfig(micro_batch_size=0)
 
 
 def test_what_the_user_says_is_warned_about_with_the_setting_that_fits():
@@ -393,8 +386,6 @@ def test_a_plan_is_applied_to_the_trainer_and_taken_back(size):
         assert micro_batches.parts_of_rows(trainer) == (2 if size == 2 else 1)
         micro_batches.restore(trainer)
         assert trainer.accumulate_grad_batches == 1
-    with pytest.raises(ConfigError, match="both set"):
-        split(micro_batches, a_trainer(accumulate=2))
 
 
 def test_a_second_fit_of_other_batches_is_split_anew():

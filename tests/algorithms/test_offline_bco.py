@@ -1,9 +1,8 @@
-"""BCO by hand: TRL has none any more. Its reward shift, the weights of prompts, how a step is cut, what is refused."""
+"""BCO by hand: TRL has none any more. Its reward shift, the weights of prompts, and how a step is cut."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import lightning as L
 import pytest
@@ -189,15 +188,6 @@ def test_a_prompt_of_no_tokens_is_0(module: BCO) -> None:
 # ---------------------------------------------------------------------- what is refused, and a run
 
 
-@pytest.mark.parametrize(
-    ("key", "setting"),
-    [("sample_rows", 1), ("penalty", 0.0), ("low", 0.0), ("low", 1.5), ("high", 0.9)],
-)
-def test_settings_out_of_range(key: str, setting: Any) -> None:
-    with pytest.raises(ConfigError, match=f"algo.prompt_weights.{key}"):
-        DensityRatio(**{key: setting})
-
-
 def test_one_kind_has_no_ratio() -> None:
     with pytest.raises(ConfigError, match="4 of 4 sampled rows are desirable"):
         DensityRatio().fit(torch.randn(4, 2), torch.ones(4, dtype=torch.bool))
@@ -208,9 +198,7 @@ def test_embeddings_that_are_not_finite() -> None:
         DensityRatio().fit(torch.tensor([[math.nan], [0.0]]), torch.tensor([True, False]))
 
 
-def test_a_reference_that_moves_embeds_nothing() -> None:
-    with pytest.raises(ConfigError, match="reference=EMA"):
-        BCO(MODEL, prompt_weights=DensityRatio(), reference=EMA())
+def test_a_reference_may_move_where_it_embeds_nothing() -> None:
     assert BCO(MODEL, reference=EMA()).reference.moves
 
 

@@ -92,3 +92,12 @@ def test_without_a_reference_it_is_cpo_whose_likelihood_is_beside_it(pairs: Pref
     z = 0.1 * (columns["chosen"] - columns["rejected"])
     expected = -torch.nn.functional.logsigmoid(z).mean() + columns["nll"].sum() / batch.totals.tokens
     assert free.loss(batch)[0].item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_reference_that_no_loss_reads_is_not_loaded() -> None:
+    """`simpo` and its reward are of the policy's log-probs alone. Beside a loss that compares the reference is needed;
+    with `sft` too: the rewards that are logged are measured against it, as in TRL."""
+    simpo = partial(preference_losses.simpo, gamma=1.0)
+    assert not DPO("tiny", preference=simpo).needs_reference
+    assert DPO("tiny", preference={"a": simpo, "b": preference_losses.sigmoid}).needs_reference
+    assert DPO("tiny", preference=preference_losses.sft).needs_reference

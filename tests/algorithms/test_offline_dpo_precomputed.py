@@ -15,7 +15,7 @@ from lit_rl.core.errors import ConfigError, StorageError
 from lit_rl.core.rollout import Sampling
 from lit_rl.data.tasks import AdditionPairs
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.references import EMA, AdapterBase, Auto, FrozenCopy, OtherModel, ReferenceFree
+from lit_rl.models.references import AdapterBase, Auto, FrozenCopy, OtherModel
 from lit_rl.ops.preference_losses import aot
 
 
@@ -114,14 +114,3 @@ def test_a_broken_file_is_refused(tmp_path: Path) -> None:
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     trainer(tmp_path, fast_dev_run=True).fit(module(precompute_reference=True), datamodule=data())
     assert not (tmp_path / "cache").exists()
-
-
-@pytest.mark.parametrize("reference", [EMA(0.9), ReferenceFree()])
-def test_a_reference_that_does_not_stay_is_refused(reference: Any) -> None:
-    with pytest.raises(ConfigError, match="algo.precompute_reference=true"):
-        module(reference=reference, precompute_reference=True)
-
-
-def test_a_folder_without_precomputing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="algo.reference_cache"):
-        module(reference_cache="somewhere")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -242,7 +241,7 @@ def test_a_token_that_the_tokenizer_lacks_is_refused_when_it_is_written(one_laye
     with torch.no_grad():  # one of each sign, so that one of them is ever the likeliest
         rows = module.policy.get_output_embeddings().weight[-4:]  # pyright: ignore
         rows.copy_(torch.tensor([[9.0], [-9.0], [9.0], [-9.0]]).expand_as(rows))
-    with pytest.raises(GenerationError, match=r"The student wrote the token id 2\d\d.*algo.on_policy_fraction=0"):
+    with pytest.raises(GenerationError, match=r"token id 2\d\d.*algo.on_policy_fraction=0"):
         module.rewritten(micro_batches(data_of())[0], "student")
 
 
@@ -318,23 +317,6 @@ def measured(runner: L.Trainer, module: GKD, data: Any) -> dict[str, float]:
 
 
 # ---------------------------------------------------------------- what is refused
-
-
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        ({"beta": 1.5}, "algo.beta"),
-        ({"temperature": 0.0}, "algo.temperature"),
-        ({"on_policy_fraction": -0.1}, "algo.on_policy_fraction"),
-        ({"on_policy_fraction": 1.0, "teacher_completions": True}, "algo.teacher_completions"),
-        ({"teacher_device": "cuda"}, "algo.teacher_device"),
-        ({"teacher": LanguageModel("tiny", lora=Lora(r=2))}, "algo.teacher.lora"),
-        ({"teacher": "no/where/at/all"}, "algo.teacher.name"),
-    ],
-)
-def test_bad_settings_are_refused_at_once(settings: dict[str, Any], key: str):
-    with pytest.raises(ConfigError, match=re.escape(key)):
-        module_of("tiny", **settings)
 
 
 def test_another_vocabulary_is_refused(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Laws of KTO: how a step is cut, where its constants lie, what is refused. Its numbers are compared with TRL's."""
+"""Laws of KTO: how a step is cut, where its constants lie. Its numbers are compared with TRL's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from offline_cuts import MODEL, PAIRS, VERDICTS, data_of, loaded, micro_batches,
 from lit_rl.algorithms import KTO
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.examples import TokenBatch
-from lit_rl.models.references import ReferenceFree
 from lit_rl.ops.preference_losses import apo_zero_unpaired, kto
 
 
@@ -88,22 +87,6 @@ def test_pairs_are_two_verdicts_each() -> None:
 
 
 # ---------------------------------------------------------------------- what is refused, and what is said
-
-
-@pytest.mark.parametrize("beta", [0.0, -1.0, math.nan])
-def test_beta_is_above_0(beta: float) -> None:
-    with pytest.raises(ConfigError, match="algo.beta"):
-        KTO(MODEL, beta=beta)
-
-
-def test_a_weight_below_0_is_refused_before_anything_is_loaded() -> None:
-    with pytest.raises(ConfigError, match="algo.verdict: desirable_weight=-1.0"):
-        KTO(MODEL, verdict=partial(kto, desirable_weight=-1.0))
-
-
-def test_there_has_to_be_a_reference() -> None:
-    with pytest.raises(ConfigError, match="reference=free"):
-        KTO(MODEL, reference=ReferenceFree())
 
 
 def trained(module: KTO, rows: list[dict[str, Any]], **data: Any) -> list[str]:

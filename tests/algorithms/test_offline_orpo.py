@@ -1,4 +1,4 @@
-"""Laws of ORPO: how a step is cut, what its likelihood is of, swapped pairs, padding, what is refused."""
+"""ORPO by hand: what its likelihood and its odds are of."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from offline_cuts import MODEL, PAIRS, data_of, loaded, step_of
 
 from lit_rl.algorithms import ORPO
-from lit_rl.core.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +37,3 @@ def test_by_hand(module: ORPO) -> None:
     assert step.loss == pytest.approx(expected, rel=1e-5)
     assert step.metrics["nll_loss"] == pytest.approx(-log_probs / counts, rel=1e-5)
     assert step.metrics["log_odds_chosen"] == pytest.approx(sum(differences) / len(odds), rel=1e-4)
-
-
-@pytest.mark.parametrize("beta", [0.0, -1.0, math.nan])
-def test_beta_is_above_0(beta: float) -> None:
-    with pytest.raises(ConfigError, match="algo.beta"):
-        ORPO(MODEL, beta=beta)

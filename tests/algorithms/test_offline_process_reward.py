@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from lit_rl.algorithms import AdamW, Constant, ProcessRewardModeling
-from lit_rl.core.errors import ConfigError, DataError
+from lit_rl.core.errors import ConfigError
 from lit_rl.core.examples import Totals
-from lit_rl.data.example_module import PreferenceDataModule, StepwiseDataModule
+from lit_rl.data.example_module import StepwiseDataModule
 from lit_rl.data.tasks import AdditionSteps
 from lit_rl.models import LanguageModel
 from lit_rl.models.sharding import full_state_dict
@@ -128,15 +128,3 @@ def test_the_shipped_steps_are_right_where_they_say_so() -> None:
             sums, _, result = step.rpartition("=")
             so_far = so_far and sum(map(int, sums.split("+"))) == int(result)
             assert label == so_far
-
-
-def test_bad_input(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"labels must be a list of as many booleans as completions \(2\)"):
-        data_of([{"prompt": "1", "completions": ["a", "b"], "labels": [True]}])
-    with pytest.raises(DataError, match="labels.0. is 'maybe'"):
-        data_of([{"prompt": "1", "completions": ["a"], "labels": ["maybe"]}])
-    with pytest.raises(ConfigError, match="data.separator='' makes no token"):
-        data_of(separator="")
-    pairs = PreferenceDataModule(rows=[{"prompt": "1", "chosen": "a", "rejected": "b"}], batch_size=1, val_fraction=0.0)
-    with pytest.raises(ConfigError, match=r"got PreferenceDataModule. Pass datamodule=StepwiseDataModule\(...\)"):
-        trainer_of(tmp_path, 1).fit(ProcessRewardModeling("tiny"), datamodule=pairs)

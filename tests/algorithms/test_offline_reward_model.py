@@ -12,7 +12,7 @@ from offline_cuts import MODEL, PAIRS, loaded
 
 from lit_rl.algorithms import AdamW, Constant, RewardModeling
 from lit_rl.core.errors import ConfigError
-from lit_rl.data.example_module import PreferenceDataModule, StepwiseDataModule
+from lit_rl.data.example_module import PreferenceDataModule
 from lit_rl.data.tasks import AdditionPairs
 from lit_rl.models import LanguageModel, Lora
 from lit_rl.models.sharding import full_state_dict
@@ -108,14 +108,7 @@ def test_held_out_pairs_are_told_apart_after_a_few_steps(tmp_path: Path) -> None
     assert right == pytest.approx(logged["val/accuracy"])
 
 
-def test_bad_settings(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="algo.center_coef"):
-        RewardModeling("tiny", center_coef=-0.1)
-    with pytest.raises(ConfigError, match="RewardModeling takes no reward="):
-        RewardModeling("tiny", reward=len)
-    steps = StepwiseDataModule(rows=[{"prompt": "1", "completions": ["2"], "labels": [True]}], batch_size=1)
-    with pytest.raises(ConfigError, match=r"got StepwiseDataModule. Pass datamodule=PreferenceDataModule\(...\)"):
-        quiet_trainer(tmp_path, 1).fit(RewardModeling("tiny"), datamodule=steps)
+def test_what_pads_may_not_end(tmp_path: Path) -> None:
     same = PreferenceDataModule(rows=PAIRS, batch_size=8, val_fraction=0.0)
     with pytest.raises(ConfigError, match="model.pad_token"):
         eos = str(MODEL.tokenizer.eos_token)

@@ -18,7 +18,7 @@ from lit_rl.core.errors import ConfigError, StorageError
 from lit_rl.core.rollout import Sampling
 from lit_rl.data.tasks import AdditionPairs
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.references import EMA, Auto, FrozenCopy
+from lit_rl.models.references import FrozenCopy
 from lit_rl.ops.preference_losses import apo_zero_unpaired
 
 METHODS: dict[str, Any] = {
@@ -119,7 +119,7 @@ def test_rows_that_come_later_are_refused(tmp_path: Path) -> None:
     made, source = module("kto", precompute_reference=True), small()
     fit(tmp_path, made, source, max_steps=3)
     fit(tmp_path, made, source, max_steps=3)
-    with pytest.raises(ConfigError, match="released the reference.*mismatched completions of epoch 1"):
+    with pytest.raises(ConfigError, match="released the reference.*epoch 1"):
         fit(tmp_path, made, source, max_steps=6)
     with pytest.raises(ConfigError, match="released the reference"):
         trainer(tmp_path, limit_val_batches=1.0).validate(made, datamodule=data(task=AdditionPairs(13, 9)))
@@ -172,14 +172,6 @@ def test_a_run_without_an_end_is_refused(tmp_path: Path) -> None:
     source.trainer = made.trainer
     source.prepare(made.tokenizer, "verdicts")
     made.setup("fit")
-
-
-@pytest.mark.parametrize("make", [KTO, BCO])
-def test_settings_that_do_not_fit(make: Any) -> None:
-    with pytest.raises(ConfigError, match=r"algo\.precompute_reference=true.*reference=EMA"):
-        make("tiny", reference=EMA(0.9), precompute_reference=True)
-    with pytest.raises(ConfigError, match=r"algo\.reference_cache='somewhere'"):
-        make("tiny", reference=Auto(), reference_cache="somewhere")
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_scored(tmp_path: Path, monkeypatch) -> None:

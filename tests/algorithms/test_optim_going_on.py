@@ -128,7 +128,7 @@ def test_another_optimizer_is_refused_before_it_reads_anything() -> None:
     first.step()
     with pytest.raises(StorageError, match=r"optimizer=.*torch\.optim\.SGD.*optimizer\.path.*model\.name=<run_dir>/hf"):
         Run(Linear(), 5, make=SGD).goes_on_from(first)
-    with pytest.raises(StorageError, match=r"torch\.optim\.AdamW, and this run has torch\.optim\.Adam,"):
+    with pytest.raises(StorageError, match=r"has torch\.optim\.Adam,"):
         Run(Linear(), 5, make=Adam).goes_on_from(first)
 
 

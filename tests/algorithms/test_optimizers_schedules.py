@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from lit_rl.algorithms.optim.optimizers import AdamW, AdamW8bit, AdamWSplit, ByPath
+from lit_rl.algorithms.optim.optimizers import AdamW, AdamW8bit, ByPath
 from lit_rl.algorithms.optim.schedules import After, Constant, Cosine, Linear, ScheduleByPath, scheduler_by_group
-from lit_rl.core.errors import BackendError, ConfigError
+from lit_rl.core.errors import BackendError
 
 
 def rates(schedule, total, steps):
@@ -35,12 +35,6 @@ def test_linear_falls_to_its_final_share():
 
 def test_cosine_is_half_a_period():
     assert rates(Cosine(), 4, 5) == pytest.approx([1 + math.cos(math.pi * k / 4) for k in range(5)])
-
-
-@pytest.mark.parametrize("schedule", [Linear(), Cosine()])
-def test_a_schedule_that_ends_needs_an_end(schedule):
-    with pytest.raises(ConfigError, match="trainer.max_steps"):
-        rates(schedule, math.inf, 1)
 
 
 @pytest.mark.parametrize("schedule", [Constant(3), Linear(2, 0.1), Cosine(1, 0.2), After(3, Linear(2))])
@@ -81,30 +75,6 @@ def test_a_scheduler_by_path_begins_after_the_warm_up_and_takes_the_length_of_th
     assert cycle.factor(4, 20) != seen[4]
 
 
-@pytest.mark.parametrize(
-    ("name", "kwargs", "word"),
-    [
-        ("torch.optim.lr_scheduler.StepLr", {}, "Did you mean 'StepLR'"),
-        ("torch.optim.SGD", {}, "torch.optim.lr_scheduler.LRScheduler class"),
-        (f"{TORCH}.ReduceLROnPlateau", {}, "needs a metric"),
-        (f"{TORCH}.StepLR", {"stepsize": 3}, "do not fit"),
-        (f"{TORCH}.OneCycleLR", {"max_lr": 1.0}, "cycle_momentum=false"),
-        (f"{TORCH}.StepLR", {"step_size": 1, "gamma": -1.0}, "turns a learning rate of 1 into -1"),
-    ],
-)
-def test_a_scheduler_that_will_not_do_is_refused(name, kwargs, word):
-    with pytest.raises(ConfigError, match=word):
-        ScheduleByPath(name, kwargs=kwargs).factor(1, 8)
-
-
-def test_a_scheduler_that_needs_an_end_or_comes_to_one_says_so():
-    with pytest.raises(ConfigError, match="T_max is not set.*trainer.max_steps"):
-        ScheduleByPath(f"{TORCH}.CosineAnnealingLR").factor(0, math.inf)
-    short = ScheduleByPath(f"{TORCH}.OneCycleLR", kwargs={"max_lr": 1, "total_steps": 4, "cycle_momentum": False})
-    with pytest.raises(ConfigError, match="ends at step"):
-        short.factor(6, 8)
-
-
 def two_groups(*schedules, total=6):
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "name": name} for name in ("policy", "critic")]
     groups[1]["lr"] = 0.5
@@ -133,10 +103,6 @@ def test_after_is_the_inner_schedule_later():
     assert [waits.factor(step, 9) for step in range(10)] == [0.0] * 3 + [inner.factor(step, 6) for step in range(7)]
     assert After(0, inner).factor(2, 9) == inner.factor(2, 9)
     assert After(2, Constant()).factor(5, math.inf) == 1.0
-    with pytest.raises(ConfigError, match="trainer.max_steps"):
-        After(2, inner).factor(5, math.inf)
-    with pytest.raises(ConfigError, match="out of range"):
-        After(-1, inner)
 
 
 def test_a_weight_waits_while_its_factor_is_zero():
@@ -199,28 +165,6 @@ def test_any_optimizer_by_path():
         [{"params": [torch.nn.Parameter(torch.ones(1))]}]
     )
     assert isinstance(optimizer, torch.optim.SGD) and optimizer.param_groups[0]["momentum"] == 0.9
-
-
-@pytest.mark.parametrize(
-    ("path", "kwargs", "word"),
-    [
-        ("torch.optim.SGDD", {}, "Did you mean 'SGD'"),
-        ("nowhere.SGD", {}, "cannot be imported"),
-        ("SGD", {}, "cannot be imported"),
-        ("torch.nn.Linear", {}, "torch.optim.Optimizer class"),
-        ("torch.optim.SGD", {"momentumm": 1}, "do not fit"),
-    ],
-)
-def test_a_wrong_path_is_refused(path, kwargs, word):
-    with pytest.raises(ConfigError, match=word):
-        ByPath(path, kwargs=kwargs)([{"params": [torch.nn.Parameter(torch.ones(1))]}])
-
-
-@pytest.mark.parametrize("lr", [0, -1e-6, math.nan, 1e3])
-@pytest.mark.parametrize("cls", [AdamW, AdamW8bit, AdamWSplit])
-def test_learning_rates_out_of_range(cls, lr):
-    with pytest.raises(ConfigError, match="optimizer.lr"):
-        cls(lr=lr)
 
 
 def test_eight_bits_without_bitsandbytes_says_how_to_get_it():

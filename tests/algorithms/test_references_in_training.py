@@ -12,7 +12,7 @@ from small_rollouts import EachBatch, trainer
 from tiers import in_turn
 
 from lit_rl.algorithms import GRPO, PPO, AdamW, Constant
-from lit_rl.algorithms.evaluation.validation import Evaluation, check_policy_scores
+from lit_rl.algorithms.evaluation.validation import Evaluation
 from lit_rl.algorithms.terms.regularizers import AdaptiveKL
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import Sampling
@@ -145,12 +145,6 @@ def test_without_a_kl_validation_logs_the_entropy_alone(tmp_path):
     data = RolloutDataModule(task=Addition(max_operand=5, val_rows=4), prompts_per_rollout=8)
     (logged,) = trainer(tmp_path, limit_val_batches=1.0).validate(module, datamodule=data, verbose=False)
     assert logged["val/entropy"] > 0 and "val/kl" not in logged
-
-
-def test_entropy_of_a_validation_that_cannot_be_is_refused():
-    for rolls_out, sampling, word in ((False, Sampling(), "learns from a data set"), (True, Sampling(0.0), "there is")):
-        with pytest.raises(ConfigError, match=f"eval.log_policy=true.*{word}"):
-            check_policy_scores("SFT", rolls_out, sampling, None)
 
 
 def trained(policy: Any) -> dict[str, torch.Tensor]:

@@ -13,7 +13,6 @@ from small_rollouts import EachBatch, completions, rollout, trainer
 from lit_rl.algorithms import GRPO, AdamW, Constant
 from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.terms.groups import GroupReplay
-from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import Rollout, Sampling, columns_of, select, trim_rollout
 from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
@@ -144,11 +143,6 @@ def test_another_number_of_ranks_shares_the_groups_out_by_their_scores():
             again.load_state(again.redistribute(saved, rank, world_size))
             assert [score for score, _ in again._groups] == pytest.approx(scores)
             assert again._rollouts == 1
-
-
-def test_a_size_below_one_is_refused():
-    with pytest.raises(ConfigError, match=r"algo\.replay\.size=0"):
-        GroupReplay(0)
 
 
 # ---------------------------------------------------------------------- in a run

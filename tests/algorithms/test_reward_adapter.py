@@ -12,7 +12,6 @@ from transformers import AutoModelForSequenceClassification
 
 from lit_rl.algorithms import PPO, Evaluation
 from lit_rl.algorithms.optim.optimizers import AdamW
-from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import Sampling
 from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
@@ -61,8 +60,3 @@ def test_four_models_on_one_base_train(reward_model: str, tmp_path: Path) -> Non
     (saved,) = tmp_path.rglob("*.ckpt")
     names = torch.load(saved, weights_only=True)["state_dict"]
     assert {name.partition(".")[0] for name in names} == {"policy", "critic"}
-
-
-def test_a_policy_without_adapters_has_no_base_to_share(reward_model: str) -> None:
-    with pytest.raises(ConfigError, match="model.lora"):
-        PPO("tiny", exact_match, reward_adapter=reward_model)

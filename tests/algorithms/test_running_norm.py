@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import math
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rl.algorithms.terms.credit import RunningNorm
-from lit_rl.core.errors import ConfigError
 
 REWARDS = st.lists(
     st.lists(st.one_of(st.just(math.nan), st.floats(-1e3, 1e3, width=32)), min_size=1, max_size=6),
@@ -68,8 +66,3 @@ def test_a_restored_one_goes_on_bit_for_bit(rollouts, cut):
     for rewards, out in zip(rollouts[cut:], expected[cut:]):
         assert torch.equal(second(torch.tensor(rewards)).nan_to_num(9e9), out.nan_to_num(9e9))
     assert second.state() == whole.state() if cut < len(rollouts) else first.state() == whole.state()
-
-
-def test_a_negative_eps_is_refused():
-    with pytest.raises(ConfigError, match=r"algo\.reward_norm\.eps"):
-        RunningNorm(eps=-1)

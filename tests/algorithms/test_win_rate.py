@@ -398,7 +398,7 @@ def test_without_validation_prompts_there_is_nothing_to_compare_at(column: str, 
         rows = [{"text": row["prompt"] + row["completion"]} for row in rows]
     data = SupervisedDataModule(rows=rows, batch_size=8, val_fraction=0.0 if column == "completion" else 0.2)
     module = SFT(LanguageModel("tiny"), exact_match, evaluation=Evaluation(win_rate_against="base"))
-    with pytest.raises(ConfigError, match=r"eval\.win_rate_against='base'.*there are none.*data\.val_path"):
+    with pytest.raises(ConfigError, match=r"eval\.win_rate_against='base'.*data\.val_path"):
         measured(module, tmp_path, data)
     assert module.policy is None
 

@@ -58,13 +58,6 @@ def test_a_key_of_ones_own_that_another_refers_to_is_read(step: Command):
     refused(step("+my_rate=1e-3", "+my_rate_too=1", "optimizer.lr=${my_rate}"), 2, "my_rate_too is no key")
 
 
-@pytest.mark.all
-def test_a_word_that_is_no_command(command: Command, cwd):
-    refused(command("trian"), 2, "'trian'", "'train'", "key=value")
-    refused(command("seed=1", "trian"), 2, "'trian'")
-    assert contents(cwd) == []
-
-
 def test_the_three_nearest_batch_settings_work(step: Command):
     """Here the third; that each of them works is tested of the plan, in algorithms/test_batching.py."""
     outcome = step("data.prompts_per_rollout=7", "algo.minibatches=2", "run_dir=run")

@@ -74,7 +74,7 @@ def test_a_model_of_the_hub_is_missing_only_where_nothing_of_it_is_cached(
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(BackendError, match="model.name='ann/x' is not in the local cache, .* `hf download ann/x`"):
+    with pytest.raises(BackendError, match="model.name='ann/x' .* `hf download ann/x`"):
         check_model_is_readable("model.name", "ann/x")
     file = tmp_path / "models--ann--x" / "snapshots" / "1a" / "config.json"
     file.parent.mkdir(parents=True)
@@ -180,7 +180,7 @@ def test_a_word_that_a_plugin_may_register_is_left_to_lightning(
 
 def test_a_warm_up_that_ends_behind_the_run_is_refused_where_it_was_typed() -> None:
     config = OmegaConf.create({"trainer": {"max_steps": 20}, "scheduler": {"warmup_steps": 100}})
-    with pytest.raises(ConfigError, match="warmup_steps=100 is more than trainer.max_steps=20: .* 20% of optimizer.lr"):
+    with pytest.raises(ConfigError, match="warmup_steps=100 is more than .* 20% of optimizer.lr"):
         fast_checks.check_warmup(config, ["scheduler.warmup_steps"])
     fast_checks.check_warmup(config, ["trainer.max_steps"])
     fast_checks.check_warmup(OmegaConf.merge(config, {"trainer": {"max_steps": 100}}), ["scheduler.warmup_steps"])

@@ -50,12 +50,6 @@ def test_reward_funcs_is_the_reward():
     for key in ("reward_funcs", "reward"):
         many = expand_aliases([f"{key}=[./mine.py:score, my_package.rewards:brief]"])[0]
         assert many == ["reward=function", "reward.fn=[./mine.py:score,my_package.rewards:brief]"]
-    with pytest.raises(
-        ConfigError, match=r"reward=x is not a choice. For a function of your own, type reward=\./FILE.py:NAME"
-    ):
-        expand_aliases(["reward_funcs=x"])
-    with pytest.raises(ConfigError, match="reward=exact_matsh is not a choice. Did you mean 'exact_match'"):
-        expand_aliases(["reward_funcs=exact_matsh"])
 
 
 def test_of_many_keys_the_nearest_are_named_and_a_command_lists_all():
@@ -88,52 +82,11 @@ def test_what_may_be_several_keys_names_them():
 
 def test_beta_of_rloo_is_another_one():
     assert expand_aliases(["algo=dpo", "beta=0.1"])[0] == ["algo=dpo", "algo.beta=0.1"]
-    with pytest.raises(ConfigError, match="algo.reward_beta"):
-        expand_aliases(["beta=0.1", "algo=rloo"])
 
 
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("algo=grpoo", "algo=grpoo is not a choice. Did you mean 'grpo'? `lit-rl list algo` lists all"),
-        ("algo=what", "algo=what is not a choice. algo has: alphapo, "),
-        ("algo/loss=cipso", "Did you mean 'cispo'"),
-        (
-            "model=gpt2",
-            "A folder, or a model of the hub, is written model=local model.name=gpt2. `lit-rl list model` lists",
-        ),
-        ("data=pairs.jsonl", "For rows of your own, type data.path=pairs.jsonl. `lit-rl list data` lists all"),
-        ("reward=x", "For a function of your own, type reward=./FILE.py:NAME. `lit-rl list reward` lists all"),
-        ("reward=mine.py", "For a function of your own, type reward=./mine.py:NAME."),
-        ("algo/preference=[sigmoidd]", "algo/preference=sigmoidd is not a choice. Did you mean 'sigmoid'?"),
-        ("trianer.max_steps=3", "trianer.max_steps is not a key. Did you mean 'trainer'"),
-        ("algo.group_siez=4", "algo.group_siez is not a key. Did you mean 'group_size'"),
-        ("num_generation=8", "num_generation is not a key. Did you mean 'algo.group_size'?"),
-        ("wandb_=true", "What it may mean: logger=[tensorboard,wandb]"),
-        ("sampling.topp=0.9", "sampling.topp is not a key. Did you mean 'top_p'"),
-        ("algo.num_generations=4", "algo.num_generations is not a key. Did you mean 'algo.group_size'?"),
-        ("algo.lr=1e-5", "algo.lr is not a key. Did you mean 'optimizer.lr'?"),
-        ("algo.kl_coef=0.1", "algo.kl_coef is not a key. What it may mean: algo.beta, "),
-        (
-            "scale_rewards=none",
-            "Here: algo/advantage=group_normalized (batch is batch_normalized, none is centered). M",
-        ),
-        ("push_to_hub=me/x", "push_to_hub is not a key. push_to_hub is TRL's name. Here: export.push_to_hub=..."),
-        (
-            "remove_unused_column=1",
-            "Did you mean 'remove_unused_columns'? remove_unused_columns is TRL's name. Here: not needed (",
-        ),
-        ("actor_rollout_ref.rollout.n=4", "n is verl's key. Here: algo.group_size=... More: docs/from-verl.md"),
-        ("algorithm.adv_estimator=gae", "Here: grpo: algo=grpo; gae: algo=ppo;"),
-        ("args.learning_rate=1", "args.learning_rate is not a key. Did you mean 'optimizer.lr'?"),
-    ],
-)
-def test_a_typo_that_needs_no_config_is_refused_at_once(word, message):
-    with pytest.raises(ConfigError) as refusal:
-        expand_aliases([word])
-    assert message in str(refusal.value)
-    if "trianer" not in word:  # a folder of the user's may hold it
-        assert expand_aliases([word, "--config-dir", "mine"])[0][0] == word
+@pytest.mark.parametrize("word", ["algo=grpoo", "model=gpt2", "sampling.topp=0.9", "num_generation=8", "algo.lr=1e-5"])
+def test_what_a_folder_of_ones_own_may_hold_is_left_to_hydra(word):
+    assert expand_aliases([word, "--config-dir", "mine"])[0][0] == word
 
 
 def test_one_sentence_for_every_name_that_is_understood():
@@ -150,9 +103,6 @@ def test_one_sentence_for_every_name_that_is_understood():
 def test_export_takes_what_its_issue_calls_its_words(capsys, tmp_path):
     words = ["run_dir=x", "push_to_hub=me/x", "export.merge=true", "export.private=false"]
     assert expand_export(words) == (["run_dir=x", "export.push_to_hub=me/x", "export.private=false"], MERGED)
-    with pytest.raises(ConfigError, match="merge=false: an export is merged always.*adapter/"):
-        expand_export(["merge=false"])
-    assert cli.run(["export", "merge=false"]) == 2 and "adapter/" in capsys.readouterr().err
 
 
 def test_no_word_is_offered_to_who_typed_it():
@@ -165,44 +115,6 @@ def test_no_word_is_offered_to_who_typed_it():
 )
 def test_keys_that_another_word_brings_are_left_to_hydra(added):
     assert expand_aliases([added, "callbacks.mime.every=3"]) == ([added, "callbacks.mime.every=3"], [])
-
-
-@pytest.mark.parametrize(
-    "typed, meant",
-    [
-        (["--lr", "1e-4"], "--lr is no option: settings are written key=value, such as optimizer.lr=1e-4"),
-        (["-lr", "1e-4"], "-lr is no option: settings are written key=value, such as optimizer.lr=1e-4"),
-        (["--batch-size", "4"], "What it may mean: data.prompts_per_rollout"),
-        (["--use-peft"], "use_peft is TRL's name. Here: model.lora.r=..."),
-    ],
-)
-def test_options_with_dashes_say_how_settings_are_written(typed, meant):
-    with pytest.raises(ConfigError) as refusal:
-        expand_aliases(typed)
-    assert meant in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["algo", "=", "grpo"], "algo = has a space before the =: write algo=grpo, without spaces."),
-        (
-            ["seed=1", "optimizer.lr=", "1e-5"],
-            "optimizer.lr= 1e-5 has a space behind the =: write optimizer.lr=1e-5, without",
-        ),
-        (["seed=1", "optimizer.lr"], "optimizer.lr alone says nothing: write optimizer.lr=..."),
-        (["optimizer.lr", "1e-5", "seed=1"], "optimizer.lr alone says nothing: write optimizer.lr=1e-5"),
-        (["trainer[max_steps]=5"], "A key in trainer is written with a point: trainer.max_steps=5."),
-        (["seed=1\r"], "'seed=1\\r' ends with the line end of Windows: the script has these."),
-        (["run_dir="], "run_dir= has no value after the =; an unset variable of the shell looks like this."),
-        (["-m", "seed=1,"], "seed=1, ends with a comma, behind which a value is missing: type seed=1."),
-        (["~reward"], "~reward cannot be removed, because other settings use the group. Choose another: reward=NAME."),
-    ],
-)
-def test_what_is_no_setting_says_how_one_is_written(words, told):
-    with pytest.raises(ConfigError) as refusal:
-        expand_aliases(words)
-    assert told in str(refusal.value)
 
 
 def test_words_that_end_in_nothing_or_follow_an_option_are_left_alone():
@@ -238,28 +150,9 @@ def test_the_options_are_those_of_hydra():
     assert takes_one == {*typed_words.WITH_A_VALUE}
 
 
-def test_an_option_without_its_value_is_refused_in_words(capsys):
-    assert cli.run(["seed=1", "--cfg", "sampling.top_k=1"]) == 2 and cli.run(["--config-dir", "-m"]) == 2
-    said = capsys.readouterr().err
-    assert "--cfg takes one of job, hydra, all, and 'sampling.top_k=1' came" in said
-    assert "--config-dir needs a value behind it" in said and "usage" not in said
-
-
-@pytest.mark.parametrize("words", [["-m", "--cfg=job"], ["--info", "seed=1", "-c", "job"], ["-r", "--multirun"]])
-def test_options_of_which_hydra_takes_one_are_refused_together(words, capsys):
-    assert cli.run(words) == 2
-    said = capsys.readouterr().err
-    assert "ask for different things: leave one of them out." in said and "Traceback" not in said
-
-
 def test_a_setting_behind_an_option_reaches_hydra(command: Command, cwd):
     outcome = command("seed=1", "--cfg", "job", "--package", "sampling", "sampling.max_new_tokens=6")
     assert outcome.code == 0 and "max_new_tokens: 6" in outcome.out, outcome.err
-
-
-def test_the_help_of_a_command_that_there_is_not_is_refused(capsys):
-    assert cli.run(["raport", "--help"]) == 2
-    assert "Did you mean 'report'" in capsys.readouterr().err
 
 
 def test_a_key_of_another_choice_says_which_has_it(command: Command, cwd):
@@ -283,14 +176,6 @@ def test_help_and_version_without_dashes(capsys, monkeypatch, words, same):
     assert (cli.run(words), cli.run(same)) == (0, 0)
     said = capsys.readouterr().out
     assert said and said[: len(said) // 2] == said[len(said) // 2 :]
-
-
-def test_list_takes_groups(capsys):
-    assert cli.run(["list", "algo", "grpo"]) == 2
-    assert "it is a choice of algo" in (said := capsys.readouterr().err) and "--package algo`" in said
-    assert cli.run(["list", "agol"]) == 2
-    said = capsys.readouterr().err
-    assert "Did you mean 'algo'? `lit-rl list` lists all" in said and "sampling" not in said
 
 
 def test_a_typo_is_refused_before_torch_is_loaded():

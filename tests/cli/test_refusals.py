@@ -1,23 +1,32 @@
-"""One table of what is refused, `refusals.yaml`: by the settings, by who builds, and by every door."""
+"""One table of what is refused, `refusals.yaml`: by settings, by who builds, by constructors, by every door."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import pathlib
 import shlex
 import subprocess
 import sys
+from functools import partial
+from importlib import import_module
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
+import torch
 import warm
 import yaml
 from cli_helpers import Command, contents, refused
 from tiers import quick
 
 import lit_rl
+from lit_rl import cli
 from lit_rl.core import errors
+from lit_rl.data import recipes
 
 TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text())
 
@@ -98,6 +107,19 @@ def test_what_needs_no_torch_is_refused_without_it(root: Path, tmp_path: Path) -
     }
 
 
+def test_words_alone_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
+    monkeypatch.chdir(tmp_path)
+    wrong = list[str]()
+    for line, (code, says) in rows("words").items():
+        monkeypatch.setattr(sys, "argv", ["lit-rl", *line.split(" ")])
+        ended, said = cli.run(line.split(" ")), capfd.readouterr().err
+        if ended != code or any(words not in said for words in (*says, "Error: ")):
+            wrong.append(f"{line}: {ended}: {said}")
+        assert "composing" not in said and "Traceback" not in said and "usage:" not in said, said
+    assert not wrong, "\n".join(wrong)
+    assert contents(tmp_path) == []
+
+
 QUICK_ROWS = {
     *("algo.group_size=1", "trainer.max_steps=-1 trainer.max_epochs=-1 trainer.max_time=null", "data=jsonl"),
     *("trainer.precision=16-true trainer.accelerator=cpu", "model.dtype=float16", "algo/kl_control=adaptive"),
@@ -112,13 +134,52 @@ def test_what_is_told_by_who_builds_writes_nothing(step: Command, cwd: Path, lin
     assert contents(cwd) == []
 
 
+PLACES = """
+algorithms rewards callbacks rewards.contract generation environments data.example_formats data.message_forms
+data.rows data.tasks data.example_reader data.loaders data.order data.supervised_text core.rollout models.critics
+models.references environments.games environments.gymnasium_environment generation.hf generation.native
+generation.vllm.client generation.vllm.engine_settings generation.vllm.server algorithms.evaluation.validation
+algorithms.optim.optimizers algorithms.optim.schedules algorithms.optim.strategies algorithms.terms.credit
+algorithms.terms.groups algorithms.terms.regularizers algorithms.terms.verdict_terms ops.advantages
+ops.engine_mismatch ops.policy_losses ops.preference_losses ops.returns ops.selection
+"""
+"""Modules whose names a line of Python in the table may use; `lit_rl` itself comes first."""
+
+
+def names() -> dict[str, Any]:
+    """All that a line of the table may use: what `PLACES` hold, and rows, pairs, messages and two prompts."""
+    prompt, two = {"prompt": "1+1="}, (["p", "p"], ["a", "b"], ["c", "d"])
+    found: dict[str, Any] = {"ROWS": [prompt | {"answer": "2"}], "PAIRS": [prompt | {"chosen": "2", "rejected": "3"}]}
+    found |= {role: lambda content, role=role: {"role": role, "content": content} for role in ("user", "assistant")}
+    found |= {"TWO": two, "recipes": recipes, "pathlib": pathlib, "peft": peft, "torch": torch}
+    found |= {"inf": inf, "nan": nan, "partial": partial}
+    for place in (lit_rl, *(import_module(f"lit_rl.{name}") for name in PLACES.split())):
+        there = {name: getattr(place, name) for name in dir(place) if name not in found}
+        found |= {name: value for name, value in there.items() if not inspect.ismodule(value)}
+    return found
+
+
+@pytest.mark.parametrize("package", TABLE["constructors"])
+def test_a_constructor_refuses(package: str) -> None:
+    known, wrong = names(), list[str]()
+    for error, told in TABLE["constructors"][package].items():
+        for line, says in told.items():
+            try:
+                got = eval(line, known)
+            except Exception as refusal:
+                got = refusal
+            if not isinstance(got, getattr(errors, error)) or any(words not in str(got) for words in says):
+                wrong.append(f"{line}: {got!r}")
+    assert not wrong, "\n".join(wrong)
+
+
 DOORS = pytest.mark.parametrize("row", TABLE["doors"], ids=lambda row: row["typed"])
 
 
 @DOORS
-def test_a_constructor_refuses(row: dict[str, Any]) -> None:
+def test_the_constructor_of_a_door_refuses(row: dict[str, Any]) -> None:
     with pytest.raises(errors.ConfigError) as refusal:
-        eval(row["python"], {name: getattr(lit_rl, name) for name in dir(lit_rl) if name in row["python"]})
+        eval(row["python"], names())
     assert [words for words in row["says"] if words not in str(refusal.value)] == [], str(refusal.value)
 
 
@@ -132,6 +193,19 @@ LEAST = [
 @DOORS
 def test_lightnings_command_line_refuses(row: dict[str, Any], command: Command) -> None:
     refused(command("fit", *LEAST, *shlex.split(row["lightning"])), 2, *row["says"])
+
+
+SEEN = {"--model.group_sizee=1", "--model.beta=abc", "--config=nope.yaml", "--model.learning_rate=1"}
+
+
+@pytest.mark.parametrize("line", quick(rows("lightning"), SEEN))
+def test_a_mistake_on_lightnings_command_line_is_one_sentence(line: str, command: Command, cwd: Path) -> None:
+    code, says = rows("lightning")[line]
+    outcome = command("validate", *LEAST, *shlex.split(line))
+    refused(outcome, code, *says)
+    (said,) = [each for each in outcome.err.splitlines() if "Error: " in each]
+    assert "usage:" not in outcome.err and "<class" not in said and "Import path" not in said
+    assert contents(cwd) == []
 
 
 @pytest.mark.all

@@ -6,6 +6,7 @@ import importlib.util
 
 import pytest
 from cli_helpers import contents, refused
+from test_refusals import rows
 
 needs_no_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
 
@@ -16,20 +17,7 @@ def test_without_vllm_it_says_how_to_get_it(command, cwd):
     assert contents(cwd) == []
 
 
-@pytest.mark.parametrize("word", ["algo=dpo", "data.path=x.jsonl", "run_dir=x", "trainer.devices=2"])
-def test_what_has_no_meaning_is_refused(command, cwd, word):
-    refused(command("serve", "model=tiny", word), 2, word.partition("=")[0], "lit-rl serve", "model, generator, serve")
+def test_what_has_no_meaning_is_refused(command, cwd):
+    for line, (code, words) in rows("serve").items():
+        refused(command("serve", *line.split()), code, *words)
     assert contents(cwd) == []
-
-
-def test_a_setting_of_the_run_is_not_the_servers(command):
-    refused(command("serve", "generator.lag=1"), 2, "generator.lag", "max_model_len")
-    refused(command("serve", "generator.gpu_memory_utilization=2"), 2, "generator.gpu_memory_utilization=2")
-
-
-def test_a_key_that_does_not_exist_is_refused(command):
-    refused(command("serve", "serve.prot=1"), 2, "serve.prot", "Did you mean 'port'?")
-
-
-def test_a_folder_that_does_not_exist_is_refused(command):
-    refused(command("serve", "model=local", "model.name=./nothing"), 2, "model.name", "no such folder")

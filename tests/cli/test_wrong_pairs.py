@@ -88,11 +88,6 @@ def test_a_file_and_an_algorithm_choose_the_data_in_every_job_of_a_sweep(command
     assert "data=preferences (what the algorithm" in outcome.out and "data=texts (what the algorithm" in outcome.out
 
 
-def test_a_file_for_another_algorithm_is_refused_with_the_line_to_type(command: Command, cwd, mine):
-    refused(command("algo=sft", mine), 2, "columns prompt, answer", f"train algo=grpo {mine}")
-    assert contents(cwd) == []
-
-
 @pytest.mark.parametrize(
     ("algo", "row", "served"),
     [
@@ -148,11 +143,6 @@ def test_the_reward_that_nobody_typed_needs_the_column_that_is_looked_for():
     name, column = UNTYPED_REWARD
     assert listing.default_choices()["reward"] == name
     assert column in inspect.signature(exact_match).parameters
-
-
-def test_computed_data_is_changed_for_computed_data(command: Command, cwd):
-    refused(command("algo=dpo", "data=addition"), 2, "algo=dpo data=addition_pairs")
-    refused(command("algo=grpo", "data=addition_text"), 2, "algo=grpo data=addition")
 
 
 @pytest.mark.all

@@ -97,50 +97,6 @@ def quiet():
 # What goes in
 
 
-def test_exactly_one_source(tmp_path):
-    for arguments in ({}, {"rows": make_rows(3), "path": "x.jsonl"}, {"task": Addition(), "sources": [{"path": "x"}]}):
-        with pytest.raises(ConfigError, match=r"Set exactly one of data\.path, data\.rows, data\.task, data\.sources"):
-            RolloutDataModule(**arguments)
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({"prompts_per_rollout": 0}, r"data\.prompts_per_rollout=0"),
-        ({"val_fraction": 1.0}, r"data\.val_fraction=1\.0"),
-        ({"val_fraction": float("nan")}, r"data\.val_fraction=nan"),
-        ({"val_batch_size": 0}, r"data\.val_batch_size=0"),
-        ({"seed": -1}, r"data\.seed=-1"),
-        ({"overlong": "cut"}, r"data\.overlong='cut'"),
-        ({"on_bad_row": "drop"}, r"data\.on_bad_row='drop'"),
-        ({"max_prompt_tokens": 0}, r"data\.max_prompt_tokens=0"),
-        ({"split": "train"}, r"data\.split and data\.name belong to data\.path"),
-        ({"val_split": "test"}, r"data\.val_split='test' is a split of data\.path"),
-        ({"val_path": {"a": "x"}, "val_split": {"b": "test"}}, r"data\.val_split"),
-        ({"val_path": "x", "val_split": {"b": "test"}}, r"data\.val_split"),
-        ({"val_path": {}}, "every validation set needs a name"),
-    ],
-)
-def test_bad_settings_are_refused_before_anything_is_read(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        RolloutDataModule(rows=make_rows(3), **arguments)
-
-
-@pytest.mark.parametrize(
-    "sources, message",
-    [
-        ([], "is empty"),
-        ([{"split": "train"}], r"data\.sources\[0\].*needs a path"),
-        (["x.jsonl"], r"data\.sources\[0\].*needs a path"),
-        ([{"path": "x", "wieght": 2}], r"data\.sources\[0\]\.wieght.*'weight'"),
-        ([{"path": "x"}, {"path": "y", "weight": 0}], r"data\.sources\[1\]\.weight=0"),
-    ],
-)
-def test_bad_sources_are_refused(sources, message):
-    with pytest.raises(ConfigError, match=message):
-        RolloutDataModule(sources=sources)
-
-
 @pytest.mark.parametrize(
     "rows, message", [([], "no rows"), ([1], r"data\.rows\[0\]"), ({"prompt": "x"}, "list of dicts")]
 )
@@ -201,7 +157,7 @@ def test_each_source_makes_columns_of_its_own(tmp_path):
 def test_a_row_that_a_sources_function_cannot_read_is_bad_and_named(tmp_path):
     nested = write(tmp_path / "nested.jsonl", [{"q": {"text": "a", "answer": "1"}, "level": 0}, {"q": 3}] * 4)
     sources = [{"path": nested, "map_row": answered}]
-    with pytest.raises(DataError, match=r"nested.jsonl:2: data.sources\[0\].map_row=answered raised TypeError"):
+    with pytest.raises(DataError, match=r"nested.jsonl:2: .*map_row=answered raised TypeError"):
         prepared(sources=sources, prompts_per_rollout=4, val_fraction=0)
     counts = prepared(sources=sources, prompts_per_rollout=4, val_fraction=0, on_bad_row="skip").report["train"]
     assert (counts["bad"], counts["kept"]) == (4, 4)

@@ -212,10 +212,3 @@ def test_evaluation_covers_every_row_with_equal_batches_on_every_rank(size, batc
     if world == 1:
         assert seen == list(range(count))
     assert list(loader) == list(loader)
-
-
-def test_evaluation_refuses_empty_sizes():
-    with pytest.raises(ConfigError, match=r"data\.val_batch_size=0"):
-        EvalLoader(data(3), batch_size=0)
-    with pytest.raises(ConfigError, match=r"evaluation\.limit=0"):
-        EvalLoader(data(3), limit=0)

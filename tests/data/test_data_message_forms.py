@@ -94,7 +94,7 @@ def test_any_other_text_stays_a_text(text):
     ],
 )
 def test_a_text_that_names_roles_and_cannot_be_read_is_refused(text):
-    with pytest.raises(DataError, match=r"^f:1: prompt is a text that looks like messages .* json.dumps"):
+    with pytest.raises(DataError, match=r"^f:1: prompt is a text .* json.dumps"):
         normalize_messages({"prompt": text}, "f:1")
 
 
@@ -116,11 +116,6 @@ def test_conversations_are_messages_or_the_prompt_of_a_pair():
     assert normalize_messages({"conversations": sharegpt(ASK)}, "f:1", "conversations")[0] == {"conversations": ASK}
     assert normalize_messages({"conversations": ASK + REPLY}, "f:1")[0] == {"messages": ASK + REPLY}
     assert normalize_messages({"conversations": 3, "prompt": "a"}, "f:1")[0] == {"conversations": 3, "prompt": "a"}
-
-
-def test_somebody_unknown_in_sharegpt_is_named():
-    with pytest.raises(DataError, match="conversations: message 0 is from 'critic'; known are human, user, gpt"):
-        normalize_messages({"conversations": [{"from": "critic", "value": "{}"}]}, "f:1")
 
 
 @pytest.mark.parametrize("form", [json.dumps, repr, lambda tools: [json.dumps(tool) for tool in tools], list])
@@ -374,7 +369,7 @@ UNCLEAR = {
 }
 
 
-@pytest.mark.parametrize("message, words", UNCLEAR.values(), ids=[*UNCLEAR])
-def test_what_was_said_in_an_order_that_no_template_writes_is_refused(message, words):
-    with pytest.raises(DataError, match=f"^f:1: messages: message 1 .*{words}"):
-        normalize_messages({"messages": [*ASK, message]}, "f:1")
+def test_what_was_said_in_an_order_that_no_template_writes_is_refused():
+    for message, words in UNCLEAR.values():
+        with pytest.raises(DataError, match=f"^f:1: messages: message 1 .*{words}"):
+            normalize_messages({"messages": [*ASK, message]}, "f:1")

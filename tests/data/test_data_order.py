@@ -77,16 +77,5 @@ def test_sources_are_mixed_over_the_epoch():
         assert all(8 <= share <= 20 for share in shares) and sum(shares) == 150
 
 
-def test_bad_settings_are_refused():
-    with pytest.raises(ConfigError, match=r"data\.seed"):
-        RolloutOrder((10,), 2, seed=-1)
-    with pytest.raises(ConfigError, match=r"data\.prompts_per_rollout"):
-        RolloutOrder((10,), 0)
-    with pytest.raises(DataError, match=r"data\.prompts_per_rollout=11 needs as many rows; there are 10"):
-        RolloutOrder((10,), 11)
-    with pytest.raises(ConfigError, match=r"data\.sources\[1\]"):
-        RolloutOrder((10, 10), 2, weights=(1.0, 1e-6))
-
-
 def test_occurrences_count_the_same_row_before():
     assert count_occurrences([3, 1, 3, 3, 1, 2]) == [0, 0, 1, 2, 1, 0]

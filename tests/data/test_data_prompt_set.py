@@ -13,7 +13,7 @@ from byte_tokenizers import make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_rl.core.errors import ConfigError, DataError
+from lit_rl.core.errors import DataError
 from lit_rl.data.encode import Encoder
 from lit_rl.data.prompt_reader import PromptOptions, read_prompts
 from lit_rl.data.prompt_set import PromptSet
@@ -65,17 +65,6 @@ def test_overlong_policies():
     for on_bad_row in ("error", "skip"):
         with pytest.raises(DataError, match=r"f\[0\]: the prompt has 6 tokens, data\.max_prompt_tokens=4"):
             whole(rows, max_prompt_tokens=4, overlong="error", on_bad_row=on_bad_row)
-
-
-def test_unknown_choices_and_values_are_refused():
-    with pytest.raises(ConfigError, match=r"data\.overlong='truncate'.*'truncate_left'"):
-        PromptOptions(overlong="truncate")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ConfigError, match=r"data\.on_bad_row"):
-        PromptOptions(on_bad_row="ignore")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ConfigError, match=r"data\.max_prompt_tokens=0"):
-        PromptOptions(max_prompt_tokens=0)
-    with pytest.raises(ConfigError, match=r"data\.chat_template_kwargs"):
-        PromptOptions(chat_template_kwargs={"tokenize": True})
 
 
 def test_texts_and_messages_in_one_source_are_refused_with_both_places():
@@ -141,7 +130,7 @@ def test_a_row_function_that_fails_is_named_with_the_row():
 
 
 def test_a_rename_of_no_column_is_refused():
-    with pytest.raises(DataError, match=r"data\.rename: no row has a column 'anwser'.*Did you mean 'answer'"):
+    with pytest.raises(DataError, match=r"data\.rename: .*'anwser'.*Did you mean 'answer'"):
         read([{"prompt": "a", "answer": 1}], rename={"anwser": "gold"})
 
 

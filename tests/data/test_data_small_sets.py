@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rl.core.errors import DataError
 from lit_rl.data.example_module import PreferenceDataModule, SupervisedDataModule
 from lit_rl.data.order import fit_step_rows
 from lit_rl.data.prompt_module import RolloutDataModule
@@ -172,25 +171,3 @@ def test_rows_that_are_left_out_or_cut_are_said_in_one_line_with_their_reasons(t
 def test_nothing_is_said_of_rows_that_are_all_there(tiny, said):
     RolloutDataModule(questions(40), val_fraction=0).prepare(tiny)
     assert not [line for line in said() if line.startswith(("train:", "val:", "data."))]
-
-
-@pytest.mark.parametrize("value", [0, -1])
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        *((RolloutDataModule, name) for name in ("prompts_per_rollout", "max_prompt_tokens", "val_batch_size")),
-        *((SupervisedDataModule, name) for name in ("batch_size", "max_length", "max_completion_tokens")),
-        *((SupervisedDataModule, name) for name in ("val_batch_size", "stream_buffer", "max_image_pixels")),
-    ],
-)
-def test_no_count_is_zero_or_minus_one(module, name, value):
-    from lit_rl.core.errors import ConfigError
-
-    more = {"path": __file__} if name == "stream_buffer" else {"rows": questions(2)}
-    with pytest.raises(ConfigError, match=rf"data\.{name}={value}\b"):
-        module(**more, **{name: value})
-
-
-def test_a_typed_size_that_no_row_fills_is_refused(tiny):
-    with pytest.raises(DataError, match="data.prompts_per_rollout=32, and 3 rows are left"):
-        RolloutDataModule(questions(3), prompts_per_rollout=32, val_fraction=0).prepare(tiny)

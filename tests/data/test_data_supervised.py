@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from merging_tokenizers import make_llama_like_tokenizer, make_merging_tokenizer
 
-from lit_rl.core.errors import ConfigError, DataError
+from lit_rl.core.errors import DataError
 from lit_rl.data.encode import Encoder
 from lit_rl.data.example_module import SupervisedDataModule
 from lit_rl.data.supervised_text import SupervisedText
@@ -181,8 +181,3 @@ class TestBadRows:
         pyarrow.parquet.write_table(pyarrow.table({"text": ["ab", "cd"]}), tmp_path / "a.parquet")
         source = SupervisedText(str(tmp_path / "a.parquet"), batch_size=2)
         assert sorted(decoded(source.batch(ENCODER, 0, seed=0))) == ["ab<|im_end|>", "cd<|im_end|>"]
-
-    @pytest.mark.parametrize("setting", [{"batch_size": 0}, {"max_tokens": 1}, {"prompt_key": "text"}])
-    def test_settings_are_checked(self, setting):
-        with pytest.raises(ConfigError, match=r"algo\.ptx"):
-            SupervisedText("nowhere", **setting)

@@ -183,7 +183,7 @@ def test_a_state_of_other_data_or_of_another_cut_is_refused():
 
 
 def test_a_batch_that_does_not_divide_over_ranks_is_refused():
-    with pytest.raises(ConfigError, match=r"data\.batch_size=7 does not divide over 2 ranks: .* 6 and 8"):
+    with pytest.raises(ConfigError, match=r"data\.batch_size=7 .* 6 and 8"):
         loader(verdicts(20), size=7, world_size=2)
 
 
@@ -246,9 +246,7 @@ def test_held_out_prompts_are_trained_on_nowhere_and_each_is_written_to_once():
 
 
 def test_a_kind_that_a_data_module_does_not_make_is_refused():
-    with pytest.raises(
-        ConfigError, match="PreferenceDataModule provides pairs or verdicts, and the algorithm learns from texts"
-    ):
+    with pytest.raises(ConfigError, match="pairs or verdicts, .* from texts"):
         PreferenceDataModule(rows=rows_of_pairs(4)).prepare(TOKENIZER, "texts")
 
 
@@ -259,12 +257,6 @@ def test_rows_that_do_not_fill_a_step_are_refused():
     data.prepare(TOKENIZER, "pairs", stage="validate")
     with pytest.raises(DataError, match=r"hold none out with data\.val_fraction=0 \(2 rows are\)"):
         PreferenceDataModule(rows=rows_of_pairs(6), val_fraction=0.1, batch_size=6).prepare(TOKENIZER, "pairs")
-
-
-@pytest.mark.parametrize("key, value", [("batch_size", 0), ("val_batch_size", 0), ("val_fraction", 1.0)])
-def test_settings_out_of_range_are_refused_by_key(key, value):
-    with pytest.raises(ConfigError, match=rf"data\.{key}={value}"):
-        PreferenceDataModule(rows=rows_of_pairs(4), **{key: value})
 
 
 def test_overlap_of_training_and_validation_is_counted_and_said():

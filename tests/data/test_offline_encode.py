@@ -219,8 +219,6 @@ def test_tools_and_keywords_reach_the_template():
     begin = tokenizer.decode(text.ids[: text.prompt_tokens])
     assert begin == "search!calm<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     assert encoder.prompt_ids([user("a")], "f", tools=[{"name": "search"}]) == text.ids[: text.prompt_tokens]
-    with pytest.raises(ConfigError, match=r"data\.chat_template_kwargs: tokenize"):
-        Encoder(tokenizer, {"tokenize": True})
 
 
 def test_control_tokens_in_any_message_are_refused():

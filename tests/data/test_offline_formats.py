@@ -85,46 +85,6 @@ def test_formats(kind, row, name, prompt, completions):
     assert not {"prompt", "chosen", "rejected", "completion", "completions"} & set(record.columns)
 
 
-@pytest.mark.parametrize(
-    "kind, row, message",
-    [
-        ("texts", {"prompt": "a"}, r"found: prompt \(a prompt alone\).*prompt-completion, which misses completion"),
-        ("pairs", {"prompt": "a"}, r"columns found: prompt \(a prompt alone\).*needs the columns chosen, rejected"),
-        ("pairs", {"prompt": "a", "chosen": "b"}, "misses rejected"),
-        ("pairs", {"prompt": "a", "chosen": "b", "rejected": None}, "misses rejected"),
-        ("pairs", {"prompt": "a", "chosen": "b", "rejectd": "c"}, r"data\.rename.*Did you mean 'rejectd'"),
-        ("pairs", {"prompt": "a", "completion": "b"}, r"\(format prompt-completion\); a method .* from pairs"),
-        ("verdicts", {"prompt": "a", "completion": "b"}, "unpaired preference, which misses label"),
-        ("stepwise", {"prompt": "a", "completion": "b"}, "prompt, completions, labels"),
-        ("texts", {"prompt": "a", "completion": "b", "label": False}, r"unpaired preference.*data\.rename"),
-        ("texts", {"promtp": "a", "completoin": "b"}, "Nearest is prompt-completion.*Did you mean .promtp"),
-        ("texts", {}, "columns found: none"),
-        ("texts", {"text": 3}, r"text is 3 \(int\); allowed are a string or a list"),
-        ("texts", {"text": ASK}, "text is .* it must be a string"),
-        ("texts", {"messages": "a"}, "messages is 'a'; it must be a list of chat messages"),
-        ("texts", {"messages": [{"role": "robot", "content": "a"}]}, "messages: message 0 has the role 'robot'"),
-        ("texts", {"messages": [{"role": "user"}]}, "message 0 has the content None"),
-        ("texts", {"prompt": ASK + YES, "completion": NO}, "prompt: the last message is the assistant's"),
-        ("texts", {"prompt": ASK, "completion": [user("b")]}, "completion begins with the message of the user"),
-        ("pairs", {"prompt": ASK, "chosen": YES, "rejected": NO + ASK}, "rejected .* ends with that of the user"),
-        ("pairs", {"chosen": "a", "rejected": YES}, "chosen and rejected are of two kinds"),
-        ("pairs", {"prompt": "a", "chosen": "b\0", "rejected": "c"}, "chosen holds a NUL character"),
-        ("pairs", {"prompt": "a", "chosen": "b", "rejected": "\ud800"}, "rejected holds half of a surrogate pair"),
-        ("verdicts", {"prompt": "a", "completion": "b", "label": "good"}, "label is 'good'; true or false"),
-        ("verdicts", {"prompt": "a", "completion": "b", "label": 2}, "label is 2; true or false"),
-        ("stepwise", {"prompt": "a", "completions": ["b"], "labels": [True, True]}, r"completions \(1\): 2 labels"),
-        ("stepwise", {"prompt": "a", "completions": ["b"], "labels": [None]}, r"labels\[0\] is None"),
-        ("stepwise", {"prompt": "a", "completions": "b", "labels": [True]}, "completions is 'b'; a list of strings"),
-        ("texts", {"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}, "tools came with plain text"),
-        ("texts", {"messages": ASK + YES, "tools": "{"}, "tools is a string that is no JSON"),
-        ("texts", {"messages": ASK + YES, "tools": "[1]"}, r"tools is \[1\]; a list of JSON schemas"),
-    ],
-)
-def test_refusals(kind, row, message):
-    with pytest.raises(DataError, match=r"^f\[0\].*" + message):
-        read_record(row, "f[0]", kind)
-
-
 def test_a_system_prompt_makes_messages_of_strings():
     record = read_record({"prompt": "a", "chosen": "b", "rejected": "c"}, "f", "pairs", system_prompt="S")
     system = {"role": "system", "content": "S"}

@@ -94,7 +94,7 @@ def test_arguments_that_are_no_json_stay_the_words_that_they_are_or_are_refused(
     tokenizer = make_tokenizer(template=AS_TEXT)
     text = Encoder(tokenizer).encode([user("a")], [broken], "f")
     assert learned(text, tokenizer) == '{"name": "add", "arguments": {"a": "1",}<|im_end|>'
-    with pytest.raises(DataError, match=r"f: message 1 \(assistant\): .*tool call: arguments .*no JSON object"):
+    with pytest.raises(DataError, match=r"message 1 .*tool call: arguments"):
         Encoder(make_tokenizer(template=TOOLS)).encode([user("a")], [broken], "f")
 
 
@@ -154,7 +154,7 @@ def test_a_null_that_somebody_wrote_stays(tmp_path):
 def test_a_reply_is_refused_whose_call_or_words_are_not_in_its_rendering():
     """Also where the words stand in the prompt: what is learned is what follows it."""
     encoder = Encoder(make_tokenizer())
-    with pytest.raises(DataError, match=r"f: message 1 \(assistant\): the chat template leaves out its tool call: add"):
+    with pytest.raises(DataError, match=r"message 1 .*leaves out its tool call: add"):
         encoder.encode([user('add {"a": 1}')], [calling({"a": 1})], "f")
     name_only = CHATML.replace(
         "{{ m['content'] }}", "{{ m.content }}{% for t in m.tool_calls or [] %}{{ t.function.name }}{% endfor %}"
@@ -162,7 +162,7 @@ def test_a_reply_is_refused_whose_call_or_words_are_not_in_its_rendering():
     with pytest.raises(DataError, match=r"tool call: add, its 'left'.*model\.chat_template=FILE"):
         Encoder(make_tokenizer(template=name_only)).encode([user("a")], [calling({"left": "x"})], "f")
     deaf = CHATML.replace("{{ m['content'] }}", "{{ m['content'] if m.role == 'user' }}")
-    with pytest.raises(DataError, match=r"f: message 1 \(assistant\): the chat template leaves out what it says: yes"):
+    with pytest.raises(DataError, match=r"message 1 .*leaves out what it says: yes"):
         Encoder(make_tokenizer(template=deaf)).encode([user("yes")], [assistant("yes")], "f")
 
 

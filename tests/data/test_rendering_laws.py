@@ -356,7 +356,7 @@ def test_a_turn_without_an_end_is_said_and_turns_that_nobody_can_tell_are_refuse
         "{% for m in messages %}{{ loop.revindex if m.role == 'user' and not loop.first }}{{ m.content }}<|im_end|>"
         "{% endfor %}"
     )
-    with pytest.raises(DataError, match="^f: the chat template renders earlier turns differently .*on_bad_row=skip"):
+    with pytest.raises(DataError, match="^f: .* earlier turns .*on_bad_row=skip"):
         Encoder(counting).encode(messages[:1], messages[1:], "f")
 
 

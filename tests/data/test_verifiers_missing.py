@@ -9,7 +9,7 @@ import importlib.util
 
 import pytest
 
-from lit_rl.core.errors import BackendError, ConfigError, RewardError
+from lit_rl.core.errors import BackendError
 from lit_rl.core.task_sets import VERIFIERS_COLUMN, VERIFIERS_SCORES, TaskRow, TaskSet
 from lit_rl.data.tasks import VerifiersTasks
 from lit_rl.rewards import Rewards, VerifiersScore
@@ -39,21 +39,3 @@ def test_what_a_harness_gave_is_the_reward_and_needs_no_package() -> None:
     told = rewards.score([[], []], [[], []], columns)
     assert told.total[0] == 1.5 and told.total[1].isnan()
     assert told.metrics == {"verifiers/right": (1.0, 1), "verifiers/brief": (1.0, 1), "verifiers/turns": (2.0, 1)}
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [({"train_rows": 0}, "data.task.train_rows"), ({"val_rows": -1}, "data.task.val_rows")],
-)
-def test_numbers_of_rows_are_checked(settings: dict[str, int], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        VerifiersTasks("my_tasks", **settings)
-    with pytest.raises(ConfigError, match="max_concurrent"):
-        VerifiersScore(max_concurrent=0)
-
-
-def test_rows_of_another_data_set_are_refused() -> None:
-    with pytest.raises(RewardError, match="names no task.*data=verifiers"):
-        VerifiersScore().check_columns({VERIFIERS_COLUMN: ["7"]})
-    with pytest.raises(RewardError, match=VERIFIERS_COLUMN):
-        Rewards(VerifiersScore()).bind(["answer"])

@@ -15,17 +15,16 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from peft import LoraConfig
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from lit_rl.algorithms import DPO, GRPO, KTO, PPO, SFT, AdamW, Constant, RewardModeling
+from lit_rl.algorithms import DPO, GRPO, KTO, PPO, SFT, AdamW, Constant, ProcessRewardModeling, RewardModeling
 from lit_rl.algorithms.optim.optimizers import ByPath
 from lit_rl.core import errors as keywords
-from lit_rl.core.errors import ConfigError, DataError
+from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import Sampling
-from lit_rl.data.example_module import PreferenceDataModule
+from lit_rl.data.example_module import PreferenceDataModule, StepwiseDataModule, SupervisedDataModule
 from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.rewards import exact_match
 
@@ -34,10 +33,10 @@ def grpo(**settings: Any) -> GRPO:
     return GRPO("tiny", exact_match, sampling=Sampling(max_new_tokens=2), group_size=2, **settings)
 
 
-def fit(module: Any, folder: Path, data: Any = None) -> L.Trainer:
+def fit(module: Any, folder: Path, data: Any = None, **settings: Any) -> L.Trainer:
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(2)]
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = L.Trainer(max_steps=1, accelerator="cpu", default_root_dir=folder, **quiet)
+    trainer = L.Trainer(max_steps=1, accelerator="cpu", default_root_dir=folder, **quiet, **settings)
     trainer.fit(module, datamodule=data or RolloutDataModule(rows=rows, prompts_per_rollout=2, val_fraction=0))
     return trainer
 
@@ -57,9 +56,7 @@ def test_a_loss_of_another_form(returned: Any, came: str, tmp_path: Path) -> Non
     def loss(logprobs: Any, old_logprobs: Any, advantages: Any, mask: Any) -> Any:
         return returned(of_tokens(logprobs, old_logprobs, advantages, mask))
 
-    with pytest.raises(
-        ConfigError, match=rf"loss returned {came}, expected \(tokens, metrics\).*reduction= averages the tokens"
-    ):
+    with pytest.raises(ConfigError, match=rf"loss returned {came}, expected"):
         fit(grpo(loss=loss), tmp_path)
 
 
@@ -69,14 +66,11 @@ ADAM = torch.optim.Adam([torch.zeros(1, requires_grad=True)])
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (10, r"scheduler is a int\. Allowed is Linear, .*functools\.partial\(torch\.optim\.lr_scheduler\.StepLR"),
-        (StepLR(ADAM, 10), r"scheduler is a StepLR\..* has an optimizer already"),
-        (StepLR, r"scheduler=StepLR was called with the optimizer alone and failed: .*step_size.*Bind its other"),
+        (10, r"scheduler is a int\. Allowed is Linear, "),
+        (StepLR(ADAM, 10), r"scheduler is a StepLR\."),
+        (StepLR, r"scheduler=StepLR was called with the optimizer alone and failed: .*step_size"),
         (partial(ReduceLROnPlateau), r"scheduler=ReduceLROnPlateau needs a metric"),
-        (
-            lambda optimizer: 0.1,
-            r"scheduler=<lambda> returned a float, expected a torch\..*Pass a function from the optimizer to",
-        ),
+        (lambda optimizer: 0.1, "scheduler=<lambda> returned a float"),
     ],
 )
 def test_what_is_no_schedule(given: Any, message: str, tmp_path: Path) -> None:
@@ -88,45 +82,8 @@ def test_a_critics_warm_up_and_a_scheduler_of_torch(tmp_path: Path) -> None:
     drawn: dict[str, Any] = {"sampling": Sampling(max_new_tokens=2), "group_size": 1, "minibatches": 1}
     one = partial(StepLR, step_size=1)
     for more in ({"critic_warmup": 1}, {"critic_scheduler": Constant()}):
-        with pytest.raises(ConfigError, match=r"scheduler is a scheduler of torch, which has one schedule for all"):
+        with pytest.raises(ConfigError, match="scheduler is a scheduler of torch"):
             fit(PPO("tiny", exact_match, scheduler=one, **drawn, **more), tmp_path)
-    with pytest.raises(ConfigError, match=r"critic_scheduler is a int\. Allowed is"):
-        PPO("tiny", exact_match, critic_scheduler=3)  # pyright: ignore
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"optimizer": ADAM}, r"optimizer is a Adam that has weights already.*functools\.partial\(torch\.optim\.SGD"),
-        (
-            {"optimizer": "adamw"},
-            r"optimizer is 'adamw'\. Allowed is a function that makes an optimizer from parameter groups",
-        ),
-        ({"reference": "auto"}, r"reference is 'auto'\. Allowed is an object of lit_rl\.models\.reference"),
-        ({"evaluation": {"group_size": 2}}, r"evaluation is .*, a dict\. Write evaluation=Evaluation\("),
-        ({"loss_type": "dapo"}, r"GRPO takes no loss_type=\. A loss is a function"),
-        ({"peft_config": LoraConfig()}, r"GRPO takes no peft_config=\. It belongs to the model: .*LanguageModel"),
-        ({"env": [len]}, r"env is \[<built-in function len>\], a list\. Write env=lit_rl\.FunctionTools\(functions\)"),
-    ],
-)
-def test_a_setting_of_another_kind_or_name(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        grpo(**given)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "given", "message"),
-    [
-        (["tiny"], {}, r"GRPO needs reward\. Pass reward=\.\.\.: a function, or lit_rl\.exact_match\."),
-        ([], {}, r"GRPO needs model and reward\. Pass model=.*, and reward="),
-        (["tiny"], {"reward_funcs": len}, r"no reward_funcs=\. It is TRL's name: here it is reward=\.\.\.: a function"),
-        ([exact_match, "tiny"], {}, r"arguments are swapped: the model comes first, GRPO\(model, reward\)"),
-        (["tiny", "exact_match"], {}, r"reward='exact_match' is a string\. Pass .* reward=lit_rl\.exact_match"),
-    ],
-)
-def test_the_model_and_the_reward(arguments: list[Any], given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        GRPO(*arguments, **given)
 
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}]
@@ -183,11 +140,9 @@ def test_every_argument_of_a_trainer_of_trl_is_ours_or_answered_by_name(theirs: 
 @pytest.mark.parametrize("made", [Dataset.from_list, DataLoader], ids=["data set", "loader"])
 def test_rows_in_the_place_of_a_data_module(made: Any, tmp_path: Path) -> None:
     for module, ours in ((grpo(), "RolloutDataModule"), (DPO("tiny"), "PreferenceDataModule")):
-        with pytest.raises(
-            ConfigError, match=rf"datamodule is a \w+, which is no data module\. Pass .*lit_rl\.{ours}\(rows\)"
-        ):
+        with pytest.raises(ConfigError, match=rf"datamodule is a \w+, .*lit_rl\.{ours}\(rows\)"):
             fit(module, tmp_path, made(ROWS))
-    with pytest.raises(ConfigError, match=r"datamodule is the class RolloutDataModule, which is no data module"):
+    with pytest.raises(ConfigError, match="datamodule is the class RolloutDataModule"):
         fit(grpo(), tmp_path, type("RolloutDataModule", (RolloutDataModule,), {}))
 
 
@@ -210,33 +165,12 @@ def test_the_signature_keeps_what_is_needed_and_a_module_can_be_copied() -> None
         assert isinstance(copied, GRPO) and copied.group_size == 4
 
 
-def test_settings_that_are_given_already() -> None:
-    for given, message in (
-        ({"sampling": {"max_new_tokens": 2}}, r"sampling is .*, a dict\. Write sampling=Sampling\("),
-        ({"group_size": "8"}, r"group_size is '8', a str\. Write a whole number"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            GRPO("tiny", exact_match, **given)
-    with pytest.raises(ConfigError, match=r"RewardModeling takes no sampling=\. help\(RewardModeling\)"):
-        RewardModeling("tiny", sampling=Sampling())
-    with pytest.raises(ConfigError, match=r"takes no reward_funcs=\. It learns from the rows of a data set\. help"):
-        RewardModeling("tiny", reward_funcs=exact_match)
-    with pytest.raises(ConfigError, match=r"takes no temperature=\.(?! It belongs to the sampling)"):
-        RewardModeling("tiny", temperature=1.0)
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (
-            {"advantage": lambda rewards, group_id: rewards.sum()},
-            r"advantage returned a tensor of shape \(\), expected",
-        ),
-        (
-            {"reduction": lambda tokens, mask, totals: tokens},
-            r"reduction returned a tensor of shape \(4, \d\), expected",
-        ),
-        ({"optimizer": lambda groups: 3}, r"optimizer returned a int, expected a torch\.optim\.Optimizer"),
+        ({"advantage": lambda rewards, group_id: rewards.sum()}, r"advantage returned a tensor of shape \(\)"),
+        ({"reduction": lambda tokens, mask, totals: tokens}, r"reduction returned a tensor of shape \(4, \d\)"),
+        ({"optimizer": lambda groups: 3}, "optimizer returned a int"),
     ],
 )
 def test_a_function_that_returns_something_else(given: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -248,7 +182,7 @@ def test_a_loss_of_pairs_that_is_a_scalar(tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": "x"} for n in range(2)]
     module = DPO("tiny", preference=lambda pairs, beta: (pairs.rejected - pairs.chosen).mean())
     data = PreferenceDataModule(rows, batch_size=2, val_fraction=0)
-    with pytest.raises(ConfigError, match=r"preference returned a tensor of shape \(\), expected a tensor .*\(2,\)"):
+    with pytest.raises(ConfigError, match=r"preference returned a tensor of shape \(\)"):
         fit(module, tmp_path, data)
 
 
@@ -281,7 +215,7 @@ def test_generating_needs_the_policy() -> None:
 
 def test_a_text_to_complete() -> None:
     module = grpo()
-    with pytest.raises(ConfigError, match=r"generate takes a PromptBatch, a text or a list of texts, and got a int"):
+    with pytest.raises(ConfigError, match=r"generate takes .* got a int"):
         module.generate(3)  # pyright: ignore
     with pytest.raises(ConfigError, match=r"call module\.configure_model\(\) first, then generate"):
         module.generate("17+25=")
@@ -295,33 +229,28 @@ def test_a_text_to_complete() -> None:
 def test_a_checkpoint_needs_what_the_constructor_needs(tmp_path: Path) -> None:
     trainer = fit(grpo(), tmp_path)
     trainer.save_checkpoint(path := tmp_path / "a.ckpt")
-    with pytest.raises(ConfigError, match=r"GRPO\.load_from_checkpoint needs what the constructor needs.*reward"):
+    with pytest.raises(ConfigError, match=r"GRPO\.load_from_checkpoint needs.*reward"):
         GRPO.load_from_checkpoint(path)
     loaded = GRPO.load_from_checkpoint(path, model="tiny", reward=exact_match)
     assert isinstance(loaded, GRPO)
 
 
-def test_pairs_for_a_method_that_answers_prompts(tmp_path: Path) -> None:
-    rows = [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}] * 2
-    said = r"GRPO learns from prompts that it answers, and the Trainer got PreferenceDataModule, .*RolloutDataModule\("
-    with pytest.raises(ConfigError, match=rf"{said}rows\), or train lit_rl\.DPO\(model\) or lit_rl\.KTO\(model\) with"):
-        fit(grpo(), tmp_path, PreferenceDataModule(rows, batch_size=2, val_fraction=0))
+PAIRS = [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}] * 2
+OTHER_DATA: list[tuple[Any, Any, list[str]]] = [
+    (grpo, lambda: PreferenceDataModule(PAIRS), ["GRPO", "PreferenceDataModule", "RolloutDataModule(", "lit_rl.DPO("]),
+    (DPO, lambda: RolloutDataModule(ROWS), ["DPO", "pairs", "RolloutDataModule", "Pass datamodule=PreferenceData"]),
+    (DPO, lambda: SupervisedDataModule([{"text": "a"}]), ["DPO", "pairs", "SupervisedDataModule"]),
+    (RewardModeling, lambda: StepwiseDataModule(STEPS), ["StepwiseDataModule", "Pass datamodule=PreferenceDataModule"]),
+    (ProcessRewardModeling, lambda: PreferenceDataModule(PAIRS), ["Pass datamodule=StepwiseDataModule"]),
+    (DPO, lambda: PreferenceDataModule(PAIRS * 8, batch_size=10), ["data.batch_size=10", "data.batch_size=8", "=12"]),
+]
+STEPS = [{"prompt": "1", "completions": ["2"], "labels": [True]}]
 
 
-def test_prompts_for_a_method_that_learns_from_pairs(tmp_path: Path) -> None:
+def test_data_of_another_kind_or_size_is_told_what_to_pass(tmp_path: Path) -> None:
     """And not that they fill no step: rows that nobody needs are not counted."""
-    with pytest.raises(
-        ConfigError, match=r"DPO learns from pairs; the Trainer got RolloutDataModule\. Pass datamodule=Pr"
-    ):
-        fit(DPO("tiny"), tmp_path, RolloutDataModule(ROWS))
-
-
-def test_a_file_in_the_place_of_rows_and_a_module_that_is_no_language_model() -> None:
-    for given in ("mine.jsonl", Path("mine.jsonl")):
-        with pytest.raises(
-            DataError, match=r"data\.rows='mine\.jsonl' is a text; .* is data\.path: path='mine\.jsonl'"
-        ):
-            RolloutDataModule(given)  # pyright: ignore
-    allowed = r"'tiny'.*folder, a hub id, .*LanguageModel\(name, .*PreTrainedModel of .* PeftModel with tokenizer="
-    with pytest.raises(ConfigError, match=rf"model is a Linear, .* Allowed is .*{allowed}"):
-        GRPO(torch.nn.Linear(2, 2), exact_match)  # pyright: ignore
+    for make, data, words in OTHER_DATA:
+        module = make() if make is grpo else make("tiny")
+        with pytest.raises(ConfigError) as told:
+            fit(module, tmp_path, data(), accumulate_grad_batches=4 if "=12" in words else 1)
+        assert [word for word in words if word not in str(told.value)] == [], str(told.value)

@@ -1,4 +1,4 @@
-"""`lit-rl fit|validate|test|predict`: they run; what they refuse takes one sentence; and nothing foreign runs."""
+"""`lit-rl fit|validate|test|predict`: they run, and nothing foreign runs."""
 
 from __future__ import annotations
 
@@ -478,50 +478,16 @@ def test_with_keywords_is_the_function_with_its_settings() -> None:
     arguments = (logprobs, torch.zeros(1, 1), torch.ones(1), torch.ones(1, 1, dtype=torch.bool))
     assert wide(*arguments)[0].item() == clipped_policy_loss(*arguments, clip_high=0.5)[0].item()
     assert wide(*arguments)[0].item() != clipped_policy_loss(*arguments)[0].item()
-    with pytest.raises(ConfigError, match=r"clip_higg.*'clip_high'.* has: clip_high, clip_low, delta"):
+    with pytest.raises(ConfigError, match=r"clip_higg.*'clip_high'"):
         WithKeywords(clipped_policy_loss, {"clip_higg": 0.5})
 
     def many(x: int, *, first: int, second: int, third: int, fourth: int, fifth: int, sixth: int) -> int: ...
 
-    with pytest.raises(ConfigError, match=r"'sixth'.* many has sixth, .* and 1 more: `python -m pydoc .*many` lists"):
+    with pytest.raises(ConfigError, match=r"'sixth'.* many has sixth, .* and 1 more"):
         WithKeywords(many, {"sixht": 1})
 
 
-# ---------------------------------------------------------------------- what is refused
-
-
 MINE = ["--model.reward=lit_rl.rewards.from_paths", "--model.reward.fn=math:sqrt"]
-REFUSED = {
-    "unknown key of the algorithm": (["--model.group_sizee=1"], 2, ["model.group_sizee", "'group_size'"]),
-    "unknown key of the optimizer": (["--optimizer=AdamW", "--optimizer.lrr=1"], 2, ["optimizer.lrr", "'lr'"]),
-    "key at its place in Python": (["--model.optimizer=AdamW"], 2, ["model.optimizer", "--optimizer"]),
-    "setting of it there": (["--model.optimizer.lr=1"], 2, ["model.optimizer.lr is", "the top, --optimizer.lr=..."]),
-    "unknown optimizer": (["--optimizer=AdamWW"], 2, ["optimizer=AdamWW", "'AdamW'"]),
-    "wrong type": (["--model.beta=abc"], 2, ["model.beta=abc: allowed is a number."]),
-    "wrong type of the optimizer": (["--optimizer=AdamW", "--optimizer.lr=1e-6x"], 2, ["optimizer.lr=1e-6x: "]),
-    "wrong type two classes down": ([*MINE, "--model.reward.timeout=abc"], 2, ["reward.timeout=abc: ", "a number"]),
-    "null for a number": (["--model.beta=null"], 2, ["model.beta=null", "float", "0.0"]),
-    "null for an object": (["--model.sampling=null"], 2, ["model.sampling=null", "Sampling"]),
-    "null for devices": (["--trainer.devices=null"], 2, ["devices", "int > 0"]),
-    "a bias on no id": (["--model.sampling.logit_bias={x: -1}"], 2, ["logit_bias"]),
-    "no such config": (["--config=nope.yaml"], 2, ["nope.yaml"]),
-    "no such file of data": (["--data.task=null", "--data.path=no.jsonl", "--trainer.logger=false"], 3, ["no.jsonl"]),
-    "no such device": (["--trainer.accelerator=cudaa"], 2, ["cudaa", "cpu"]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", quick(REFUSED, {"unknown key of the algorithm", "wrong type", "no such config"}))
-def test_a_mistake_is_one_sentence_with_the_exit_code_of_its_kind(
-    case: str, lit_rl_run: CommandLine, tmp_path: Path
-) -> None:
-    arguments, code, words = REFUSED[case]
-    outcome = lit_rl_run("validate", *LEAST, REWARD, *arguments)
-    assert outcome.code == code, outcome.err
-    said = [line for line in outcome.err.splitlines() if "Error: " in line]
-    assert len(said) == 1 and "Traceback" not in outcome.err and "usage:" not in outcome.err
-    assert "<class" not in said[0] and "Import path" not in said[0]
-    assert [word for word in words if word.lower() not in said[0].lower()] == []
-    assert not list(tmp_path.iterdir())
 
 
 def test_null_is_read_below_two_classes(lit_rl_run: CommandLine) -> None:

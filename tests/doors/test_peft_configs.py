@@ -166,19 +166,12 @@ def test_what_could_not_be_exported_is_refused_before_training(kind: str, door: 
         given_as(door, peft.LoraConfig(**{"r": 4, "target_modules": Q, **settings}), tmp_path).load()
 
 
-def test_a_start_that_is_made_from_data_asks_for_the_model_that_has_it() -> None:
-    with pytest.raises(ConfigError, match=r"init_lora_weights='eva'.*data.*PeftModel as model"):
-        LanguageModel("tiny", lora=peft.LoraConfig(r=4, target_modules=Q, init_lora_weights="eva")).load()
-
-
 def test_a_layer_that_merges_to_another_is_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     draws = torch.get_rng_state()
     LanguageModel("tiny").load()
     merged = LoraLinear.get_delta_weight
     monkeypatch.setattr(LoraLinear, "get_delta_weight", lambda layer, adapter: 1.1 * merged(layer, adapter))
-    with pytest.raises(
-        ConfigError, match=r"model\.lora cannot be merged into model\.layers\.\d\.\S+: merged it is another layer"
-    ):
+    with pytest.raises(ConfigError, match=r"model\.lora cannot be merged into model\.layers\.\d"):
         LanguageModel("tiny", lora=Lora(r=2)).load()
     monkeypatch.undo()
     torch.set_rng_state(draws)
@@ -452,37 +445,6 @@ def test_lora_of_peft_is_lora_of_ours() -> None:
 def test_engines_hold_plain_lora_alone() -> None:
     ranks = {kind: adapter_rank(LanguageModel("tiny", lora=CONFIGS[kind])) for kind in ("LORA", "DORA", "OFT")}
     assert ranks == {"LORA": 4, "DORA": None, "OFT": None}
-
-
-@pytest.mark.parametrize(
-    ("config", "why"),
-    [
-        (peft.PromptTuningConfig(num_virtual_tokens=4), "PROMPT_TUNING, which puts learned vectors before the prompt"),
-        (peft.AdaLoraConfig(total_step=10), "ADALORA, which allots its ranks"),
-        (peft.ShiraConfig(), "SHIRA, which is not among those"),
-    ],
-)
-def test_what_cannot_be_merged_says_so(config: peft.PeftConfig, why: str) -> None:
-    with pytest.raises(ConfigError, match=rf"model\.lora is of PEFT's kind {why}.*Allowed are LORA, "):
-        LanguageModel("tiny", lora=config)
-
-
-@pytest.mark.parametrize("given", [peft.LoraConfig, {"r": 4}, "lora"])
-def test_what_is_no_adapter_says_so(given: Any) -> None:
-    with pytest.raises(ConfigError, match=r"model\.lora is (a|the class) \w+\. Allowed is .*peft\.LoraConfig"):
-        LanguageModel("tiny", lora=given)
-
-
-def test_targets_that_are_not_there() -> None:
-    with pytest.raises(ConfigError, match=r"model\.lora=OFTConfig\(\.\.\.\) does not fit this model: .*nowhere"):
-        LanguageModel("tiny", lora=peft.OFTConfig(r=0, oft_block_size=4, target_modules=["nowhere"])).load()
-
-
-@pytest.mark.parametrize("key", ["target_modules", "exclude_modules"])
-def test_what_is_no_regular_expression(key: str) -> None:
-    config = peft.LoraConfig(**{"r": 2, "target_modules": "all-linear", key: "*q"})
-    with pytest.raises(ConfigError, match=r"model\.lora=LoraConfig\(\.\.\.\).*nothing to repeat"):
-        LanguageModel("tiny", lora=config).load()
 
 
 def test_flags_of_what_is_excluded_stand_where_they_may() -> None:

@@ -8,10 +8,6 @@ from pathlib import Path
 import pytest
 import warm
 
-from lit_rl import RolloutDataModule
-from lit_rl.core.errors import ConfigError
-from lit_rl.data.tasks import Addition
-
 SCRIPT = """
 from lightning.pytorch.cli import LightningCLI
 from lit_rl import GRPO, RolloutDataModule
@@ -32,11 +28,3 @@ def test_it_trains(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+1=", "answer": "3"}\n')
     done = warm.run([sys.executable, "-c", SCRIPT], cwd=tmp_path)
     assert done.stdout.count("trained 1 step over --data.") == 2, done.stderr[-2000:]
-
-
-def test_what_is_no_task() -> None:
-    for task in ("lit_rl.data.tasks.Addition", Addition):
-        with pytest.raises(
-            ConfigError, match=r"data\.task is .*Allowed is an object whose train\(\) and val\(\) return"
-        ):
-            RolloutDataModule(task=task)  # pyright: ignore

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from talks import Talk, asked, one, texts
 
-from lit_rl.core.errors import ConfigError
 from lit_rl.environments import FunctionTools
 from lit_rl.environments.games import (
     CalculatorDemonstrations,
@@ -115,21 +114,6 @@ def test_the_reward_pays_for_the_last_turn_of_the_policy(turns: list[str], worth
     episode = one(texts(FunctionTools([mul], **KEYED)), *turns, prompt="17*25=")
     written = "".join(turns[: episode.turns])
     assert math_answer(["17*25="], [written], answer=["425"]) == [worth]
-
-
-@pytest.mark.parametrize(
-    ("made", "words"),
-    [
-        (lambda: Products(max_operand=1), r"data.task.max_operand=1 is out of range: allowed is \[2, inf\]"),
-        (lambda: Products(max_operand=3, val_rows=4), "data.task.val_rows=4 is out of range: allowed is 0 to 3"),
-        (lambda: Products(val_rows=-1), "data.task.val_rows=-1 is out of range"),
-        (lambda: CalculatorDemonstrations(wrong=1.5), r"data.task.wrong=1.5 is out of range: allowed is \[0, 1\]"),
-        (lambda: CalculatorDemonstrations(2, 0), "there is one operand, and no wrong one"),
-    ],
-)
-def test_what_is_refused(made: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        made()
 
 
 def test_one_operand_needs_no_wrong_one() -> None:

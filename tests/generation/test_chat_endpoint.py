@@ -19,7 +19,7 @@ from torch import nn
 from lit_rl.core.errors import ConfigError, DataError, GenerationError, LitRLError
 from lit_rl.core.rollout import Completions, PromptBatch, Sampling
 from lit_rl.environments.frames import ChatFrames
-from lit_rl.generation import ChatEndpoint, RolloutFunction, VerifiersHarness, chat_endpoint
+from lit_rl.generation import ChatEndpoint, RolloutFunction, chat_endpoint
 from lit_rl.generation.chat_conversation import read_request
 from lit_rl.generation.chat_endpoint import Agent, Played
 from lit_rl.generation.collect import RolloutRequest, Vocabulary, as_reward_input
@@ -251,9 +251,7 @@ def test_what_an_agent_returns_and_raises_is_told(policy: nn.Module) -> None:
     async def at_once(row: int, url: str) -> None:
         raise KeyError("tool")
 
-    with pytest.raises(
-        GenerationError, match="completion 0 ended and never had a turn of the policy: KeyError: 'tool'"
-    ):
+    with pytest.raises(GenerationError, match="completion 0 .*KeyError: 'tool'"):
         draw(policy, by(at_once))
 
     def kept(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
@@ -348,23 +346,6 @@ def test_a_body_is_read_by_those_who_know_the_key_and_up_to_a_size(
     same(draw(policy, by(tries, patience=60.0)), draw(policy, by(one_turn)))
     assert answers == [(404, False)] * 3 + [(413, False)] * 5 + [(400, True)]
     assert 2 in sizes and max(sizes) < 1000, "what is refused is not read"
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"parser": "hermess"}, "parser='hermess'.*hermes"),
-        (
-            {"parser": "hermes", "call_pattern": "x"},
-            "call_pattern='x' has no effect with parser=hermes: only parser=regex",
-        ),
-    ],
-)
-def test_a_parser_that_is_none_is_refused_before_anything_is_drawn(settings: dict[str, Any], words: str) -> None:
-    handle: Any = None  # nothing is asked of it
-    for made in (lambda: ChatEndpoint(handle, **settings), lambda: VerifiersHarness(**settings)):
-        with pytest.raises(ConfigError, match=words):
-            made()
 
 
 def test_a_short_turn_is_short_and_the_room_is_kept(policy: nn.Module) -> None:
@@ -476,14 +457,6 @@ def test_an_agent_that_is_late_before_its_first_turn_ends_the_run_or_is_answered
         return ChatEndpoint(trainer, agent_timeout=0.2).play(never, instead=prompts).rollout
 
     same(draw(policy, kept), draw(policy, by(one_turn)))
-
-
-@pytest.mark.parametrize("settings", [{"agent_timeout": 0.0}, {"patience": -1.0}])
-def test_limits_of_time_that_are_none_are_refused(settings: dict[str, Any]) -> None:
-    handle: Any = None  # nothing is asked of it
-    for made in (lambda: ChatEndpoint(handle, **settings), lambda: VerifiersHarness(**settings)):
-        with pytest.raises(ConfigError, match=next(iter(settings))):
-            made()
 
 
 def test_a_template_that_tells_of_no_tools_ends_the_rollout(policy: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What `Sampling` takes of biases, bad words and forms, and which tokens a bad word stands for."""
+"""Biases, bad words and forms of a `Sampling`, and which tokens a bad word stands for."""
 
 from __future__ import annotations
 
@@ -32,40 +32,6 @@ def test_a_bias_is_a_mapping_of_integers_that_can_be_hashed_and_not_changed() ->
     assert dataclasses.replace(sampling, top_k=3).logit_bias == {5: -1.0}
 
 
-@pytest.mark.parametrize("key", [-1, "-1", 1.5, "x", "", True, None])
-def test_a_key_that_is_no_token_id_is_refused(key: Any) -> None:
-    with pytest.raises(ConfigError, match=r"sampling\.logit_bias has the key .*integers from 0 on"):
-        Sampling(logit_bias={key: 1.0})
-
-
-@pytest.mark.parametrize("value", ["1", None, True, [1]])
-def test_a_bias_that_is_no_number_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"sampling\.logit_bias: 3"):
-        Sampling(logit_bias={3: value})
-
-
-@pytest.mark.parametrize("value", [100.5, -101, float("nan"), float("-inf")])
-def test_a_bias_beyond_what_every_engine_takes_is_refused(value: float) -> None:
-    with pytest.raises(ConfigError, match=r"sampling\.logit_bias\.3=.*\[-100, 100\]"):
-        Sampling(logit_bias={3: value})
-
-
-def test_a_bias_that_is_no_mapping_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"sampling\.logit_bias=\[5\] must map"):
-        Sampling(logit_bias=[5])  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("words", [("",), ("a", " ")])
-def test_a_bad_word_without_a_character_is_refused(words: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"sampling\.bad_words=.*without a character"):
-        Sampling(bad_words=words)
-
-
-def test_bad_words_that_are_one_string_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"sampling\.bad_words='no'.*\['no'\]"):
-        Sampling(bad_words="no")  # type: ignore[arg-type]
-
-
 def test_settings_in_force_are_named() -> None:
     sampling = Sampling(bad_words=("no",), logit_bias={1: 2.0}, structured=Structured(choice=("a", "b")))
     assert sampling.reshaped == ["bad_words", "logit_bias", "structured"]
@@ -91,28 +57,6 @@ def test_a_form_is_one_of_four_and_can_be_hashed(kind: str) -> None:
         assert Structured(json_schema=json.dumps(FORMS[kind])) == form
     if kind == "choice":
         assert form.choice == ("yes", "no")
-
-
-@pytest.mark.parametrize("given", [(), ("regex", "choice"), tuple(FORMS)], ids=["none", "two", "all"])
-def test_anything_but_one_of_the_four_is_refused(given: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match="exactly one of regex, json_schema, grammar, choice"):
-        Structured(**{kind: FORMS[kind] for kind in given})
-
-
-@pytest.mark.parametrize(
-    "form",
-    [
-        *({"json_schema": schema} for schema in ("{", "[1]", {"a": {1}})),
-        *({"choice": choice} for choice in ([], "yes", ["a", ""], [1])),
-        {"regex": ""},
-        {"grammar": 3},
-    ],
-    ids=str,
-)
-def test_what_cannot_be_a_form_is_refused(form: dict[str, Any]) -> None:
-    (key,) = form
-    with pytest.raises(ConfigError, match=rf"sampling\.structured\.{key}="):
-        Structured(**form)
 
 
 WORDS = {
@@ -144,5 +88,5 @@ def test_a_bad_word_stands_for_its_tokens_with_and_without_a_space(word: str, se
 
 def test_a_word_of_no_token_is_refused() -> None:
     prompts = dataclasses.replace(ask(), encode=lambda text: [])
-    with pytest.raises(ConfigError, match=r"sampling\.bad_words: the tokenizer makes no token of 'x'"):
+    with pytest.raises(ConfigError, match=r"sampling\.bad_words: .* no token of 'x'"):
         bad_word_ids(prompts, Sampling(bad_words=("x",)))

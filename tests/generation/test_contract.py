@@ -571,9 +571,7 @@ def test_nothing_to_generate_is_refused(engine: Any, qwen: nn.Module) -> None:
 def test_context_overflow_is_refused_with_the_numbers(engine: Any, policy: nn.Module) -> None:
     prompts = dataclasses.replace(ask(rows=[0], eos_ids=()), token_ids=[[3] * 54])
     assert run(engine, policy, prompts, Sampling(max_new_tokens=10)).response_ids.shape == (3, 10)
-    with pytest.raises(
-        ConfigError, match=r"54 tokens.*max_new_tokens=11.* 65 tokens.* 64\..* to 10 or less.*data\.max_length"
-    ):
+    with pytest.raises(ConfigError, match=r"54 tokens.*max_new_tokens=11.* 64\..* to 10 or less"):
         run(engine, policy, prompts, Sampling(max_new_tokens=11))
 
 
@@ -596,10 +594,3 @@ def test_nan_weights_are_an_error_and_the_policy_is_restored(engine: Any) -> Non
         engine.generate(ask(), SAMPLED)
     assert all(module.training for module in model.modules())
     assert model.generation_config is held
-
-
-@pytest.mark.parametrize("batch_size", [0, -3])
-@pytest.mark.parametrize("kind", [NativeGenerator, HFGenerator, HFContinuousGenerator])
-def test_batch_size_is_checked(kind: Callable[..., Any], batch_size: int) -> None:
-    with pytest.raises(ConfigError, match=r"generator\.batch_size"):
-        kind(batch_size=batch_size)

@@ -73,31 +73,6 @@ def test_what_changes_nothing_of_it_passes_everywhere():
     GRPO("tiny", len, generator=server(spaces_between_special_tokens=False), correction=None)
 
 
-@pytest.mark.parametrize(
-    ("make", "name", "words"),
-    [
-        (HFGenerator, "temperature", "sampling.temperature"),
-        (HFGenerator, "min_length", "sampling.min_new_tokens"),
-        (HFGenerator, "no_repeat_ngram", "Did you mean 'no_repeat_ngram_size'"),
-        (HFGenerator, "typical_p", "no effect"),
-        (HFGenerator, "num_beams", "no effect"),
-        (server, "top_k", "sampling.top_k"),
-        (server, "max_tokens", "sampling.max_new_tokens"),
-        (server, "presence_penalti", "Did you mean 'presence_penalty'"),
-        (server, "logprobs", "no effect"),
-    ],
-)
-def test_other_names_are_refused_with_the_key_that_does_it(make: Any, name: str, words: str):
-    given = {name: 2}
-    with pytest.raises(ConfigError, match=rf"generator\.generation_kwargs\.{name}=2.*{words}"):
-        make(**given) if make is server else make(generation_kwargs=given)
-
-
-def test_a_value_that_transformers_refuses_is_refused_at_the_start():
-    with pytest.raises(ConfigError, match=r"generator\.generation_kwargs=.*transformers refuses it"):
-        HFGenerator(generation_kwargs={"compile_config": 3})
-
-
 def test_every_name_of_transformers_has_a_place():
     names = transformers_names(vars(GenerationConfig()))
     assert names.knows(name for name in vars(GenerationConfig()) if not name.startswith("_"))

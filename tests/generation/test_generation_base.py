@@ -61,23 +61,10 @@ class Duck:
     sync, generate = TwoVerbs.sync, TwoVerbs.generate
 
 
-@pytest.mark.parametrize(
-    ("generator", "words"),
-    [
-        (Duck(), r"generator=Duck is no generator: subclass lit_rl\.generation\.Generator.*sync.*generate"),
-        (lambda prompts, sampling: None, r"generator=function is no generator"),
-        ("vllm", r"generator='vllm' is a text, and no generator: .*vllm\.in_process\.VLLMGenerator\(\)"),
-        (TwoVerbs, r"generator=the class TwoVerbs is no generator: pass an instance of it"),
-        (Duck, r"generator=the class Duck is no generator: subclass"),
-    ],
-    ids=["duck", "function", "name", "class", "other class"],
-)
-def test_what_is_no_generator_is_refused_with_what_to_do(generator: Any, words: str) -> None:
-    from lit_rl.algorithms import SFT
-
-    for refuse in (as_generator, lambda given: SFT("tiny", generator=given)):
-        with pytest.raises(ConfigError, match=words):
-            refuse(generator)
+def test_a_class_that_is_no_generator_is_refused_with_what_to_do() -> None:
+    for generator in (Duck(), Duck):
+        with pytest.raises(ConfigError, match=r"Duck is no generator: subclass lit_rl\.generation\.Generator"):
+            as_generator(generator)
 
 
 def test_a_subclass_without_both_verbs_cannot_be_made() -> None:

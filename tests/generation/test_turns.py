@@ -322,7 +322,7 @@ def test_conversations_of_one_turn_are_the_usual_completions(engine: Any, policy
 
 
 def test_a_text_beyond_the_context_is_refused(engine: Any) -> None:
-    with pytest.raises(ConfigError, match=r"plus the 60 tokens .* is 67 tokens, but the model's context holds 64"):
+    with pytest.raises(ConfigError, match=r"67 tokens, .* context holds 64"):
         talk(engine, shared("qwen2"), responder=Scripted(reply, 60))
 
 
@@ -362,7 +362,7 @@ def test_a_request_takes_its_responder_to_generators_that_hear_it() -> None:
     completions = asked(NativeGenerator())()
     assert completions.turn is not None and completions.episodes == ("as it went",)
     assert completions.prompt_ids[0].tolist() == [3, 4, 5], "as it was opened"
-    with pytest.raises(ConfigError, match="OneTurn draws completions of a single turn.*generator=native"):
+    with pytest.raises(ConfigError, match="OneTurn .* single turn.*generator=native"):
         asked(OneTurn())
 
 
@@ -382,7 +382,7 @@ def test_an_answer_without_room_is_refused(engine: Any) -> None:
 
 
 def test_native_refuses_windows_shorter_than_the_text() -> None:
-    with pytest.raises(ConfigError, match="generator=native cannot hold conversations.*generator=hf"):
+    with pytest.raises(ConfigError, match="generator=native .* conversations.*generator=hf"):
         talk(NativeGenerator(), shared("mistral"))
     out, _ = talk(HFGenerator(), shared("mistral"))
     assert out.turn is not None and out.turn.max() > 0

@@ -181,22 +181,10 @@ def test_query_parameters_reach_the_route():
     assert paths == ["/pause?mode=keep", "/wake_up?tags=weights&tags=kv_cache", "/wake_up"]
 
 
-@pytest.mark.parametrize(
-    "url, said",
-    [
-        ("127.0.0.1:8000", "not the address"),
-        ("ftp://127.0.0.1", "not the address"),
-        ("file:///etc/hostname", "not the address"),
-        ("http://", "not the address"),
-        ("http://host:port", "not the address"),
-        ("http://me:secret@host:8000", "VLLM_API_KEY"),
-        ("http://host:8000/v1", "leave out"),
-    ],
-)
-def test_only_base_addresses_are_taken(url, said):
-    with pytest.raises(ConfigError, match="generator.urls") as refusal:
-        Client(url)
-    assert said in str(refusal.value) and "secret" not in str(refusal.value)
+def test_an_address_with_a_password_is_refused_without_a_word_of_it():
+    with pytest.raises(ConfigError, match=r"generator\.urls.*VLLM_API_KEY") as refusal:
+        Client("http://me:secret@host:8000")
+    assert "secret" not in str(refusal.value)
 
 
 def test_a_slash_at_the_end_means_nothing():

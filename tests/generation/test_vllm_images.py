@@ -103,9 +103,7 @@ def test_answers_that_no_policy_gave() -> None:
         completions_of(one, [found, found], version=0, device=cpu)
     group = [EngineAnswer([5, 9], [-1.0, -1.0], False)]
     assert completions_of(one, [group, group], version=0, device=cpu).vision is not None
-    with pytest.raises(
-        GenerationError, match="Completion 0 of the engine holds the token 9, which stands for an image"
-    ):
+    with pytest.raises(GenerationError, match="the token 9, which stands for an image"):
         completions_of(one, [group, group], version=0, device=cpu, forbidden=(9,))
 
 

@@ -214,12 +214,8 @@ def test_inductor_gives_the_same_and_itself_again():
 
 class TestRefusals:
     def test_a_model_of_other_pieces(self, make_model):
-        with pytest.raises(ConfigError, match=r"model\.compile=true: GPT2LMHeadModel has no RMSNorm.*Leave it out"):
+        with pytest.raises(ConfigError, match=r"model\.compile=true: GPT2LMHeadModel has no RMSNorm"):
             LanguageModel(str(make_model("gpt2")), compile=True).load()
-
-    def test_two_ways_at_once(self):
-        with pytest.raises(ConfigError, match=r"model\.compile=true and model\.use_liger_kernel=true"):
-            LanguageModel("tiny", compile=True, use_liger_kernel=True)
 
     @pytest.mark.usefixtures("clean")
     def test_a_compiler_that_is_not_there(self, monkeypatch):

@@ -466,9 +466,7 @@ def test_a_full_disk_is_tried_again(make_model, tmp_path, monkeypatch, fits, rai
         monkeypatch.setattr(durable_files, "RETRY_WAITS", (0.0,))
         with (
             pytest.warns(UserWarning, match="finds no room: .*It is tried again in 0 s"),
-            pytest.raises(
-                StorageError, match=r"(?s)No space left.*what was there before is as it was: free some space"
-            ) as e,
+            pytest.raises(StorageError, match="No space left") as e,
         ):
             export_policy(model, state, policy, disk / "hf", card="new")
         assert type(e.value.__cause__) is raised

@@ -41,13 +41,13 @@ class TestRefusals:
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
         model = LanguageModel(str(make_model()), use_liger_kernel=True)
         if not torch.cuda.is_available():
-            with pytest.raises(ConfigError, match=r"model\.use_liger_kernel=true.*CUDA.*this is cpu\. Leave it out"):
+            with pytest.raises(ConfigError, match=r"model\.use_liger_kernel=true.*CUDA"):
                 model.load()
         for module in (GRPO(model, exact_match), RewardModeling(model)):
             trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
             trainer.strategy.connect(module)
             module.trainer = trainer
-            with pytest.raises(ConfigError, match=r"model\.use_liger_kernel=true.*this is cpu\. Leave it out"):
+            with pytest.raises(ConfigError, match=r"model\.use_liger_kernel=true.*this is cpu"):
                 module.setup("fit")
 
     @pytest.mark.parametrize(

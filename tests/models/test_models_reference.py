@@ -224,11 +224,3 @@ def test_evaluation_mode_leaves_every_part_as_it_was(wrap):
         assert not any(part.training for part in model.modules())
         raise KeyError
     assert [part.training for part in model.modules()] == [True, True, False]
-
-
-@pytest.mark.parametrize(
-    "make", [FrozenCopy, Auto, EMA, Mixing, BEMA, lambda device: OtherModel("tiny", device=device)]
-)
-def test_an_unknown_device_is_refused(make):
-    with pytest.raises(ConfigError, match=r"reference\.device='cuda' is unknown: allowed is cpu"):
-        make(device="cuda")

@@ -309,26 +309,6 @@ def test_a_state_of_another_reference_is_refused_and_changes_nothing(change, nam
 # ------------------------------------------------------------------ refusals
 
 
-@pytest.mark.parametrize(
-    "make, key",
-    [
-        (lambda: EMA(decay=1.1), "decay"),
-        (lambda: EMA(decay=float("nan")), "decay"),
-        (lambda: Mixing(alpha=-0.1), "alpha"),
-        (lambda: Mixing(every=0), "every"),
-        (lambda: BEMA(ema_power=-1), "ema_power"),
-        (lambda: BEMA(bias_power=-1), "bias_power"),
-        (lambda: BEMA(lag=0.5), "lag"),
-        (lambda: BEMA(multiplier=-1), "multiplier"),
-        (lambda: BEMA(every=0), "every"),
-        (lambda: BEMA(burn_in=-1), "burn_in"),
-    ],
-)
-def test_settings_outside_their_range_are_refused(make, key):
-    with pytest.raises(ConfigError, match=rf"reference\.{key}=\S+ is out of range"):
-        make()
-
-
 def test_parameters_that_zero_stage_3_took_apart_are_refused():
     policy = Two()
     reference = EMA()

@@ -137,24 +137,6 @@ def test_a_policy_without_a_folder_is_compared_by_its_rows(policy_of, another_mo
     assert score(policy, reference, reference.module(policy), completions).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({}, r"reference=path needs reference\.name .*reference\.adapter"),
-        ({"name": ""}, r"^reference\.name='' is empty"),
-        ({"name": "./nowhere"}, r"^reference\.name='./nowhere' is written as a path"),
-        ({"adapter": "./nowhere"}, r"^reference\.adapter='./nowhere' is written as a path"),
-        ({"adapter": "a/b", "revision": "main"}, r"^reference\.revision.* reference\.name, which is null"),
-        ({"adapter": "a/b", "trust_remote_code": True}, r"reference\.trust_remote_code .*reference\.name"),
-        ({"name": "a/b", "revision": "main", "trust_remote_code": True}, r"^reference\.trust_remote_code=true runs"),
-        ({"name": "tiny", "revision": "main"}, r"^reference\.revision='main' means a hub repository"),
-    ],
-)
-def test_what_cannot_be_is_refused_before_anything_is_loaded(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        OtherModel(**settings)
-
-
 def test_errors_of_loading_name_the_references_keys(policy_of, another_model, another_adapter, make_model, offline):
     policy = policy_of("full")
     (another_model / "model.safetensors").unlink()

@@ -166,7 +166,7 @@ def test_an_async_function_is_cancelled_at_the_limit():
     async def waits(completions):
         await asyncio.sleep(600)
 
-    with pytest.raises(RewardError, match=r"'waits' took more than 0.05 seconds for 4 completions.*reward.timeout"):
+    with pytest.raises(RewardError, match=r"'waits' took more than 0.05 seconds.*reward.timeout"):
         Rewards(waits, timeout=0.05).score(PROMPTS, COMPLETIONS, {})
 
 

@@ -102,8 +102,6 @@ class TestMathAccuracy:
         assert seen == [1.0]
 
     def test_settings(self, monkeypatch):
-        with pytest.raises(ConfigError, match="timeout"):
-            MathAccuracy(timeout=0)
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         with pytest.raises(BackendError, match=r"pip install 'lit-rl\[math\]'.*math_answer"):
             MathAccuracy()
@@ -136,11 +134,6 @@ class TestSoftOverlong:
         reward = SoftOverlong(20)
         assert reward.cache == 4
         assert reward([], [], ids([0, 16, 17, 18, 20, 21])) == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
-
-    @pytest.mark.parametrize(("settings", "key"), [((0,), "max_length"), ((5, 6), "cache"), ((5, -1), "cache")])
-    def test_settings(self, settings, key):
-        with pytest.raises(ConfigError, match=key):
-            SoftOverlong(*settings)
 
 
 def given_values(completions, values, **_):
@@ -183,16 +176,8 @@ class TestCosineScaledLength:
         return [1.0]
 
     def test_settings(self):
-        def one(completion):
-            return 1.0
-
-        for wrong in (self.later, one):
-            with pytest.raises(ConfigError, match="whole batch"):
-                CosineScaledLength(wrong, 4)  # pyright: ignore[reportArgumentType]
-        with pytest.raises(ConfigError, match="max_length"):
-            CosineScaledLength(math_answer, 0)
-        with pytest.raises(ConfigError, match="wrong_long=nan"):
-            CosineScaledLength(math_answer, 4, wrong_long=math.nan)
+        with pytest.raises(ConfigError, match="whole batch"):
+            CosineScaledLength(self.later, 4)  # pyright: ignore[reportArgumentType]
         with pytest.raises(RewardError, match="NaN"):
             CosineScaledLength(given_values, 4)([[1]], completions=[], values=[math.nan])
 
@@ -229,11 +214,6 @@ class TestRepetitionPenalty:
 
     def test_by_hand(self):
         assert RepetitionPenalty(2)([], [], [[1, 2, 3], [5] * 5, [1], []]) == [0.0, -0.75, 0.0, 0.0]
-
-    @pytest.mark.parametrize("settings", [{"ngram_size": 0}, {"max_penalty": 0.1}, {"max_penalty": math.nan}])
-    def test_settings(self, settings):
-        with pytest.raises(ConfigError, match=next(iter(settings))):
-            RepetitionPenalty(**settings)
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))], ids=["deepcopy", "pickle"])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from test_rewards_code import FORKS, RIGHT, TESTS, THREADS, verdict
 
-from lit_rl.core.errors import BackendError, ConfigError
+from lit_rl.core.errors import BackendError
 from lit_rl.rewards import CodeExecution, sandbox
 
 pytestmark = [pytest.mark.skipif(os.name != "posix", reason="the limits are those of Linux")]
@@ -264,8 +264,6 @@ def test_processes_and_time_are_limited():
 
 
 def test_a_runner_that_is_not_there_is_refused(monkeypatch):
-    with pytest.raises(ConfigError, match=r"runner='bubblewarp'.*process, bubblewrap.*'bubblewrap'"):
-        CodeExecution(True, runner="bubblewarp")  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(BackendError, match="apt-get install bubblewrap") as refused:
         CodeExecution(True, runner="bubblewrap")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_rl.core.errors import ConfigError, RewardError
+from lit_rl.core.errors import RewardError
 from lit_rl.rewards import CodeExecution, Rewards, Scores, TrainerState, math_answer
 from lit_rl.rewards.contract import takes
 
@@ -195,19 +195,6 @@ def test_arguments_of_other_libraries_are_answered_with_ours(argument):
     assert "data.rename" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["", " ", "a\nb"])
-def test_a_function_has_a_name_that_can_be_shown(name):
-    with pytest.raises(ConfigError, match="not empty and has no line break"):
-        Rewards({name: returning([0.0])})
-
-
-def test_keyword_only_columns_are_required_too():
-    def my_reward(completions, *, answer): ...
-
-    with pytest.raises(RewardError, match="'answer'"):
-        Rewards(my_reward).bind([])
-
-
 def test_functions_get_only_what_they_name():
     def only_completions(completions):
         return [1.0] * len(completions)
@@ -252,20 +239,6 @@ def test_partials_methods_and_wrapped_functions_bind():
         Rewards(wrapped).bind(["answer"])
 
 
-def test_positional_only_and_unreadable_signatures_are_refused():
-    def my_reward(completions, /): ...
-
-    with pytest.raises(RewardError, match="'completions' by position only"):
-        Rewards(my_reward).bind([])
-    with pytest.raises(RewardError, match="no readable signature"):
-        Rewards({"iter": iter}).bind([])
-
-
-def test_columns_with_reserved_names_are_refused():
-    with pytest.raises(RewardError, match=r"data\.rename=\{trainer_state:"):
-        Rewards(returning([0.0])).bind(["trainer_state"])
-
-
 class Judge:
     def __call__(self, completions): ...
 
@@ -276,19 +249,6 @@ def test_async_generators_are_refused_at_once():
 
     with pytest.raises(RewardError, match="'my_reward' is an async generator"):
         Rewards(my_reward)
-
-
-@pytest.mark.parametrize("function", [3, None, Judge], ids=["number", "none", "class"])
-def test_what_cannot_score_is_refused(function):
-    with pytest.raises(RewardError, match="'mine'.*(cannot be called|is a class.*make the object in the file)"):
-        Rewards({"mine": function})
-
-
-@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: functools.partial(f, temperature=1)])
-@pytest.mark.parametrize("form", [lambda f: f, lambda f: [f], lambda f: {"mine": f}])
-def test_a_module_is_refused_and_told_apart_from_a_reward_model(form, wrap):
-    with pytest.raises(RewardError, match=r"PyTorch module \(Linear\).*lit_rl\.rewards\.RewardModel\("):
-        Rewards(form(wrap(torch.nn.Linear(1, 1))))
 
 
 def test_inputs_are_copies():
@@ -327,7 +287,7 @@ def test_trainer_state_is_read_only():
 
 
 def test_columns_of_another_length_are_refused():
-    with pytest.raises(RewardError, match="got 3 values of 'answer' for 4 completions. Pass one value per completion"):
+    with pytest.raises(RewardError, match="3 values of 'answer' for 4"):
         score(returning([0.0] * 4), answer=[1, 2, 3])
 
 
@@ -367,14 +327,15 @@ MISLOGGED = {
 }
 
 
-@pytest.mark.parametrize(("log", "told"), MISLOGGED.values(), ids=MISLOGGED.keys())
-def test_wrong_logging_is_refused(log, told):
-    def my_reward(completions, log_metric, log_extra):
-        log(log_metric, log_extra)
-        return [0.0] * 4
+def test_wrong_logging_is_refused():
+    for log, told in MISLOGGED.values():
 
-    with pytest.raises(RewardError, match=told):
-        score(my_reward)
+        def my_reward(completions, log_metric, log_extra, log=log):
+            log(log_metric, log_extra)
+            return [0.0] * 4
+
+        with pytest.raises(RewardError, match=told):
+            score(functools.partial(my_reward))
 
 
 def test_who_may_log_is_who_names_it_or_takes_all_that_there_is() -> None:

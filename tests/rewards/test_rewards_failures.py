@@ -57,7 +57,7 @@ def test_the_default_ends_the_run(function):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_with_a_score_for_failures_only_the_failing_ones_get_it(function):
-    with pytest.warns(UserWarning, match="failed on 2 of 5 completions.*on_error=-1: ValueError.*starts 'x'"):
+    with pytest.warns(UserWarning, match="failed on 2 of 5 .*ValueError.*starts 'x'"):
         scores = score(Rewards({"f": function}, on_error=-1))
     assert scores.total.tolist() == [1.0, -1.0, 3.0, -1.0, 5.0]
     assert scores.metrics["rewards/f/failure_ratio"] == (2.0, 5)
@@ -120,14 +120,6 @@ def test_each_kind_of_failure_warns_once():
     assert sorted("KeyError" in str(warning.message) for warning in caught) == [False, True]
 
 
-@pytest.mark.parametrize(
-    "returned", [[1.0], ["1"] * 5, [float("nan")] * 5, 1.0], ids=["length", "text", "nan", "scalar"]
-)
-def test_what_breaks_the_contract_is_no_failure_to_be_scored(returned):
-    with pytest.raises(RewardError, match="returned"):
-        score(Rewards({"f": lambda completions: returned}, on_error=0.0))
-
-
 def test_a_hanging_coroutine_is_a_failure_of_its_own_completion():
     import asyncio
 
@@ -164,9 +156,7 @@ def test_a_slow_callable_in_this_process_is_reported_and_waited_for():
             time.sleep(0.01)
         return [1.0] * len(completions)
 
-    with pytest.warns(
-        UserWarning, match="'my_reward' has been running for more than timeout=0.05.*cannot be"
-    ) as caught:
+    with pytest.warns(UserWarning, match="'my_reward' .* timeout=0.05") as caught:
         assert score(Rewards(my_reward, timeout=0.05)).total.tolist() == [1.0] * 5
 
 
@@ -290,7 +280,7 @@ def always(values):
 
 def test_fifty_batches_of_one_value_warn_once_with_a_sample():
     rewards = Rewards(always([0.0] * 120))
-    with pytest.warns(UserWarning, match="'my_reward' returned 0 for every completion of 50 batches.*'a'") as caught:
+    with pytest.warns(UserWarning, match="'my_reward' returned 0 .* 50 batches.*'a'") as caught:
         for _ in range(120):
             score(rewards, ["a"])
     assert len(caught) == 1
@@ -313,7 +303,7 @@ def test_a_limit_ends_the_run():
     rewards = Rewards(always([0.5, None, 0.5, 0.5]), constant_limit=3)
     for _ in range(3):
         score(rewards)
-    with pytest.raises(RewardError, match=r"returned 0.5 for every completion of 3 batches.*reward.constant_limit=3"):
+    with pytest.raises(RewardError, match=r"returned 0.5 .*reward.constant_limit=3"):
         score(rewards)
 
 

@@ -338,7 +338,7 @@ def test_a_worker_that_cannot_import_its_module_is_an_error_even_where_failures_
     (folder / "only_here.py").write_text(
         f"import os\nif os.getpid() != {os.getpid()}: raise OSError('no licence')\ndef score(completions): return [0.0]"
     )
-    with pytest.raises(RewardError, match=r"only_here.py:score failed while it imported it, with OSError: no licence"):
+    with pytest.raises(RewardError, match=r"only_here.py:score .*OSError: no licence"):
         from_paths("./only_here.py:score", on_error=0.0).score(["p"], ["c"], {})
 
 

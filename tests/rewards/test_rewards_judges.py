@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from standin_judge import StandInJudge, chat, marked, standing_in_for_a_judge
 
-from lit_rl.core.errors import ConfigError, RewardError
+from lit_rl.core.errors import RewardError
 from lit_rl.rewards.judges import FunctionJudge, Judge, PairwiseJudge, RewardJudge, as_judge, check_verdicts
 from lit_rl.rewards.llm_judge import TEMPLATE, LLMJudge, verdict_of
 
@@ -63,14 +63,7 @@ class TestFunctions:
 
         assert FunctionJudge(judge)(*FOUR, answer=[1, 1, 0, 1], **REWARDS) == [0.0, 1.0, None, 1.0]
 
-    @pytest.mark.parametrize("value, words", [(1.5, "1.5 for pair 1"), (-0.1, "-0.1"), (math.nan, "nan")])
-    def test_what_is_no_probability_is_refused(self, value: float, words: str) -> None:
-        with pytest.raises(RewardError, match=words):
-            FunctionJudge(lambda prompts, firsts, seconds: [0.5, value, 0.5, 0.5])(*FOUR)
-
     def test_a_wrong_number_of_verdicts_is_refused(self) -> None:
-        with pytest.raises(RewardError, match="list of 4"):
-            FunctionJudge(lambda prompts, firsts, seconds: [0.5])(*FOUR)
         with pytest.raises(RewardError, match="list of 4"):
             check_verdicts("j", [0.5], 4)
 
@@ -94,27 +87,14 @@ class TestFunctions:
         with pytest.raises(RewardError, match="more than 0.5 seconds"):
             FunctionJudge(f"{file}:slow", timeout=0.5)(*FOUR)
 
-    def test_bad_settings_and_columns(self) -> None:
+    def test_bad_columns(self) -> None:
         def fine(prompts, firsts, seconds):
             return []
 
-        for settings in (
-            {"timeout": 0},
-            {"workers": -1},
-            {"max_concurrent": 0},
-            {"memory_mb": 0},
-            {"recycle_after": -1},
-        ):
-            with pytest.raises(ConfigError, match=f"judge.{next(iter(settings))}"):
-                FunctionJudge(fine, **settings)  # pyright: ignore
         with pytest.raises(RewardError, match="first_rewards"):
             FunctionJudge(fine).bind(["first_rewards"])
         with pytest.raises(RewardError, match="nowhere"):
             FunctionJudge(lambda prompts, firsts, nowhere: []).bind(["answer"])
-        with pytest.raises(ConfigError, match=r"^judge\.fn: there is no file"):
-            FunctionJudge("./none.py:judge")
-        with pytest.raises(ConfigError, match=r"^judge\.fn='lit_rl.rewards:nope': there is no 'nope'"):
-            PairwiseJudge("lit_rl.rewards:nope")
 
     def test_as_judge(self) -> None:
         assert isinstance(as_judge(None), RewardJudge)
@@ -140,12 +120,6 @@ class TestPairwise:
     def test_one_order_without_a_verdict_is_none_for_the_pair(self) -> None:
         assert PairwiseJudge(lambda prompt, first, second: None if first == "aa" else 0)(*FOUR) == [None, 0.5, 0.5, 0.5]
         assert PairwiseJudge(lambda prompt, first, second: -1)(*FOUR) == [None] * 4
-
-    def test_what_names_neither_is_refused(self) -> None:
-        with pytest.raises(RewardError, match="0.3 for pair 0"):
-            PairwiseJudge(lambda prompt, first, second: 0.3)(*FOUR)
-        with pytest.raises(ConfigError, match="takes no single pair"):
-            PairwiseJudge(lambda prompts, firsts, seconds: [])
 
 
 def texts(body: dict[str, Any]) -> tuple[str, str]:
@@ -300,26 +274,6 @@ class TestLanguageModel:
         judge(["p"], ["a"], ["b"])
         assert set(server.headers) == {"Bearer s3cret"}
         assert "s3cret" not in repr(judge) and "s3cret" not in str(vars(judge)) + str(vars(judge._server))
-
-    @pytest.mark.parametrize(
-        "settings, words",
-        [
-            ({"base_url": "http://far.example/v1"}, "judge.base_url"),
-            ({"base_url": "far.example"}, "judge.base_url"),
-            ({"key_env": "NO_SUCH_VARIABLE"}, "NO_SUCH_VARIABLE"),
-            ({"template": "$prompt $first"}, r"judge.template lacks \$second"),
-            ({"concurrency": 0}, "judge.concurrency=0"),
-            ({"attempts": 0}, "judge.attempts=0"),
-            ({"timeout": 0}, "judge.timeout=0"),
-            ({"backoff": -1}, "judge.backoff=-1"),
-            ({"temperature": -1}, "judge.temperature=-1"),
-            ({"max_tokens": 0}, "judge.max_tokens=0"),
-            ({"max_failures": 1.5}, "judge.max_failures=1.5"),
-        ],
-    )
-    def test_bad_settings_are_refused_with_their_key(self, settings: dict[str, Any], words: str) -> None:
-        with pytest.raises(ConfigError, match=words):
-            LLMJudge(**{"base_url": "https://near.example/v1", "model": "m", **settings})
 
 
 @pytest.mark.parametrize(

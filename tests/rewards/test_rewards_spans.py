@@ -79,12 +79,11 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("span", "told"), WRONG.values(), ids=WRONG.keys())
-def test_wrong_spans_are_refused(span, told):
-    with pytest.raises(RewardError) as error:
-        Rewards({"mine": lambda completions: [0.0, [(0, 1, 1.0), span]]}).score(["", ""], [TEXT, TEXT], {})
-    for part in ("'mine'", "completion 1", told):
-        assert part in str(error.value)
+def test_wrong_spans_are_refused():
+    for span, told in WRONG.values():
+        mine = Rewards({"mine": lambda completions, span=span: [0.0, [(0, 1, 1.0), span]]})
+        with pytest.raises(RewardError, match=f"'mine'.*completion 1.*{told}"):
+            mine.score(["", ""], [TEXT, TEXT], {})
 
 
 def test_turns_earn_in_the_place_of_spans():
@@ -99,9 +98,7 @@ def test_turns_earn_in_the_place_of_spans():
     assert scores.span_rewards == [[(0, 2.0), (2, 1.0)], [(1, -2.0)], []]
 
 
-@pytest.mark.parametrize(
-    ("part", "told"), [((-1, 1.0), "the turn -1"), ((0.5, 1.0), "the turn 0.5"), ((0, math.inf), "not finite")]
-)
-def test_wrong_turns_are_refused(part, told):
-    with pytest.raises(RewardError, match=told):
-        Rewards([lambda completions: [[part]]]).score(["?"], ["a"], {})
+def test_wrong_turns_are_refused():
+    for part, told in (((-1, 1.0), "the turn -1"), ((0.5, 1.0), "the turn 0.5"), ((0, math.inf), "not finite")):
+        with pytest.raises(RewardError, match=told):
+            Rewards([lambda completions, part=part: [[part]]]).score(["?"], ["a"], {})

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_rl.core.errors import ConfigError, RewardError
+from lit_rl.core.errors import RewardError
 from lit_rl.rewards import (
     CosineScaledLength,
     Length,
@@ -49,19 +49,6 @@ def test_answers_are_text_numbers_or_none(reward):
 
 MATH = pytest.param(math_answer, id="math_answer")
 COMPARE = [exact_match, contains, MATH]
-
-
-@pytest.mark.parametrize("reward", COMPARE)
-@pytest.mark.parametrize("empty", ["", " ", "\n"])
-def test_an_empty_answer_is_refused(reward, empty):
-    with pytest.raises(RewardError, match="answer 1 is empty"):
-        reward([], ["a", ""], ["a", empty])
-
-
-@pytest.mark.parametrize("empty", ["$$", r"\boxed{}", "####", "."])
-def test_an_answer_that_is_nothing_when_it_is_tidied_is_refused(empty):
-    with pytest.raises(RewardError, match="answer 0 is empty"):
-        math_answer([], [r"\boxed{}"], [empty])
 
 
 MISSING = [None, float("nan"), np.float32("nan"), Decimal("NaN"), torch.tensor(torch.nan)]
@@ -154,17 +141,9 @@ def test_the_default_format_is_linear_in_the_length():
     assert RegexFormat()([], ["<think>" * 20_000, "<think>" + "a<" * 50_000]) == [0.0, 0.0]
 
 
-def test_a_broken_pattern_is_a_config_error():
-    with pytest.raises(ConfigError, match=r"pattern='\(' is not a regular expression"):
-        RegexFormat("(")
-
-
 def test_length_falls_in_a_straight_line():
     texts = ["x" * n for n in (0, 9, 10, 12, 15, 20, 1000)]
     assert Length(10)([], texts) == pytest.approx([1.0, 1.0, 1.0, 0.8, 0.5, 0.0, 0.0])
-    for wrong in (0, -1):
-        with pytest.raises(ConfigError, match="max_characters"):
-            Length(wrong)
 
 
 def test_text_of_every_kind_of_message():

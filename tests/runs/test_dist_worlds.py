@@ -203,7 +203,7 @@ def test_numbers_of_an_optimizer_that_would_mean_other_weights_are_refused(tmp_p
 def test_a_checkpoint_without_the_state_of_our_loader_is_refused() -> None:
     """It does not say how many batches a rollout has."""
     loops = {"fit_loop": {"state_dict": {"combined_loader": [{"position": 3, "epoch": 0, "fingerprint": ""}]}}}
-    with pytest.raises(StorageError, match="written by 2 processes and this run has 1.*trainer.devices=2"):
+    with pytest.raises(StorageError, match="written by 2 processes.*trainer.devices=2"):
         checkpoints.slots_when_written(loops, 2, 1)
 
 

@@ -40,7 +40,7 @@ def test_a_full_disk_is_tried_again_and_what_was_saved_before_stays(
             disk.save_checkpoint(STATE, target)
         assert torch.equal(disk.load_checkpoint(target)["state_dict"]["weight"], STATE["state_dict"]["weight"])
     else:
-        with pytest.raises(StorageError, match=r"\[Errno 28\].* resume from the newest with ckpt_path=last"):
+        with pytest.raises(StorageError, match=r"\[Errno 28\].*ckpt_path=last"):
             disk.save_checkpoint(STATE, target)
         assert target.read_bytes() == before
     assert list(tmp_path.iterdir()) == [target]
@@ -236,9 +236,7 @@ def test_a_rollout_that_cannot_be_written_is_warned_of_and_the_training_goes_on(
     with small_disk(run / "rollouts", 1_000_000):
         ballast = fill(run / "rollouts")
         words = ["trainer.max_steps=2", "trainer.limit_val_batches=0", "callbacks.samples.print=0", f"run_dir={run}"]
-        with pytest.warns(
-            UserWarning, match=r"Rollouts failed in rollouts/step_00000000\.pt: StorageError: .*No space"
-        ):
+        with pytest.warns(UserWarning, match=r"rollouts/step_00000000\.pt: StorageError: .*No space"):
             assert train(*SMALL, *words) == 0
         assert list((run / "rollouts").iterdir()) == [ballast]
     summary = json.loads((run / "summary.json").read_text())

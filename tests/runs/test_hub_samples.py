@@ -20,7 +20,6 @@ from lit_rl.callbacks import GracefulStop, HubSamples
 from lit_rl.callbacks.hub_samples import CARD
 from lit_rl.callbacks.output_files import write_parquet
 from lit_rl.core import machine
-from lit_rl.core.errors import ConfigError
 
 
 @pytest.fixture
@@ -77,11 +76,6 @@ def test_runs_of_one_name_in_two_folders_keep_their_files(stand_in, tmp_path):
         HubSamples("ann/said").teardown(trainer(tmp_path / sweep / "0"), None, "fit")  # pyright: ignore
     files = {"first_0/step_00000005.parquet", "second_0/step_00000006.parquet"}
     assert held(stand_in) == files | {"README.md"}
-
-
-def test_a_name_without_an_owner_is_refused():
-    with pytest.raises(ConfigError, match="repo='said' has no owner. Write user/name"):
-        HubSamples("said")
 
 
 def test_it_is_sent_when_the_minutes_are_over_and_by_rank_0_alone(stand_in, tmp_path):
@@ -150,7 +144,7 @@ def test_a_hub_that_cannot_be_reached_is_not_waited_for(there, tmp_path, monkeyp
     monkeypatch.setattr(constants, "ENDPOINT", there)
     put(tmp_path / "a" / "x", "val_00000000_t0.0.parquet")
     began = time.monotonic()
-    with pytest.warns(UserWarning, match="ConnectionError: the hub was not asked: .* cannot be reached"):
+    with pytest.warns(UserWarning, match="ConnectionError: the hub was not asked"):
         HubSamples("ann/said").teardown(trainer(tmp_path / "a" / "x"), None, "validate")  # pyright: ignore
     assert time.monotonic() - began < 10
 
@@ -187,16 +181,3 @@ def test_a_run_whose_hub_refuses_it_ends_well_and_its_next_part_sends_all(stand_
         stand_in.made[-1].get("visibility"),
         *(k for k, v in stand_in.made[-1].items() if v is True),
     )
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"minutes": 0}, r"callbacks\.hub_samples\.minutes=0"),
-        ({"wait": 0}, r"callbacks\.hub_samples\.wait=0"),
-        ({"repo": "a/b/c"}, r"repo='a/b/c' .*Write user/name"),
-    ],
-)
-def test_what_cannot_be_sent_to_is_refused(settings, said):
-    with pytest.raises(ConfigError, match=said):
-        HubSamples(**settings)

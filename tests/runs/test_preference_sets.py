@@ -162,29 +162,15 @@ def test_an_append_is_whole_or_not_at_all(tmp_path, monkeypatch):
         PreferenceSets().on_train_start(trainer(tmp_path), None)
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"sets": ["pair"]}, "pairs"),
-        ({"sets": []}, "empty"),
-        ({"margin": -1.0}, "margin"),
-        ({"threshold": math.nan}, "threshold"),
-        ({"ranked_per_group": 0}, "ranked_per_group"),
-        ({"max_rows": 0}, "max_rows"),
-    ],
-)
-def test_bad_settings(settings, told):
-    with pytest.raises(ConfigError, match=f"callbacks.preference_sets.*{told}"):
-        PreferenceSets(**settings)
-
-
 def test_algorithms_that_give_none():
     with pytest.raises(ConfigError, match="generates none"):
         PreferenceSets().setup(trainer(Path()), SimpleNamespace(), "fit")
-    one = SimpleNamespace(scored=None, group_size=1)
-    with pytest.raises(ConfigError, match=r"sets=\[verdicts\]"):
-        PreferenceSets().setup(trainer(Path()), one, "fit")
-    PreferenceSets(sets=["verdicts"]).setup(trainer(Path()), one, "fit")
+    """XPO's second completion is its opponent's."""
+    ours: Any = SimpleNamespace(scored=None, opponent_writes=True, group_size=2)
+    for one in (SimpleNamespace(scored=None, group_size=1), ours):
+        with pytest.raises(ConfigError, match=r"sets=\[verdicts\]"):
+            PreferenceSets().setup(trainer(Path()), one, "fit")
+        PreferenceSets(sets=["verdicts"]).setup(trainer(Path()), one, "fit")
 
 
 RUN = [
@@ -240,11 +226,3 @@ def test_the_rows_of_two_processes_are_those_of_one(process, train, tmp_path):
     for name in NAMES:
         one, two = (sorted(map(str, lines(tmp_path / run, name))) for run in ("one", "two"))
         assert one == two
-
-
-def test_pairs_of_a_policy_that_writes_one_completion_a_prompt_are_refused():
-    """XPO's second completion is its opponent's."""
-    module: Any = SimpleNamespace(scored=None, opponent_writes=True, group_size=2)
-    with pytest.raises(ConfigError, match=r"sets=\[verdicts\]"):
-        PreferenceSets().setup(None, module, "fit")  # pyright: ignore
-    PreferenceSets(sets=("verdicts",)).setup(None, module, "fit")  # pyright: ignore

@@ -80,19 +80,13 @@ def _without(profile: Path, folder: Path) -> Path:
 def test_steps_that_begin_within_a_rollout_and_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "profile").write_text("no folder")
     profile = Profile([1, 2], str(tmp_path / "profile"))
-    with pytest.warns(UserWarning, match="Profile failed in a trace: FileExistsError.*Training goes on"):
+    with pytest.warns(UserWarning, match="Profile failed in a trace: FileExistsError"):
         trained(tmp_path, profile, max_steps=2)
     assert profile.unwritten.failures == 1
 
 
-@pytest.mark.parametrize("steps", [[5, 3], [3, 3], [0], [1, 2, 3], 3, "35", [-1, 2], [0.0, 1], [True, 2], None])
-def test_steps_that_are_no_part_of_a_run_are_refused(steps):
-    with pytest.raises(ConfigError, match=r"profile\.steps=\[.*\]: give two whole numbers .* profile\.steps=\[3,5\]"):
-        Profile(steps, "profile")
-
-
 def test_steps_behind_the_last_are_refused_before_anything_is_loaded(tmp_path):
-    with pytest.raises(ConfigError, match=r"profile.steps=\[3,5\] ends after .* trainer.max_steps=4: take earlier"):
+    with pytest.raises(ConfigError, match=r"profile.steps=\[3,5\] .*trainer.max_steps=4"):
         trained(tmp_path, Profile([3, 5], str(tmp_path / "profile")))
 
 

@@ -213,7 +213,7 @@ class TestPlace:
         for name, value in {**told, "NODELIST": "gpu[07-08]", "JOB_NAME": "x"}.items():
             monkeypatch.setenv(f"SLURM_{name}", str(value))
         assert find_placement(2) == ProcessPlacement(3, 4, 1, 2, "gpu07", 16234, first_of_node=False)
-        with pytest.raises(ConfigError, match="trainer.num_nodes=1, and the launcher has started 2 nodes"):
+        with pytest.raises(ConfigError, match="trainer.num_nodes=1, .* 2 nodes"):
             find_placement(1)
         monkeypatch.delenv("SLURM_NTASKS_PER_NODE")
         with pytest.raises(ConfigError, match="--ntasks-per-node"):

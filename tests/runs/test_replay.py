@@ -564,11 +564,6 @@ def test_logprobs_of_rows_that_a_buffer_replaced_are_left_out(finished):
     assert again.old_logprobs is None and again.completions is saved.completions
 
 
-def test_one_rollout_is_the_least(tmp_path):
-    with pytest.raises(ConfigError, match="callbacks.rollouts.keep=0"):
-        Rollouts(keep=0)
-
-
 def _trainer(folder: Path) -> Any:
     return SimpleNamespace(is_global_zero=True, fast_dev_run=False, default_root_dir=str(folder))
 

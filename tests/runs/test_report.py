@@ -314,7 +314,7 @@ def test_a_run_that_is_being_written_and_a_damaged_one_are_read_as_far_as_they_g
     said = " ".join(finding.text for finding in run_findings(run))
     assert "1 line of metrics.jsonl" in said and "last line of metrics.jsonl is not whole" in said
     assert "summary.json is damaged" in said and "config.yaml is damaged: month must be" in said
-    with pytest.raises(StorageError, match="The settings of .* cannot be read: config.yaml is damaged"):
+    with pytest.raises(StorageError, match="config.yaml is damaged"):
         run.settings()
     (folder / "config.yaml").write_bytes(b"data: {path: r\xe9sultats.jsonl}\n")  # Latin-1
     with pytest.raises(StorageError, match="config.yaml is damaged, it is not UTF-8"):

@@ -9,9 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 from lit_rl.algorithms.rollouts.rollout_plan import SeenRows
-from lit_rl.callbacks import TokenSamples
 from lit_rl.callbacks.samples import token_table
-from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import Completions, Rollout
 from lit_rl.models.forward import TokenScores
 
@@ -71,8 +69,3 @@ def test_of_pairs_the_verdict_is_the_advantage_and_no_more_rows_than_asked_for(t
     seen = SeenRows.of(torch.tensor([0, 1]), replace(SCORES, logprobs=torch.zeros(2, 2), values=None))
     table = token_table(0, judged, seen, 1, tokenizer)
     assert table["prompt"] == ["1"] and table["advantage"] == [1.0] and table["tokens/advantages"][0].tolist() == [1.0]
-
-
-def test_no_completion_is_refused():
-    with pytest.raises(ConfigError, match=r"callbacks\.token_samples\.completions=0"):
-        TokenSamples(completions=0)

@@ -76,7 +76,7 @@ def test_rows_without_images_count_as_text(toy_of: Any) -> None:
     sees = toy_of("paligemma")
     for row in ({"prompt": ASKED, "completion": REPLY}, {"prompt": "Which?", "completion": "7"}):
         for reader in (read, learned):
-            with pytest.raises(DataError, match=r"rows\[0\]: the prompt shows no image, and this model takes none"):
+            with pytest.raises(DataError, match=r"rows\[0\]: the prompt shows no image"):
                 reader(sees, row)
 
 
@@ -145,7 +145,7 @@ def test_a_processor_that_lacks_a_package_or_its_files(toy_folder: Any, tmp_path
     file = folder / "processor_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"processor_class": "SmolVLMProcessor"}))
     (folder / "video_preprocessor_config.json").write_text('{"video_processor_type": "SmolVLMVideoProcessor"}')
-    with pytest.raises(BackendError, match=r"The processor of .* lacks a package: pip install torchvision"):
+    with pytest.raises(BackendError, match=r"lacks a package: pip install torchvision"):
         _ = LanguageModel(str(folder)).processor
     file.unlink()
     (folder / "video_preprocessor_config.json").unlink()
@@ -186,7 +186,7 @@ def test_new_tokens_of_a_template_and_adapters(toy_folder: Any, tmp_path: Path) 
     tokenizer.add_tokens(["<|new|>"], special_tokens=True)
     tokenizer.chat_template = f"{tokenizer.chat_template}<|new|>"
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="cannot train their rows in the head of a policy over images"):
+    with pytest.raises(ConfigError, match="policy over images"):
         LanguageModel(str(toy_folder("idefics3")), lora=Lora(r=2), chat_template=str(tmp_path)).load()
 
 
@@ -198,7 +198,7 @@ def test_a_processor_that_lacks_what_spells_numbers(
 
     monkeypatch.setitem(sys.modules, "num2words", None)
     monkeypatch.setattr(processing_smolvlm, "num2words", None)  # what its import gives where it is missing
-    with pytest.raises(BackendError, match=r"The processor of .* lacks a package: pip install num2words"):
+    with pytest.raises(BackendError, match=r"lacks a package: pip install num2words"):
         _ = LanguageModel(str(toy_folder(kind))).processor
 
 
@@ -226,5 +226,5 @@ def test_log_probs_of_a_reference_that_are_known_by_tokens(toy_folder: Any, tmp_
     from lit_rl.data.example_module import PreferenceDataModule
 
     module = KTO(str(toy_folder("idefics3")), precompute_reference=True)
-    with pytest.raises(ConfigError, match=r"algo\.precompute_reference=true knows the mismatched completions of KTO"):
+    with pytest.raises(ConfigError, match=r"algo\.precompute_reference=true .*KTO"):
         fitted(module, PreferenceDataModule(rows=pairs(), batch_size=4, val_fraction=0.0), tmp_path)

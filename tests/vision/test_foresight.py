@@ -28,7 +28,7 @@ def test_values_that_let_paligemma_look_ahead(toy_of: Any) -> None:
     toy = toy_of("paligemma")
     ids, vision = toy.prompt("Which?", [image(1)])
     assert vision is not None and vision.in_response == {"token_type_ids": 1}
-    with pytest.raises(ConfigError, match=r"PaliGemma.* scores a token of a response by tokens that follow it: .*nats"):
+    with pytest.raises(ConfigError, match=r"PaliGemma.* tokens that follow it: .*nats"):
         refuse_lookahead(toy.policy, ids, replace(vision, in_response={"token_type_ids": 0}))
 
 

@@ -104,12 +104,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_rows_whose_videos_are_no_use(name: str) -> None:
-    row, message = BAD[name]
-    with pytest.raises(DataError, match=message) as error:
-        READER.read({"prompt": asked(WORDS), **row}, "rows[0]", "prompt")
-    assert str(error.value).startswith("rows[0]")
+def test_rows_whose_videos_are_no_use() -> None:
+    for row, message in BAD.values():
+        with pytest.raises(DataError, match=message) as error:
+            READER.read({"prompt": asked(WORDS), **row}, "rows[0]", "prompt")
+        assert str(error.value).startswith("rows[0]")
 
 
 def test_policies_that_see_no_video(toy_of: Any) -> None:
@@ -123,7 +122,7 @@ def test_policies_that_see_no_video(toy_of: Any) -> None:
             read_images(None, row, "rows[0]", "prompt")
     toy: Toy = toy_of("idefics3")
     rows = Rows("rows", [{"prompt": asked(WORDS), "video": frames(1)}])
-    with pytest.raises(ConfigError, match=r"rows\[0\]: .*type 'idefics3' are shown images alone.*qwen3_vl"):
+    with pytest.raises(ConfigError, match=r"rows\[0\]: .*'idefics3' .*qwen3_vl"):
         read_prompts(
             rows, Encoder(toy.model.tokenizer, processor=toy.model.processor), PromptOptions(on_bad_row="skip")
         )

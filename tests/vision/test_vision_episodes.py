@@ -214,7 +214,7 @@ def test_control_tokens_that_a_world_spells(toy_of: Any, word: str) -> None:
 def test_a_placeholder_that_is_no_special_token(toy_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     toy = toy_of("idefics3")
     monkeypatch.setattr(type(toy.model.processor), "placeholders", (70,))
-    with pytest.raises(ConfigError, match="turns the plain text 'g' into the placeholder of an image"):
+    with pytest.raises(ConfigError, match="plain text 'g' into the placeholder"):
         interaction(toy, CustomEnvironment(vision_worlds.Sizes, **LIMITS))
 
 

@@ -91,7 +91,7 @@ def test_what_is_refused(toy_folder: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="quantised weights cannot be trained. Add model.lora"):
         LanguageModel(folder, quantization="nf4", freeze=["vision"])
     model = LanguageModel(folder, lora=Lora(r=2), quantization="nf4")
-    with pytest.raises(ConfigError, match=r"algo\.critic: a copy of the policy.*Use algo/critic=adapter"):
+    with pytest.raises(ConfigError, match=r"algo\.critic: .*algo/critic=adapter"):
         quiet_trainer(tmp_path, 1).fit(PPO(model, by_letters, critic=SeparateCritic(), **SHORT), datamodule=rollouts())
     with pytest.raises(ConfigError, match=r"The policy's base is quantised \(model\.quantization\)"):
         list(whole_weights(model.load()))

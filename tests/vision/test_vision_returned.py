@@ -275,7 +275,7 @@ def test_a_video_is_not_read_as_words(kind: str) -> None:
     found: Any = {"type": kind, "url": "talk.mp4"}
     token = IMAGE_LIMIT.set(10**6)
     for given in (found, [image(1), {"type": kind, "video": [image(2)]}]):
-        with pytest.raises(ImageReturned, match="The tool 'look' returned a video .* Return some of its frames"):
+        with pytest.raises(ImageReturned, match="The tool 'look' returned a video"):
             content_of(given, "The tool 'look'")
     IMAGE_LIMIT.reset(token)
     assert content_of(found, "The tool 'look'") == json.dumps(found)

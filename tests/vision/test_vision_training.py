@@ -271,9 +271,7 @@ def test_data_sets_with_images_are_learned_whatever_the_cut(
 
 
 def test_images_and_a_policy_over_text(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"data\.rows\[0\]: the row has images or videos \(column 'image'\).*over text"
-    ):
+    with pytest.raises(ConfigError, match=r"data\.rows\[0\]: .*\(column 'image'\)"):
         fitted(GRPO("tiny", by_letters), rollouts(), tmp_path)
 
 
@@ -287,10 +285,3 @@ def test_packing_and_images(toy_folder: Any, tmp_path: Path) -> None:
     data = SupervisedDataModule(rows=texts(), batch_size=6, val_fraction=0.0, packing="best_fit")
     with pytest.raises(ConfigError, match=r"data\.packing=best_fit packs text only"):
         fitted(SFT(str(toy_folder("idefics3"))), data, tmp_path)
-
-
-def test_freezing_a_model_over_text(tmp_path: Path) -> None:
-    from lit_rl.models import LanguageModel
-
-    with pytest.raises(ConfigError, match=r"model\.freeze=\['vision'\].*over text"):
-        LanguageModel("tiny", freeze=["vision"]).load()
