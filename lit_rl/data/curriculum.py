@@ -24,7 +24,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import ConfigError
 from lit_rl.data.order import RolloutOrder
-from lit_rl.data.prompt_set import PromptSet
+from lit_rl.data.prompt_set import DIGEST_BYTES, PromptSet
 from lit_rl.ops.ranges import Positive
 
 _PROPER, _SPARE = 2, 3
@@ -274,7 +274,7 @@ class RowDraws:
     def state(self) -> dict[str, Any]:
         """Return the means, by content, and the draws that are not used up; tensors and plain values."""
         seen = np.flatnonzero(~np.isnan(self._means))
-        keys = np.frombuffer(b"".join(self._digests[i] for i in seen), dtype=np.uint8).reshape(len(seen), -1)
+        keys = np.frombuffer(b"".join(self._digests[i] for i in seen), dtype=np.uint8).reshape(len(seen), DIGEST_BYTES)
         return {
             "keys": torch.from_numpy(keys.copy()),
             "means": torch.from_numpy(self._means[seen]),

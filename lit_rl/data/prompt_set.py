@@ -17,6 +17,10 @@ from lit_rl.data.splits import prompt_key
 from lit_rl.data.visual_prompts import Processor, PromptVisuals, refuse_unequal_videos
 
 
+DIGEST_BYTES = 16
+"""Bytes of a digest of rows."""
+
+
 @dataclass(frozen=True)
 class PromptExample:
     """One row that passed every filter."""
@@ -71,19 +75,19 @@ class PromptSet:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Equal for equal prompts, token ids and columns in the same order."""
-        digest = hashlib.blake2b(digest_size=16)
+        digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
         for i in range(len(self)):
             digest.update(_as_bytes(self._row(i)))
         return digest.hexdigest()
 
     @functools.cached_property
     def digests(self) -> list[bytes]:
-        """A digest of 16 bytes for each row, equal for rows of equal prompts, columns and images, wherever they stand
+        """A digest of `DIGEST_BYTES` for each row, equal for rows of equal prompts, columns and images, wherever they stand
         and whatever tokens they are. A column that is None counts as one that is not there."""
 
         def digest(prompt: Prompt, ids: list[int], columns: dict[str, Any], *shown: Any) -> bytes:
             given = {name: value for name, value in columns.items() if value is not None}
-            return hashlib.blake2b(_as_bytes([prompt, given, *shown]), digest_size=16).digest()
+            return hashlib.blake2b(_as_bytes([prompt, given, *shown]), digest_size=DIGEST_BYTES).digest()
 
         return [digest(*self._row(i)) for i in range(len(self))]
 

@@ -313,11 +313,12 @@ class OnPolicyModule(GeneratingModule, ABC):
         if self.env is not None:
             self.interaction = self._interaction_with(self.env, data, stage)
         self._check_data(data, stage)
+        if stage == "fit":
+            draws, names = getattr(data, "draws", None), self.reward_functions.names
+            self.feedback = draws and CurriculumFeedback(draws, names, opponent_writes=self.opponent_writes)
         self.load_rewards()
         if stage == "fit":
             check_weight_copies(self.generator, self.trainer)
-            draws, names = getattr(data, "draws", None), self.reward_functions.names
-            self.feedback = draws and CurriculumFeedback(draws, names, opponent_writes=self.opponent_writes)
             self._plan_batches(data)
             data_and_trainer.check_length(self.trainer, data, self.schedules())
         elif self.micro_batches.asks_plan:
