@@ -16,7 +16,6 @@ from lit_rl.core.vision_inputs import PromptVision
 from lit_rl.data.splits import prompt_key
 from lit_rl.data.visual_prompts import Processor, PromptVisuals, refuse_unequal_videos
 
-
 DIGEST_BYTES = 16
 """Bytes of a digest of rows."""
 
@@ -82,8 +81,8 @@ class PromptSet:
 
     @functools.cached_property
     def digests(self) -> list[bytes]:
-        """A digest of `DIGEST_BYTES` for each row, equal for rows of equal prompts, columns and images, wherever they stand
-        and whatever tokens they are. A column that is None counts as one that is not there."""
+        """A digest of `DIGEST_BYTES` for each row, equal for rows of equal prompts, columns and images, whatever tokens
+        they are. A column that is None counts as one that is not there."""
 
         def digest(prompt: Prompt, ids: list[int], columns: dict[str, Any], *shown: Any) -> bytes:
             given = {name: value for name, value in columns.items() if value is not None}
