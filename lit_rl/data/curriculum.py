@@ -178,7 +178,7 @@ class RowDraws:
         self.curriculum, self.order = curriculum, order
         places: dict[bytes, int] = {}
         self._place = np.asarray([places.setdefault(digest, len(places)) for digest in data.digests], dtype=np.int64)
-        self._digests = list(places)
+        self._keys = np.frombuffer(b"".join(places), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
         self._means = np.full(len(places), np.nan, dtype=np.float32)
         shares = order.sizes if order.weights is None else order.weights
         self._share_of_row = np.repeat([share / size for share, size in zip(shares, order.sizes)], order.sizes)
@@ -274,9 +274,8 @@ class RowDraws:
     def state(self) -> dict[str, Any]:
         """Return the means, by content, and the draws that are not used up; tensors and plain values."""
         seen = np.flatnonzero(~np.isnan(self._means))
-        keys = np.frombuffer(b"".join(self._digests[i] for i in seen), dtype=np.uint8).reshape(len(seen), DIGEST_BYTES)
         return {
-            "keys": torch.from_numpy(keys.copy()),
+            "keys": torch.from_numpy(self._keys[seen]),
             "means": torch.from_numpy(self._means[seen]),
             "draws": [asdict(draw) for draw in self._draws.values()],
         }
@@ -289,7 +288,7 @@ class RowDraws:
             same_rows: Whether the rows and their order are those of the state; else its draws are of other rows.
         """
         known = dict(zip(map(bytes, saved["keys"].cpu().numpy()), saved["means"].tolist()))
-        self._means = np.asarray([known.pop(digest, np.nan) for digest in self._digests], dtype=np.float32)
+        self._means = np.asarray([known.pop(key, np.nan) for key in map(bytes, self._keys)], dtype=np.float32)
         self._draws = {each["number"]: Draw(**each) for each in saved["draws"]} if same_rows else {}
         if known:
             rank_zero_info(
