@@ -140,7 +140,7 @@ def draw_systematically(weights: np.ndarray, count: int, random: np.random.Gener
     return shuffled[np.minimum(np.searchsorted(edges, points, side="right"), last)]
 
 
-class Outcome(NamedTuple):
+class RowOutcome(NamedTuple):
     """The rewards of one prompt's completions in a rollout."""
 
     row: int
@@ -216,13 +216,13 @@ class RowDraws:
             spare += taken
         return spare[places.start : places.stop]
 
-    def observe(self, outcomes: Iterable[Outcome]) -> None:
+    def observe(self, outcomes: Iterable[RowOutcome]) -> None:
         """Take in a rollout: the mean of a row becomes that of its completions in this rollout.
 
         Args:
             outcomes: Those of all ranks, in any order. A prompt without a scored completion leaves the mean as it was.
         """
-        totals: dict[int, list[Outcome]] = {}
+        totals: dict[int, list[RowOutcome]] = {}
         for outcome in outcomes:
             if outcome.scored:
                 totals.setdefault(int(self._place[outcome.row]), []).append(outcome)

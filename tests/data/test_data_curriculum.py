@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lit_rl.core.errors import ConfigError, DataError
-from lit_rl.data.curriculum import Curriculum, Outcome, RowDraws, draw_systematically
+from lit_rl.data.curriculum import Curriculum, RowDraws, RowOutcome, draw_systematically
 from lit_rl.data.loaders import FIRST_OCCURRENCE, RolloutLoader, SparePrompts
 from lit_rl.data.order import RolloutOrder
 from lit_rl.data.prompt_module import RolloutDataModule
@@ -42,7 +42,7 @@ def draws_of(
 
 def told(draws: RowDraws, **means: float) -> RowDraws:
     """Rows with a mean: `r3=0.5`."""
-    draws.observe(Outcome(int(name[1:]), mean, 1) for name, mean in means.items())
+    draws.observe(RowOutcome(int(name[1:]), mean, 1) for name, mean in means.items())
     return draws
 
 
@@ -161,16 +161,18 @@ def test_with_equal_weights_a_rollout_of_all_rows_has_each_once_in_a_random_orde
 
 def test_the_mean_of_a_row_is_that_of_its_last_rollout():
     draws = draws_of()
-    draws.observe([Outcome(3, 2.0, 4), Outcome(3, 1.0, 2), Outcome(5, 0.0, 4)])  # row 3 stood in the rollout twice
+    draws.observe(
+        [RowOutcome(3, 2.0, 4), RowOutcome(3, 1.0, 2), RowOutcome(5, 0.0, 4)]
+    )  # row 3 stood in the rollout twice
     assert draws._means[[3, 5]].tolist() == [0.5, 0.0]
-    draws.observe([Outcome(3, 3.0, 3), Outcome(5, 0.0, 0)])  # of row 5 nothing was scored
+    draws.observe([RowOutcome(3, 3.0, 3), RowOutcome(5, 0.0, 0)])  # of row 5 nothing was scored
     assert draws._means[[3, 5]].tolist() == [1.0, 0.0]
     assert [draws._pools()[row] for row in (3, 5, 6)] == [EASY, HARD, UNSEEN]
 
 
 @given(order=st.permutations(range(6)))
 def test_means_do_not_depend_on_the_order_of_ranks(order):
-    outcomes = [Outcome(i % 2, value, 3) for i, value in enumerate([0.1, 0.7, 1e-9, 0.3, 1e9, 0.2])]
+    outcomes = [RowOutcome(i % 2, value, 3) for i, value in enumerate([0.1, 0.7, 1e-9, 0.3, 1e9, 0.2])]
     draws, other = draws_of(), draws_of()
     draws.observe(outcomes)
     other.observe([outcomes[i] for i in order])
@@ -300,7 +302,7 @@ def learn(one: RolloutLoader, batch: Any) -> None:
     if batch.slot == 0:
         assert one.draws is not None
         rows = one.draws.rows(batch.rollout)
-        one.draws.observe(Outcome(row, float((row * 7 + batch.rollout) % 5), 4) for row in rows)
+        one.draws.observe(RowOutcome(row, float((row * 7 + batch.rollout) % 5), 4) for row in rows)
 
 
 def run(one: RolloutLoader, batches: int) -> tuple[list[Any], list[Any]]:
@@ -337,7 +339,7 @@ def test_a_draw_knows_the_rollouts_before_the_one_that_begins(ahead: int):
     for k in range(12):
         known = draws_of(range(ROWS), 4)
         for number, _, rows, _ in whole[: max(0, k - ahead)]:
-            known.observe(Outcome(row, float((row * 7 + number) % 5), 4) for row in rows)
+            known.observe(RowOutcome(row, float((row * 7 + number) % 5), 4) for row in rows)
         assert known.rows(k) == whole[k][2]
 
 

@@ -71,7 +71,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         self.micro_batches.split_groups = settings.split_groups
         self.group_size, self.groups = settings.group_size, settings.groups
         self.feedback: CurriculumFeedback | None = None
-        """What tells the data's curriculum of each rollout; None without a curriculum."""
+        """The link to the data's curriculum; None without one."""
         self.plan: BatchPlan | None = None
         self.rollout: Rollout | None = None
         self.scored: Scored | None = None

@@ -20,7 +20,7 @@ from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.rollouts.rollout_source import RolloutSource
 from lit_rl.core.errors import ConfigError, did_you_mean
 from lit_rl.core.rollout import Completions, PromptBatch, join_completions, select
-from lit_rl.data.curriculum import Outcome, RowDraws
+from lit_rl.data.curriculum import RowDraws, RowOutcome
 from lit_rl.generation.collect import RolloutRequest, texts_of
 from lit_rl.generation.generator import InProcessGenerator
 from lit_rl.generation.native import for_another_policy
@@ -134,7 +134,7 @@ def check_reward_name(key: str, name: str, names: Sequence[str]) -> None:
 
 
 class CurriculumFeedback:
-    """What a run tells the curriculum of its data: how the policy did on the rows of a rollout, of all ranks.
+    """The link from a run to the curriculum of its data, which learns how the policy did on the rows of a rollout.
 
     Every prompt that was completed counts, also those of groups that are refused. Nothing is told before the rollout is
     complete, so one that fails is drawn again as it was. Evaluations tell nothing.
@@ -150,7 +150,7 @@ class CurriculumFeedback:
 
     def __init__(self, draws: RowDraws, names: Sequence[str], *, opponent_writes: bool = False) -> None:
         self.draws, self._every = draws, 2 if opponent_writes else 1
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[RowOutcome] = []
         if not names:
             raise ConfigError("data.curriculum draws rows by their rewards, and there is no reward function. Set one.")
         if draws.curriculum.metric is not None:
@@ -189,7 +189,7 @@ class CurriculumFeedback:
     def note(self, batch: PromptBatch, scores: Scores) -> None:
         """Note the outcomes of prompts on this rank."""
         total, known = self._of_prompts(deciding_rewards(scores, self.draws.curriculum.metric), len(batch))
-        self._outcomes += map(Outcome, batch.rows, total.tolist(), known.tolist())
+        self._outcomes += map(RowOutcome, batch.rows, total.tolist(), known.tolist())
 
     def end(self, ranks: Ranks) -> None:
         """Tell the curriculum what all ranks have noted. A collective."""
