@@ -161,9 +161,7 @@ def test_with_equal_weights_a_rollout_of_all_rows_has_each_once_in_a_random_orde
 
 def test_the_mean_of_a_row_is_that_of_its_last_rollout():
     draws = draws_of()
-    draws.observe(
-        [RowOutcome(3, 2.0, 4), RowOutcome(3, 1.0, 2), RowOutcome(5, 0.0, 4)]
-    )  # row 3 stood in the rollout twice
+    draws.observe([RowOutcome(3, 2.0, 4), RowOutcome(3, 1.0, 2), RowOutcome(5, 0.0, 4)])  # row 3 came twice
     assert draws._means[[3, 5]].tolist() == [0.5, 0.0]
     draws.observe([RowOutcome(3, 3.0, 3), RowOutcome(5, 0.0, 0)])  # of row 5 nothing was scored
     assert draws._means[[3, 5]].tolist() == [1.0, 0.0]
