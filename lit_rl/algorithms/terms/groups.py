@@ -74,6 +74,10 @@ class GroupSelection(ABC):
         """Restore what `state` returned."""
 
 
+_ROUNDING = 1e-5
+"""Share of a tolerance by which rewards, being float32, may be beyond it: 0.2 and 0.3 are within 0.05 of their mean."""
+
+
 @checked("algo.groups")
 class DynamicSampling(GroupSelection):
     """Dynamic sampling: groups whose rewards are all equal, or nearly, are replaced, as in DAPO (2503.14476, section
@@ -153,9 +157,8 @@ class DynamicSampling(GroupSelection):
         than the tolerance."""
         group_id = scored.completions.group_id.cpu()
         columns = [deciding_rewards(scored.scores, name) for name in self.metric or [None]]
-        # In float32, as rewards are: 0.3 - 0.2 is within 0.1.
-        distance = torch.stack([Groups.of(column, group_id).deviation.abs().float() for column in columns])
-        within = distance <= torch.tensor(self.tolerance)
+        distance = torch.stack([Groups.of(column, group_id).deviation.abs() for column in columns])
+        within = distance <= self.tolerance * (1 + _ROUNDING)
         flat = [bool(within[:, group_id == group].all()) for group in group_id.unique()]
         return [place for place, is_flat in enumerate(flat) if is_flat]
 
