@@ -107,7 +107,7 @@ def _numbers(name: str, given: Any) -> list[float]:
         ConfigError: one of them is none.
     """
     several = isinstance(given, Sequence) and not isinstance(given, str)
-    listed = list(given) if several else [given]
+    listed: list[Any] = list(given) if several else [given]
     wanted = several or name == "unseen"
     if not wanted or not all(
         isinstance(each, Real) and not isinstance(each, bool) and isfinite(each) for each in listed
