@@ -155,6 +155,7 @@ KEYS: list[tuple[str, str, list[str]]] = [
     ("model.speedups", "each takes `true` or `false`", ["ModelSpeedups"]),
     ("data", "", ["RolloutDataModule"]),
     ("data", "data sets that are learned from", ["SupervisedDataModule", "PreferenceDataModule", "StepwiseDataModule"]),
+    ("data.curriculum", "", ["Curriculum"]),
     (
         "data.task",
         "",
@@ -210,6 +211,7 @@ SLOTS = {
     "judge": "judge",
     "teacher": "model.*",
     "lora": "model.lora",
+    "curriculum": "data.curriculum",
     "task": "data.task",
 }
 """Constructor parameters that another group or table fills."""

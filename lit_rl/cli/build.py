@@ -25,6 +25,7 @@ from lit_rl.core.other_names import hint
 
 OPTIONAL = {
     "lit_rl.models.adapters.Lora",
+    "lit_rl.data.curriculum.Curriculum",
     "lit_rl.data.supervised_text.SupervisedText",
     "lit_rl.core.rollout.Structured",
 }

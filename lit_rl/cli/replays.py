@@ -231,7 +231,9 @@ def _module(name: str, algo: dict[str, Any], parts: dict[str, Any], rollout: Sav
             "algo=remax draw them. Leave it out."
         )
     if isinstance(module.groups, DynamicSampling):
-        module.groups = DynamicSampling(0, module.groups.metric)  # nothing to draw from: these only drop
+        module.groups = DynamicSampling(
+            0, module.groups.metric, module.groups.tolerance
+        )  # nothing to draw from: these only drop
     return module
 
 

@@ -89,6 +89,7 @@ TARGETS = {
     "RolloutFunction": "lit_rl.generation.rollout_function.RolloutFunction",
     "MCPTools": "lit_rl.environments.MCPTools",
     "GymnasiumEnvironment": "lit_rl.environments.GymnasiumEnvironment",
+    "Curriculum": "lit_rl.data.curriculum.Curriculum",
     "RolloutDataModule": "lit_rl.data.prompt_module.RolloutDataModule",
     "SupervisedDataModule": "lit_rl.data.example_module.SupervisedDataModule",
     "PreferenceDataModule": "lit_rl.data.example_module.PreferenceDataModule",

@@ -19,6 +19,7 @@ from lit_rl.core.errors import ConfigError, DataError, in_range
 from lit_rl.core.examples import ExampleBatch
 from lit_rl.core.fingerprints import fingerprint_of, text_digest
 from lit_rl.core.rollout import PromptBatch
+from lit_rl.data.curriculum import RowDraws
 from lit_rl.data.example_set import ExampleSet
 from lit_rl.data.order import RolloutOrder, count_occurrences
 from lit_rl.data.prompt_set import PromptSet
@@ -93,8 +94,17 @@ class SlottedLoader(ABC, Generic[Batch]):
             number: Number of the step, over all epochs.
         """
 
+    def rows_of_steps(self, epoch: int, steps: range) -> Iterator[list[int]]:
+        """Yield the rows of each of these steps of an epoch, all ranks together."""
+        rows, size = self.order.epoch(epoch), self.order.prompts_per_rollout
+        yield from (rows[index * size : (index + 1) * size] for index in steps)
+
     def describe_dealing(self, slots: int) -> str:
         """Describe how the rows of a step are dealt out to slots, where that is not in their order."""
+        return ""
+
+    def describe_draws(self) -> str:
+        """Describe what draws the rows of a step, where that is not the order alone."""
         return ""
 
     @property
@@ -126,10 +136,8 @@ class SlottedLoader(ABC, Generic[Batch]):
             epoch: Number of the epoch, which decides its order.
             first_step: Number of its first step, over the run.
         """
-        rows, size = self.order.epoch(epoch), self.order.prompts_per_rollout
         step, first_slot = divmod(self.position, self.slots)
-        for index in range(step, self.order.rollouts_per_epoch):
-            whole = rows[index * size : (index + 1) * size]
+        for index, whole in enumerate(self.rows_of_steps(epoch, range(step, self.order.rollouts_per_epoch)), step):
             for batch in self.batches(whole, first_step + index)[first_slot:]:
                 self.position += 1
                 yield batch
@@ -214,7 +222,7 @@ class SlottedLoader(ABC, Generic[Batch]):
 
     def fingerprint_of(self, slots: int) -> str:
         """Return the fingerprint for another number of slots."""
-        text = f"{self._data}{self.describe_dealing(slots)} {self.order} {slots}"
+        text = f"{self._data}{self.describe_dealing(slots)} {self.order} {slots}{self.describe_draws()}"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -256,6 +264,8 @@ class RolloutLoader(SlottedLoader[PromptBatch]):
         repeat: Slots of a rollout: micro-batches that Lightning's loop takes of it.
         ahead: Number of later rollouts whose prompts slot 0 brings too, `PromptBatch.upcoming`.
         run: Length of the run, `(rollouts, epochs)`: infinite where nothing ends it. Nothing comes after its end.
+        draws: The draws of a curriculum over the same rows and order: they assign rows in its place, and an epoch is a
+            number of rollouts only. Their state belongs to that of the loader.
         position: Further arguments of `SlottedLoader`.
     """
 
@@ -267,10 +277,32 @@ class RolloutLoader(SlottedLoader[PromptBatch]):
         repeat: int = 1,
         ahead: int = 0,
         run: tuple[float, float] = (math.inf, math.inf),
+        draws: RowDraws | None = None,
         **position: Any,
     ) -> None:
+        self.data, self.ahead, self.run, self.draws = data, ahead, run, draws
         super().__init__(data.fingerprint, order, slots=repeat, **position)
-        self.data, self.ahead, self.run = data, ahead, run
+
+    def rows_of_steps(self, epoch: int, steps: range) -> Iterator[list[int]]:
+        if self.draws is None:
+            yield from super().rows_of_steps(epoch, steps)
+            return
+        for index in steps:  # one at a time: a draw knows the rollouts before it
+            yield self.draws.begin(epoch * self.order.rollouts_per_epoch + index)
+
+    def describe_draws(self) -> str:
+        return "" if self.draws is None else f" {self.draws.curriculum.describe()}"
+
+    def made_by(self, slots: int) -> dict[str, Any]:
+        return super().made_by(slots) | {"data.curriculum": self.describe_draws().strip() or None}
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | ({} if self.draws is None else {"draws": self.draws.state()})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self.draws is not None and "draws" in state:
+            self.draws.load_state(state["draws"], same_rows=state["fingerprint"] == self.fingerprint_of(state["slots"]))
 
     def batches(self, rows: list[int], number: int) -> list[PromptBatch]:
         batch = self._batch(rows, number)
@@ -290,8 +322,12 @@ class RolloutLoader(SlottedLoader[PromptBatch]):
             epoch, index = (epoch, index + 1) if index + 1 < used else (epoch + 1, 0)
             if epoch >= epochs or epoch * used + index >= rollouts:
                 break
-            rows = self.order.epoch(epoch)[index * size : (index + 1) * size]
-            found.append(self._batch(rows, epoch * steps + index))
+            number = epoch * steps + index
+            if self.draws is None:
+                rows = self.order.epoch(epoch)[index * size : (index + 1) * size]
+            else:
+                rows = self.draws.rows(number)
+            found.append(self._batch(rows, number))
         return tuple(found)
 
 
@@ -336,22 +372,31 @@ FIRST_OCCURRENCE = 2**20
 
 
 class SparePrompts:
-    """The training rows in an endless order of their own, addressed by position.
+    """The training rows in an endless order of their own, addressed by position; under a curriculum drawn by it.
 
     The epochs themselves are left as they are, so that the number of optimizer steps, the schedule and the position of
     the loader do not depend on how many groups are dropped.
     """
 
-    def __init__(self, data: PromptSet, order: RolloutOrder) -> None:
-        self.data = data
+    def __init__(self, data: PromptSet, order: RolloutOrder, draws: RowDraws | None = None) -> None:
+        self.data, self.draws = data, draws
         self._order = dataclasses.replace(order, prompts_per_rollout=1, seed=order.seed + _SEED_OFFSET)
 
     def batch(self, positions: range, *, rollout: int, first: int) -> PromptBatch:
-        """Return the rows at `positions`, for rollout number `rollout`, of which they are spare prompts `first`, ..."""
-        size = self._order.rollouts_per_epoch
-        epochs = {position // size: None for position in positions}
-        rows = {epoch: self._order.epoch(epoch) for epoch in epochs}
-        chosen = [rows[position // size][position % size] for position in positions]
+        """Return spare prompts `first`, `first + 1`, ... of rollout number `rollout`.
+
+        Args:
+            positions: Their positions in the order, over all rollouts. Under a curriculum they are drawn for each
+                rollout, by what is known of the rows, and only the number of positions counts.
+            rollout: Number of the rollout.
+            first: Number of spare prompts of this rollout before them.
+        """
+        if self.draws is not None:
+            chosen = self.draws.spare_rows(rollout, range(first, first + len(positions)))
+        else:
+            size = self._order.rollouts_per_epoch
+            rows = {epoch: self._order.epoch(epoch) for epoch in {position // size: None for position in positions}}
+            chosen = [rows[position // size][position % size] for position in positions]
         occurrences = [FIRST_OCCURRENCE + first + i for i in range(len(chosen))]
         return self.data.batch(chosen, occurrences=occurrences, rollout=rollout)
 

@@ -7,9 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from lit_rl.core.declared_settings import checked
+from lit_rl.core.errors import ConfigError, check_instance
 from lit_rl.core.rollout import PromptBatch, PromptForm
 from lit_rl.core.vision_inputs import PromptVision
 from lit_rl.data.corpus import Corpus, prompt_reader
+from lit_rl.data.curriculum import Curriculum, RowDraws
 from lit_rl.data.data_module import SourcedDataModule, check_keywords
 from lit_rl.data.encode import Encoder
 from lit_rl.data.loaders import EvalLoader, RolloutLoader, SparePrompts
@@ -40,6 +42,7 @@ class RolloutDataModule(SourcedDataModule):
         max_prompt_tokens: Longest prompt, in tokens.
         overlong: Action for a longer prompt: `drop` leaves it out, `truncate_left` keeps its last tokens (rewards still
             see all of it), `error` refuses the data.
+        curriculum: Draws rows by how well the policy did on them the last time. null: every row once an epoch.
         source: Further arguments of `SourcedDataModule`.
     """
 
@@ -54,10 +57,21 @@ class RolloutDataModule(SourcedDataModule):
         prompts_per_rollout: AtLeastOne | None = None,
         max_prompt_tokens: AtLeastOne = 512,
         overlong: Literal["drop", "truncate_left", "error"] = "drop",
+        curriculum: Curriculum | None = None,
         **source: Any,
     ) -> None:
         check_keywords(type(self), source, SourcedDataModule)
         super().__init__(rows, **source)
+        if curriculum is not None:
+            check_instance("data.curriculum", curriculum, Curriculum, "curriculum=Curriculum(weights=[0.2, 1.0, 0.2])")
+            if not self.shuffle:
+                raise ConfigError(
+                    "data.shuffle=false keeps the order of the rows, and data.curriculum draws them at random. Leave "
+                    "one of them out."
+                )
+        self.curriculum = curriculum
+        self.draws: RowDraws | None = None
+        """The draws of a training with a curriculum, made when it is set up."""
         self.prompts_per_rollout = self.choose_step_rows(prompts_per_rollout)
         self.options = PromptOptions(
             prompt_key=prompt_key, max_prompt_tokens=max_prompt_tokens, overlong=overlong, **self.reading
@@ -100,6 +114,13 @@ class RolloutDataModule(SourcedDataModule):
     def setup(self, stage: str) -> None:
         how: dict[str, Any] = {"processor": self.processor_of_run(), "eos_ids": self.eos_ids_of_run()}
         self.prepare(self.module_attribute("tokenizer"), stage=stage, **how)
+        if stage == "fit" and self.curriculum is not None:
+            if not self.shuffles():
+                raise ConfigError(
+                    "trainer.overfit_batches takes the same few rows again and again, and data.curriculum draws other "
+                    "ones. Leave one of them out."
+                )
+            self.draws = RowDraws(self.curriculum, self.train_prompts, self.order(shuffle=True))
 
     @property
     def report(self) -> dict[str, dict[str, int]]:
@@ -153,6 +174,7 @@ class RolloutDataModule(SourcedDataModule):
             repeat=self.module_attribute("slots_per_rollout"),
             ahead=lag,
             run=self._length() if lag else (math.inf, math.inf),
+            draws=self.draws,
             epoch=trainer.current_epoch,
             **self.place(),
         )
@@ -173,7 +195,7 @@ class RolloutDataModule(SourcedDataModule):
     @property
     def spare(self) -> SparePrompts:
         """Training prompts beyond those of the epochs, for what a rollout drops."""
-        return SparePrompts(self.train_prompts, self.order(self.shuffle))
+        return SparePrompts(self.train_prompts, self.order(self.shuffle), self.draws)
 
     @property
     def fingerprint(self) -> str:

@@ -16,6 +16,9 @@ from lit_rl.core.vision_inputs import PromptVision
 from lit_rl.data.splits import prompt_key
 from lit_rl.data.visual_prompts import Processor, PromptVisuals, refuse_unequal_videos
 
+DIGEST_BYTES = 16
+"""Bytes of a digest of rows."""
+
 
 @dataclass(frozen=True)
 class PromptExample:
@@ -71,15 +74,34 @@ class PromptSet:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Equal for equal prompts, token ids and columns in the same order."""
-        digest = hashlib.blake2b(digest_size=16)
-        for i, prompt in enumerate(self.prompts):
-            row: list[Any] = [prompt, self.prompt_ids[i], {name: values[i] for name, values in self.columns.items()}]
-            if self.shown and self.processor:
-                shown = self.shown[i]
-                row += [self.processor.name, list(map(str, shown.visuals)) if shown else []]
-                row += shown.maker_of_videos(self.processor) if shown else []
-            digest.update(json.dumps(row, sort_keys=True, skipkeys=True, default=_plain).encode())
+        digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        for i in range(len(self)):
+            digest.update(_as_bytes(self._row(i)))
         return digest.hexdigest()
+
+    @functools.cached_property
+    def digests(self) -> list[bytes]:
+        """A digest of `DIGEST_BYTES` for each row, equal for rows of equal prompts, columns and images, whatever tokens
+        they are. A column that is None counts as one that is not there."""
+
+        def digest(prompt: Prompt, ids: list[int], columns: dict[str, Any], *shown: Any) -> bytes:
+            given = {name: value for name, value in columns.items() if value is not None}
+            return hashlib.blake2b(_as_bytes([prompt, given, *shown]), digest_size=DIGEST_BYTES).digest()
+
+        return [digest(*self._row(i)) for i in range(len(self))]
+
+    def _row(self, i: int) -> list[Any]:
+        """Return the prompt of a row, its token ids, its columns and what it shows."""
+        row: list[Any] = [
+            self.prompts[i],
+            self.prompt_ids[i],
+            {name: values[i] for name, values in self.columns.items()},
+        ]
+        if self.shown and self.processor:
+            shown = self.shown[i]
+            row += [self.processor.name, list(map(str, shown.visuals)) if shown else []]
+            row += shown.maker_of_videos(self.processor) if shown else []
+        return row
 
     @functools.cached_property
     def keys(self) -> list[str]:
@@ -118,6 +140,10 @@ class PromptSet:
             slot=slot,
             vision=self.visions if self.shown else None,
         )
+
+
+def _as_bytes(row: Any) -> bytes:
+    return json.dumps(row, sort_keys=True, skipkeys=True, default=_plain).encode()
 
 
 def _column(name: str, examples: Sequence[PromptExample]) -> list[Any]:

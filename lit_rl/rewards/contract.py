@@ -355,7 +355,8 @@ RUN_METRICS = {f"{group}/{name}".lstrip("/") for group, names in _IN_GROUPS.item
 """Metrics that methods on rollouts log under ``train/``, whatever the settings of the run at hand: a `kl` that
 belongs to a reward would be read as the policy's. A test compares them with docs/metrics.md."""
 
-_OF_A_FUNCTION = re.compile(r"rewards/.+/(mean|std|failure_ratio|timeout_ratio|cache_hit_ratio)")
+_WITH_OWN_NAMES = re.compile(r"rewards/.+/(mean|std|failure_ratio|timeout_ratio|cache_hit_ratio)|curriculum/.+")
+"""Metrics with the name of a function, or of a pool, in theirs."""
 
 SAMPLE_COLUMNS = {"step", "rank", "prompt", "completion", "reward", "advantage", "length", "ended"}
 SAMPLE_COLUMNS |= {"opponent", "opponent_reward", "win", "win_rate"}
@@ -370,7 +371,7 @@ _OF_SAMPLES = re.compile(r"rewards/[^/]+|tokens/.*")
 
 def is_taken(name: str) -> bool:
     """Tell whether a run logs ``train/<name>`` itself."""
-    return name in RUN_METRICS or _OF_A_FUNCTION.fullmatch(name) is not None
+    return name in RUN_METRICS or _WITH_OWN_NAMES.fullmatch(name) is not None
 
 
 def check_metric_names(function: str, names: Iterable[str]) -> None:

@@ -364,6 +364,34 @@ def test_named_functions_decide_what_a_group_without_spread_is(metric: Any, flat
     assert flat_places(DynamicSampling(0, metric), said) == flat
 
 
+def test_a_length_penalty_does_not_make_a_group_of_wrong_answers_alive():
+    """In the sum all groups differ; by the answers only the last one teaches anything. No shaping is read at all."""
+    right = {"right": [0.0] * 4 + [1.0] * 4 + [0.0, 1.0, 0.0, 0.0]}
+    length = {"length": [-0.1, -0.2, -0.3, -0.4] * 3}
+    functions = {n: (lambda completions, said=said: said) for n, said in (right | length).items()}
+    said = Rewards(functions).score(["p"] * 12, ["c"] * 12, {})
+    assert flat_places(DynamicSampling(0), said, 4) == []
+    assert flat_places(DynamicSampling(0, "right"), said, 4) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "flat"), [(0.0, [2]), (0.04, [2]), (0.05, [0, 2]), (0.3, [0, 2]), (0.5, [0, 1, 2])]
+)
+def test_values_within_the_tolerance_of_their_mean_are_no_spread(tolerance: float, flat: list[int]):
+    """By hand: distances 0.05 (of 0.2 and 0.3, which float32 cannot hold), 0.5 and 0."""
+    said = scores([0.2, 0.3, 0.0, 1.0, 0.7, 0.7])
+    assert flat_places(DynamicSampling(0, tolerance=tolerance), said) == flat
+
+
+def test_the_tolerance_is_on_the_farthest_value_and_on_every_named_function():
+    said = scores([0.0, 0.0, 0.0, 0.4])  # their mean is 0.1
+    assert flat_places(DynamicSampling(0, tolerance=0.29), said, 4) == []
+    assert flat_places(DynamicSampling(0, tolerance=0.3), said, 4) == [0]
+    two = scores([[0.0, 0.0], [0.1, 1.0], [0.0, 0.3], [0.1, 0.3]])
+    assert flat_places(DynamicSampling(0, ["f0", "f1"], 0.1), two) == [1]
+    assert flat_places(DynamicSampling(0, "f0", 0.1), two) == [0, 1]
+
+
 def test_a_function_decides_whatever_its_weight_and_its_unscored_rows_are_left_out():
     values = {"sum": [1.0, 0.0, 1.0, 0.0], "watched": [1.0, 0.0, None, 0.0]}
     functions = {name: (lambda completions, said=said: said) for name, said in values.items()}

@@ -25,6 +25,7 @@ TERMS = [
         "eval.log_policy=true",
         "algo/groups=dynamic",
         "algo/replay=buffer",
+        "data.curriculum.unseen=1",
     ],
     [
         *(

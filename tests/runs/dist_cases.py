@@ -32,6 +32,7 @@ from lit_rl.algorithms.terms.groups import DynamicSampling
 from lit_rl.algorithms.terms.regularizers import AdaptiveEntropy, AdaptiveKL
 from lit_rl.algorithms.terms.verdict_terms import DensityRatio
 from lit_rl.core.rollout import Sampling
+from lit_rl.data.curriculum import Curriculum
 from lit_rl.data.example_module import PreferenceDataModule
 from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition, AdditionPairs, Digits
@@ -284,11 +285,12 @@ def term(
 
     def made(_: Path) -> tuple[Any, Any]:
         settings = {"group_size": 4, "lr": 0.1, "sampling": Sampling(max_new_tokens=6), **fresh_settings()}
+        data = settings.pop("data", {})
         module = method(
             "tiny", settings.pop("reward", varied), scheduler=Constant(),
             optimizer=ByPath("torch.optim.SGD", lr=settings.pop("lr")), **settings,
         )  # fmt: skip
-        return module, RolloutDataModule(task=Addition(max_operand=5, val_rows=4), prompts_per_rollout=8)
+        return module, RolloutDataModule(task=Addition(max_operand=5, val_rows=4), prompts_per_rollout=8, **data)
 
     clipped = {"gradient_clip_val": 1.0}
     return Case(
@@ -348,6 +350,11 @@ TERMS = {
         GRPO,
         lambda: {"groups": DynamicSampling(6), "beta": 0.2, "kl_control": AdaptiveKL(0.01, 64)},
         shown=metric("groups/drawn", lambda drawn: drawn > 0),
+    ),
+    "curriculum": term(  # what is known of all rows is in the shares of the pools
+        GRPO,
+        lambda: {"groups": DynamicSampling(6, tolerance=0.3), "data": {"curriculum": Curriculum()}},
+        shown=metric("curriculum/rows/unseen", lambda share: share < 0.5),
     ),
     "whitened": term(
         Reinforce,

@@ -57,6 +57,7 @@ REFUSED: dict[str, tuple[int, list[str], dict[str, Any], list[str]]] = {
     "engine": (3, ["generator=hf_continuous"], {}, ["HFContinuousGenerator", "generator=native or hf"]),
     "replay": (2, ["algo/replay=buffer"], {}, ["algo/replay was never", "algo/replay=none", "strategy=fsdp"]),
     "groups": (2, ["algo/groups=dynamic"], {}, ["algo/groups=DynamicSampling was never", "algo/groups=all"]),
+    "curriculum": (2, ["data.curriculum.unseen=1"], {}, ["data.curriculum was never", "strategy=fsdp"]),
     "coupled": (2, ["algo=aot"], {}, ["couples the rows of a step was never"]),
     "win-rate": (2, ["eval.win_rate_against=base"], {}, ["eval.win_rate_against was never"]),
     "adapter": (3, ["algo=ppo", "algo/critic=adapter", "model.lora.r=4"], {}, ["algo/critic=adapter was never"]),

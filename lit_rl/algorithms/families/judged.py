@@ -58,9 +58,6 @@ class JudgedModule(OnPolicyModule, ABC):
     learns_by_judge = True
     compares_in_step = True
 
-    opponent_writes = False
-    """True if the second completion of each prompt is an opponent's. Samples and the logged reward leave it out."""
-
     # ------------------------------------------------------------------ generate -> reward -> judge
 
     def setup(self, stage: str) -> None:

@@ -43,7 +43,7 @@ from lit_rl.algorithms.rollouts.rollout_plan import (
     step_totals,
 )
 from lit_rl.algorithms.rollouts.rollout_source import fail_on_all_ranks
-from lit_rl.algorithms.rollouts.scored import Scored, Spare
+from lit_rl.algorithms.rollouts.scored import CurriculumFeedback, Scored, Spare
 from lit_rl.core.errors import ConfigError, GenerationError
 from lit_rl.core.interrupts import run_ending_hook
 from lit_rl.core.rollout import Completions, PromptBatch, Rollout, Sampling, Width, used_columns_of_parts
@@ -70,6 +70,8 @@ class OnPolicyModule(GeneratingModule, ABC):
         self.minibatches, self.iterations = settings.minibatches, settings.iterations
         self.micro_batches.split_groups = settings.split_groups
         self.group_size, self.groups = settings.group_size, settings.groups
+        self.feedback: CurriculumFeedback | None = None
+        """The link to the data's curriculum; None without one."""
         self.plan: BatchPlan | None = None
         self.rollout: Rollout | None = None
         self.scored: Scored | None = None
@@ -125,6 +127,9 @@ class OnPolicyModule(GeneratingModule, ABC):
     shares_prompts = True
     """True if a group's prompt may be computed once, as the objective reads response tokens only."""
 
+    opponent_writes = False
+    """True if the second completion of each prompt is an opponent's. Samples and the logged reward leave it out."""
+
     needs_step = False
     """True if a term of `loss` is defined over all tokens of an optimizer step."""
 
@@ -155,6 +160,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         if not draws_more:
             self._finish_drawing(batch.upcoming)
         scored = Scored(batch, completions, self.reward_together(batch, completions))
+        of_draw = {} if self.feedback is None else self.feedback.begin(scored, self.ranks)
         scored, selection_metrics = self.choose(scored)
         scored = self.judged(scored)
         if self.needs_greedy_rewards:
@@ -166,7 +172,9 @@ class OnPolicyModule(GeneratingModule, ABC):
             old = self.old_logprobs(scored.completions) if self.needs_old_logprobs else None
             ref = self.reference_of(scored) if self.needs_reference else None
             rollout, metrics = self.advantages(scored, old, ref)
-        return scored, rollout, selection_metrics | metrics
+        if self.feedback is not None:
+            self.feedback.end(self.ranks)
+        return scored, rollout, of_draw | selection_metrics | metrics
 
     def _finish_drawing(self, upcoming: Sequence[PromptBatch]) -> None:
         """Refuse a rollout with too many failed episodes, as soon as all of it is drawn, and request the next ones.
@@ -211,7 +219,8 @@ class OnPolicyModule(GeneratingModule, ABC):
         if self.groups is None:
             return scored, {}
         datamodule = getattr(self.trainer_or_none, "datamodule", None)
-        spare = Spare(datamodule, self.draw_rollout, self.draw, self.reward, self.generator.exact)
+        reward = self.reward if self.feedback is None else self.feedback.noting(self.reward)
+        spare = Spare(datamodule, self.draw_rollout, self.draw, reward, self.generator.exact)
         return self.groups(scored, spare=spare, tokenizer=self.tokenizer, ranks=self.ranks)
 
     def judged(self, scored: Scored) -> Scored:
@@ -304,6 +313,9 @@ class OnPolicyModule(GeneratingModule, ABC):
         if self.env is not None:
             self.interaction = self._interaction_with(self.env, data, stage)
         self._check_data(data, stage)
+        if stage == "fit":
+            draws, names = getattr(data, "draws", None), self.reward_functions.names
+            self.feedback = draws and CurriculumFeedback(draws, names, opponent_writes=self.opponent_writes)
         self.load_rewards()
         if stage == "fit":
             check_weight_copies(self.generator, self.trainer)
@@ -316,6 +328,8 @@ class OnPolicyModule(GeneratingModule, ABC):
         yield from super().features()
         if self.groups is not None:  # each rank of a tensor-parallel group would draw, or score, by itself
             yield Feature("group selection", f"algo/groups={type(self.groups).__name__}", "Set algo/groups=all")
+        if getattr(getattr(self.trainer_or_none, "datamodule", None), "curriculum", None) is not None:
+            yield Feature("curriculum", "data.curriculum", "Leave it out")
 
     @property
     def ranks_score_together(self) -> bool:

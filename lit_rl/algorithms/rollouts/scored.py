@@ -7,21 +7,25 @@ opponent made of its reference (`generate_opponent_pairs`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.rollouts.rollout_source import RolloutSource
-from lit_rl.core.errors import ConfigError
+from lit_rl.core.errors import ConfigError, did_you_mean
 from lit_rl.core.rollout import Completions, PromptBatch, join_completions, select
+from lit_rl.data.curriculum import RowDraws, RowOutcome
 from lit_rl.generation.collect import RolloutRequest, texts_of
 from lit_rl.generation.generator import InProcessGenerator
 from lit_rl.generation.native import for_another_policy
 from lit_rl.models.sharding import unsharded
+from lit_rl.ops.reductions import Metrics
 from lit_rl.rewards.weighted_rewards import Scores
 
 
@@ -106,6 +110,95 @@ def _join_scores(one: Scores, two: Scores) -> Scores:
         extras=extras,
         span_rewards=spans,
     )
+
+
+def deciding_rewards(scores: Scores, metric: str | None) -> Tensor:
+    """Return the reward `(b,)` by which rows and groups are chosen: of one function before its weight, or the sum."""
+    return scores.total if metric is None else scores.values[:, scores.names.index(metric)]
+
+
+def check_reward_name(key: str, name: str, names: Sequence[str]) -> None:
+    """Refuse the name of a reward function that does not exist.
+
+    Raises:
+        ConfigError: names the existing ones.
+    """
+    if name not in names:
+        raise ConfigError(
+            f"{key}={name!r} is no reward function of this run. There are: {', '.join(names) or 'none'}."
+            f"{did_you_mean(name, names)}"
+        )
+
+
+# ---------------------------------------------------------------------- the data's curriculum
+
+
+class CurriculumFeedback:
+    """The link from a run to the curriculum of its data, which learns how the policy did on the rows of a rollout.
+
+    Every prompt that was completed counts, also those of groups that are refused. Nothing is told before the rollout is
+    complete, so one that fails is drawn again as it was. Evaluations tell nothing.
+
+    Args:
+        draws: The draws of the data module.
+        names: Names of the reward functions.
+        opponent_writes: Whether every second completion is an opponent's, which does not count.
+
+    Raises:
+        ConfigError: there is no reward function, or none of the name that decides.
+    """
+
+    def __init__(self, draws: RowDraws, names: Sequence[str], *, opponent_writes: bool = False) -> None:
+        self.draws, self._every = draws, 2 if opponent_writes else 1
+        self._outcomes: list[RowOutcome] = []
+        if not names:
+            raise ConfigError("data.curriculum draws rows by their rewards, and there is no reward function. Set one.")
+        if draws.curriculum.metric is not None:
+            check_reward_name("data.curriculum.metric", draws.curriculum.metric, names)
+
+    def begin(self, scored: Scored, ranks: Ranks) -> Metrics:
+        """Note the prompts of a rollout as it was drawn, and return the metrics of the draw."""
+        self._outcomes = []
+        self.note(scored.batch, scored.scores)
+        number, prompts, scores = scored.batch.rollout, len(scored.batch), scored.scores
+        found = self.draws.shares(number)
+        factors = torch.tensor(self.draws.factors(number)[ranks.rank * prompts :][:prompts], dtype=torch.float64)
+        columns = {f"rewards/{name}": scores.values[:, i] for i, name in enumerate(scores.names)}
+        for name, column in {"reward": scores.total, **columns}.items():
+            total, known = self._of_prompts(column, prompts)
+            mean, factor = total / known.clamp(min=1), factors * (known > 0)
+            found[f"uniform/{name}"] = float((factor * mean).sum()), float(factor.sum())
+        number_of = partial(torch.full, (), device=ranks.device)
+        return {
+            f"curriculum/{name}": (number_of(float(above)), number_of(float(below)))
+            for name, (above, below) in found.items()
+        }
+
+    def noting(
+        self, reward: Callable[[PromptBatch, Completions], Scores]
+    ) -> Callable[[PromptBatch, Completions], Scores]:
+        """Return the function with its results noted."""
+
+        def noted(batch: PromptBatch, completions: Completions) -> Scores:
+            scores = reward(batch, completions)
+            self.note(batch, scores)
+            return scores
+
+        return noted
+
+    def note(self, batch: PromptBatch, scores: Scores) -> None:
+        """Note the outcomes of prompts on this rank."""
+        total, known = self._of_prompts(deciding_rewards(scores, self.draws.curriculum.metric), len(batch))
+        self._outcomes += map(RowOutcome, batch.rows, total.tolist(), known.tolist())
+
+    def end(self, ranks: Ranks) -> None:
+        """Tell the curriculum what all ranks have noted. A collective."""
+        self.draws.observe(outcome for theirs in ranks.objects(self._outcomes) for outcome in theirs)
+
+    def _of_prompts(self, rewards: Tensor, prompts: int) -> tuple[Tensor, Tensor]:
+        """Return the sum of the rewards of each prompt's completions, and the number of them that are scored."""
+        values = rewards[:: self._every].double().reshape(prompts, -1)
+        return values.nansum(1), (~values.isnan()).sum(1)
 
 
 # ---------------------------------------------------------------------- spare prompts

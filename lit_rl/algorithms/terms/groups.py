@@ -21,16 +21,16 @@ from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.rollouts import checkpoints
 from lit_rl.algorithms.rollouts.rollout_plan import mix
 from lit_rl.algorithms.rollouts.rollout_source import abort_on_all_ranks
-from lit_rl.algorithms.rollouts.scored import Scored, Spare
+from lit_rl.algorithms.rollouts.scored import Scored, Spare, check_reward_name, deciding_rewards
 from lit_rl.core.declared_settings import checked
-from lit_rl.core.errors import ConfigError, RewardError, describe_error, did_you_mean
+from lit_rl.core.errors import ConfigError, RewardError, describe_error
 from lit_rl.core.process_state import is_raised_by_user_code, mix_seed, preserve_process_state, seed_generators
 from lit_rl.core.rollout import Rollout, join_rollouts, select, trim_rollout
 from lit_rl.core.vision_inputs import PromptVision
 from lit_rl.data.visual_prompts import Processor
 from lit_rl.generation.collect import as_reward_input, texts_of
-from lit_rl.ops.advantages import group_std
-from lit_rl.ops.ranges import AtLeastOne, AtLeastTwo, AtLeastZero
+from lit_rl.ops.advantages import Groups
+from lit_rl.ops.ranges import AtLeastOne, AtLeastTwo, AtLeastZero, Finite
 from lit_rl.ops.reductions import Metrics
 from lit_rl.rewards.contract import keywords
 
@@ -74,15 +74,21 @@ class GroupSelection(ABC):
         """Restore what `state` returned."""
 
 
+_ROUNDING = 1e-5
+"""Share of a tolerance by which rewards, being float32, may be beyond it: 0.2 and 0.3 are within 0.05 of their mean."""
+
+
 @checked("algo.groups")
 class DynamicSampling(GroupSelection):
-    """Dynamic sampling: groups whose rewards are all equal are replaced, as in DAPO (2503.14476, section 3.2).
+    """Dynamic sampling: groups whose rewards are all equal, or nearly, are replaced, as in DAPO (2503.14476, section
+    3.2).
 
     Fresh prompts are drawn, completed and scored until every place is taken by a group with some spread, or the cap is
     reached; a remaining group without spread takes no part in the loss, and its tokens are in no denominator. A group
     with fewer than two scored rows counts as one without spread. If the summed reward includes a length penalty, wrong
-    answers may differ in it: then `metric` names the functions whose values decide. Spare prompts have a separate order
-    over the training rows, so the epochs, and with them the number of optimizer steps, do not change.
+    answers may differ in it: then `metric` names the functions whose values decide. Rewards are those of the functions,
+    before `algo/shaping`, `algo/reward_norm` and a KL. Spare prompts have a separate order over the training rows, or
+    are drawn by `data.curriculum`, so the epochs, and with them the number of optimizer steps, do not change.
 
     Logged: `groups/dropped` (groups without spread in the first draw), `groups/drawn` (spare prompts completed) and
     `groups/empty` (places that the cap left without a group), each a count over all ranks.
@@ -91,10 +97,14 @@ class DynamicSampling(GroupSelection):
         max_draws: Spare prompts completed for one rollout, all ranks together; 0 only drops.
         metric: Names of reward functions, one or several: a group has spread if the values of one of them, before their
             weight, differ. None: if the summed rewards do.
+        tolerance: Values differ if one of them is farther than this from the group's mean. So a group is refused if all
+            advantages that are not divided by a deviation (`algo=dr_grpo`) lie within it.
     """
 
-    def __init__(self, max_draws: AtLeastZero = 256, metric: str | list[str] | None = None) -> None:
-        self.max_draws = max_draws
+    def __init__(
+        self, max_draws: AtLeastZero = 256, metric: str | list[str] | None = None, tolerance: Finite = 0.0
+    ) -> None:
+        self.max_draws, self.tolerance = max_draws, tolerance
         self.metric = [metric] if isinstance(metric, str) else metric
         named = isinstance(self.metric, list) and all(isinstance(name, str) for name in self.metric)
         if self.metric is not None and not (named and self.metric):
@@ -140,20 +150,16 @@ class DynamicSampling(GroupSelection):
 
     def check_rewards(self, names: Sequence[str]) -> None:
         for name in self.metric or ():
-            if name not in names:
-                raise ConfigError(
-                    f"algo.groups.metric={name!r} is no reward function of this run. There are: "
-                    f"{', '.join(names) or 'none'}.{did_you_mean(name, names)}"
-                )
+            check_reward_name("algo.groups.metric", name, names)
 
     def _without_spread(self, scored: Scored) -> list[int]:
-        """Return the places (indices of prompts) of the groups in which every scored row has the same reward."""
-        scores, group_id = scored.scores, scored.completions.group_id.cpu()
-        columns = [scores.total]
-        if self.metric is not None:
-            columns = [scores.values[:, scores.names.index(name)] for name in self.metric]
-        std = torch.stack([group_std(column, group_id) for column in columns])
-        flat = [bool((std[:, group_id == group] == 0).all()) for group in group_id.unique()]
+        """Return the places (indices of prompts) of the groups in which no scored row is farther from the group's mean
+        than the tolerance."""
+        group_id = scored.completions.group_id.cpu()
+        columns = [deciding_rewards(scored.scores, name) for name in self.metric or [None]]
+        distance = torch.stack([Groups.of(column, group_id).deviation.abs() for column in columns])
+        within = distance <= self.tolerance * (1 + _ROUNDING)
+        flat = [bool(within[:, group_id == group].all()) for group in group_id.unique()]
         return [place for place, is_flat in enumerate(flat) if is_flat]
 
     def state(self) -> dict[str, Any]:

@@ -1,0 +1,297 @@
+"""A curriculum: rows are drawn by how well the policy did on them the last time.
+
+`Curriculum` has the settings. `RowDraws` is the state: the last mean reward of each row, by its content, and the draws
+that are not used up. It is the same on every rank, and a draw is a pure function of the seed, the number of the
+rollout and the means that are known, so a resumed run draws what the uninterrupted one does.
+
+Rollout k is drawn when rollout k - N begins, N being `generator.lag`, so its draw knows the rewards of the rollouts
+before k - N: those before k where nothing is drawn ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from math import fsum, isfinite
+from numbers import Real
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lit_rl.core.declared_settings import checked
+from lit_rl.core.errors import ConfigError
+from lit_rl.data.order import RolloutOrder
+from lit_rl.data.prompt_set import DIGEST_BYTES, PromptSet
+from lit_rl.ops.ranges import Positive
+
+_PROPER, _SPARE = 2, 3
+"""Streams of random numbers, other ones than those of `RolloutOrder`."""
+
+
+@checked("data.curriculum")
+@dataclass(frozen=True, kw_only=True)
+class Curriculum:
+    """Pools of rows by their last mean reward. A rollout draws rows in proportion to the weights of their pools.
+
+    Args:
+        at_most: Highest mean reward of each pool but the last, ascending. A mean that is equal belongs to the pool; one
+            above all of them belongs to the last pool.
+        weights: Weight of a row of each pool, from 0: one more than `at_most` has. Rows of a pool with weight 0 are not
+            drawn, and so not measured again.
+        unseen: Weight of a row without a mean, above 0.
+        metric: Name of the reward function whose mean decides, before its weight. null: the weighted sum of all.
+    """
+
+    at_most: Sequence[float] = (0.25, 0.75)
+    weights: Sequence[float] = (0.2, 1.0, 0.2)
+    unseen: Positive = 1.0
+    metric: str | None = None
+
+    def __post_init__(self) -> None:
+        limits, weights = _numbers("at_most", self.at_most), _numbers("weights", self.weights)
+        if not limits or any(low >= high for low, high in pairwise(limits)):
+            raise ConfigError(
+                f"data.curriculum.at_most={limits} are no limits of pools. Write mean rewards that rise, such as "
+                "[0.25, 0.75]."
+            )
+        if len(weights) != len(limits) + 1:
+            raise ConfigError(
+                f"data.curriculum.weights={weights} has {len(weights)} numbers, and data.curriculum.at_most={limits} "
+                f"makes {len(limits) + 1} pools: one up to each limit, and one above the last. Write a weight for each."
+            )
+        if min(weights) < 0 or max(weights) == 0:
+            raise ConfigError(
+                f"data.curriculum.weights={weights}: allowed are numbers of at least 0, one of them above 0."
+            )
+        _numbers("unseen", self.unseen)
+        if self.metric is not None and not (isinstance(self.metric, str) and self.metric):
+            raise ConfigError(
+                f"data.curriculum.metric={self.metric!r} is not the name of a reward function. Without it the weighted "
+                "sum of the rewards decides."
+            )
+
+    @property
+    def unseen_pool(self) -> int:
+        """Number of the pool of rows without a mean; the others count from 0."""
+        return len(self.weights)
+
+    def pools(self, means: np.ndarray) -> np.ndarray:
+        """Return the pool of each row `(n,)` from its mean reward, float32 `(n,)`: NaN is a row without any."""
+        limits = np.asarray(self.at_most, dtype=np.float32)  # as means are, so that 0.1 is at most 0.1
+        return np.where(np.isnan(means), self.unseen_pool, np.searchsorted(limits, means, side="left"))
+
+    def pool_weights(self) -> np.ndarray:
+        """Return the weight of a row of each pool, float64; the last is that of rows without a mean."""
+        return np.asarray([*self.weights, self.unseen], dtype=np.float64)
+
+    def pool_names(self) -> list[str]:
+        """Return the names of the pools in metrics."""
+        return [*(f"pool_{i}" for i in range(len(self.weights))), "unseen"]
+
+    def describe(self) -> str:
+        """Return what decides a draw, as one text that is equal for equal settings."""
+        limits, weights = list(map(float, self.at_most)), list(map(float, self.weights))
+        return f"at_most {limits}, weights {weights}, unseen {float(self.unseen)}, metric {self.metric}"
+
+
+_EXAMPLES = {"at_most": "[0.25, 0.75]", "weights": "[0.2, 1.0, 0.2]", "unseen": "1.0"}
+
+
+def _numbers(name: str, given: Any) -> list[float]:
+    """Return a list of finite numbers, or of one.
+
+    Raises:
+        ConfigError: one of them is none.
+    """
+    several = isinstance(given, Sequence) and not isinstance(given, str)
+    listed: list[Any] = list(given) if several else [given]
+    wanted = several or name == "unseen"
+    if not wanted or not all(
+        isinstance(each, Real) and not isinstance(each, bool) and isfinite(each) for each in listed
+    ):
+        raise ConfigError(
+            f"data.curriculum.{name}={given!r}: write finite numbers, such as data.curriculum.{name}={_EXAMPLES[name]}."
+        )
+    return listed
+
+
+def draw_systematically(weights: np.ndarray, count: int, random: np.random.Generator) -> np.ndarray:
+    """Draw `count` indices in proportion to the weights, by systematic sampling (Madow 1949) in a random order.
+
+    The weights lie in a row, shuffled, and are cut at `count` points of equal distance, of which only the first is
+    random. So index i is drawn `e = count * weights[i] / sum(weights)` times in expectation, and never fewer than
+    floor(e) nor more than ceil(e) times: nothing comes twice before its share asks for it.
+
+    Args:
+        weights: `(n,)`, from 0, one of them above 0.
+        count: Number of draws.
+        random: Source of a permutation and of one uniform number.
+
+    Returns:
+        Int64 `(count,)`.
+    """
+    shuffled = random.permutation(len(weights))
+    edges = np.cumsum(weights[shuffled])
+    points = (np.arange(count) + random.random()) * (edges[-1] / count)
+    last = int(np.flatnonzero(weights[shuffled])[-1])  # rounding may put the last point on the end
+    return shuffled[np.minimum(np.searchsorted(edges, points, side="right"), last)]
+
+
+class RowOutcome(NamedTuple):
+    """The rewards of one prompt's completions in a rollout."""
+
+    row: int
+    total: float
+    """Sum of the rewards that decide, over the scored completions."""
+    scored: int
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The rows of a rollout, and what was known when they were drawn; plain values, for a checkpoint."""
+
+    number: int
+    """Number of the rollout."""
+    rows: list[int]
+    pools: list[int]
+    """Pool of each of the rows."""
+    sizes: list[int]
+    """Rows of the data in each pool; the last is that of rows without a mean."""
+    evenly: bool
+    """True if every row that is there has weight 0, so that all were drawn as if they had 1."""
+
+
+class RowDraws:
+    """The draws of a run. The same on every rank.
+
+    Args:
+        curriculum: The settings.
+        data: The training rows. Rows of equal content have one mean.
+        order: Number of rows of a rollout, the seed, and the shares of sources: of each source as many rows are drawn
+            as without a curriculum, as far as the weights of its rows are like those of others.
+    """
+
+    def __init__(self, curriculum: Curriculum, data: PromptSet, order: RolloutOrder) -> None:
+        self.curriculum, self.order = curriculum, order
+        places: dict[bytes, int] = {}
+        self._place = np.asarray([places.setdefault(digest, len(places)) for digest in data.digests], dtype=np.int64)
+        self._keys = np.frombuffer(b"".join(places), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
+        self._means = np.full(len(places), np.nan, dtype=np.float32)
+        shares = order.sizes if order.weights is None else order.weights
+        self._share_of_row = np.repeat([share / size for share, size in zip(shares, order.sizes)], order.sizes)
+        self._draws: dict[int, Draw] = {}
+
+    def begin(self, number: int) -> list[int]:
+        """Return the rows of a rollout that begins; what was drawn for earlier ones is forgotten."""
+        self._draws = {each: draw for each, draw in self._draws.items() if each >= number}
+        return self.rows(number)
+
+    def rows(self, number: int) -> list[int]:
+        """Return the rows of rollout `number`, drawn when they are first asked for."""
+        return self.draw(number).rows
+
+    def draw(self, number: int) -> Draw:
+        """Return the draw of rollout `number`."""
+        if number not in self._draws:
+            self._draws[number] = self._new_draw(number)
+        return self._draws[number]
+
+    def spare_rows(self, rollout: int, places: range) -> list[int]:
+        """Return rows beyond those of a rollout, for the groups that it refuses: others than it has, while there are
+        any with a weight above 0.
+
+        Args:
+            rollout: Number of the rollout.
+            places: Their places in the endless order of spare rows of this rollout.
+        """
+        weights, size, spare = self._weights()[0], self.order.prompts_per_rollout, list[int]()
+        left, taken = weights.copy(), self.rows(rollout)
+        while len(spare) < places.stop:
+            left[taken] = 0
+            left = left if left.any() else weights.copy()
+            taken = draw_systematically(left, size, self._random(_SPARE, rollout, len(spare) // size)).tolist()
+            spare += taken
+        return spare[places.start : places.stop]
+
+    def observe(self, outcomes: Iterable[RowOutcome]) -> None:
+        """Take in a rollout: the mean of a row becomes that of its completions in this rollout.
+
+        Args:
+            outcomes: Those of all ranks, in any order. A prompt without a scored completion leaves the mean as it was.
+        """
+        totals: dict[int, list[RowOutcome]] = {}
+        for outcome in outcomes:
+            if outcome.scored:
+                totals.setdefault(int(self._place[outcome.row]), []).append(outcome)
+        for place, found in totals.items():  # an exact sum, whatever the order
+            self._means[place] = fsum(each.total for each in found) / sum(each.scored for each in found)
+
+    def factors(self, number: int) -> list[float]:
+        """Return for each row of a rollout the inverse of the weight of its pool: by it a mean over the rollout
+        estimates the mean over rows that are drawn without a curriculum."""
+        draw, weights = self.draw(number), self.curriculum.pool_weights()
+        return [1.0 if draw.evenly else float(1 / weights[pool]) for pool in draw.pools]
+
+    def shares(self, number: int) -> dict[str, tuple[float, float]]:
+        """Return the shares that are logged of a rollout's draw, as numerators and denominators."""
+        draw, weights, names = self.draw(number), self.curriculum.pool_weights(), self.curriculum.pool_names()
+        found: dict[str, tuple[float, float]] = {}
+        for pool, name in enumerate(names):
+            found[f"rows/{name}"] = draw.sizes[pool], len(self._place)
+            found[f"drawn/{name}"] = draw.pools.count(pool), len(draw.pools)
+        reached = sum(size for size, weight in zip(draw.sizes, weights) if weight or draw.evenly)
+        return found | {"uniform/coverage": (reached, len(self._place)), "evenly": (draw.evenly, 1)}
+
+    def _new_draw(self, number: int) -> Draw:
+        weights, evenly = self._weights()
+        if evenly:
+            rank_zero_warn(
+                f"Every row is in a pool of weight 0 (data.curriculum.weights={list(self.curriculum.weights)}), so "
+                f"rollout {number} draws all rows alike, which measures them anew."
+            )
+        rows = draw_systematically(weights, self.order.prompts_per_rollout, self._random(_PROPER, number))
+        pools = self._pools()
+        sizes = np.bincount(pools, minlength=self.curriculum.unseen_pool + 1)
+        return Draw(number, rows.tolist(), pools[rows].tolist(), sizes.tolist(), evenly)
+
+    def _pools(self) -> np.ndarray:
+        return self.curriculum.pools(self._means)[self._place]
+
+    def _weights(self) -> tuple[np.ndarray, bool]:
+        """Return the weight of each row, and whether all pools with rows have weight 0, so that all weigh the same."""
+        weights = self.curriculum.pool_weights()[self._pools()]
+        evenly = not weights.any()
+        return (self._share_of_row if evenly else weights * self._share_of_row), evenly
+
+    def _random(self, *key: int) -> np.random.Generator:
+        return np.random.default_rng([self.order.seed, *key])
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """Return the means, by content, and the draws that are not used up; tensors and plain values."""
+        seen = np.flatnonzero(~np.isnan(self._means))
+        return {
+            "keys": torch.from_numpy(self._keys[seen]),
+            "means": torch.from_numpy(self._means[seen]),
+            "draws": [asdict(draw) for draw in self._draws.values()],
+        }
+
+    def load_state(self, saved: Mapping[str, Any], *, same_rows: bool) -> None:
+        """Restore what `state` returned. Means of rows that are no longer there are left out, and it is said.
+
+        Args:
+            saved: The state.
+            same_rows: Whether the rows and their order are those of the state; else its draws are of other rows.
+        """
+        known = dict(zip(map(bytes, saved["keys"].cpu().numpy()), saved["means"].tolist()))
+        self._means = np.asarray([known.pop(key, np.nan) for key in map(bytes, self._keys)], dtype=np.float32)
+        self._draws = {each["number"]: Draw(**each) for each in saved["draws"]} if same_rows else {}
+        if known:
+            rank_zero_info(
+                f"data.curriculum: the checkpoint knows mean rewards of {len(known)} rows that are no longer in the "
+                "data. They are left out."
+            )
