@@ -82,6 +82,9 @@ NotNegative = Annotated[float, Range(0.0)]
 Finite = Annotated[float, Range(0.0, open_high=True)]
 """A number of at least 0, and not infinite."""
 
+AtLeastUnit = Annotated[float, Range(1.0)]
+"""A number of at least 1."""
+
 AboveOne = Annotated[float, Range(1.0, open_low=True)]
 """A number above 1."""
 

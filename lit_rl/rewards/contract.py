@@ -333,6 +333,8 @@ _IN_GROUPS = {
     "objective": "scores kl entropy non_score_reward rlhf_reward scores_margin model_scores ref_scores",
     "value": "num_eos_tokens ratio ratio_var clipfrac_avg error mean explained_variance",
     "clip_ratio": "low_mean high_mean region_mean low_min high_max delta_mean",
+    "fipo": "weight_mean",
+    "m2po": "dropped",
     "vespo": "phi_seq_mean",
     "clip_cov": "share",
     "kl_cov": "share",

@@ -99,6 +99,8 @@ COUPLED = {
     "vespo",
     "dppo-kl",
     "up-grpo",
+    "fipo",
+    "m2po",
     "cpgd",
     "gigpo",
     "process",

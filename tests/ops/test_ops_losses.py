@@ -17,9 +17,12 @@ from lit_rl.ops.policy_losses import (
     cpgd_loss,
     dppo_kl_loss,
     dppo_tv_loss,
+    dro_loss,
+    fipo_loss,
     gmpo_loss,
     importance_weighted_loss,
     kl_cov_loss,
+    m2po_loss,
     prime_rl_ipo_loss,
     prime_rl_loss,
     reinforce_loss,
@@ -45,7 +48,10 @@ PLAIN = [
     cpgd_loss,
     dppo_kl_loss,
     dppo_tv_loss,
+    dro_loss,
+    fipo_loss,
     gmpo_loss,
+    m2po_loss,
     prime_rl_ipo_loss,
     prime_rl_loss,
     reinforce_loss,
@@ -249,7 +255,7 @@ def test_metrics_carry_no_graph(loss, batch):
 
 
 SMOOTH = {name: loss for name, loss in LOSSES.items() if "cispo" not in name and "/sequence_token" not in name}
-for stop_gradient in ("vespo_loss", "dppo_tv_loss", "dppo_kl_loss", "up_grpo_loss"):
+for stop_gradient in ("vespo_loss", "dppo_tv_loss", "dppo_kl_loss", "up_grpo_loss", "fipo_loss"):
     del SMOOTH[stop_gradient]
 
 
@@ -277,6 +283,7 @@ def test_the_gradient_is_the_slope_of_the_value(loss, batch):
         (gmpo_loss, math.exp(-0.41), math.exp(0.41)),
         (cpgd_loss, 0.79, 1.21),
         (up_grpo_loss, 0.79, None),
+        (fipo_loss, 0.79, 1.21),
         # A probability of 0.5 that moves by 0.2; a binary KL of 0.05 lies at 0.5 -+ 0.15.
         (dppo_tv_loss, 0.58, 1.42),
         (partial(dppo_tv_loss, threshold_high=0.1), 0.58, 1.22),
