@@ -25,7 +25,7 @@ The losses, by what happens to a token whose ratio has left its range:
                  gmpo_loss, cpgd_loss; fipo_loss, with a weight on each token
     weighted     REINFORCE with a weight on each token, which a bound cuts and never drops: reinforce_loss,
                  importance_weighted_loss, cispo_loss, cispo_two_sided_loss
-    moment       dropped with the largest log ratios of the step, as many as a bound on their mean square takes: m2po_loss
+    moment       dropped for the largest log ratios of the step, until the mean square of the others is low: m2po_loss
     divergence   dropped by the change of its probability, not by its ratio: dppo_tv_loss, dppo_kl_loss, prime_rl_loss,
                  prime_rl_ipo_loss. The ratio of a rare token is large after a harmless change, and that of a likely one
                  stays near 1 through a large one. A probability is that of the drawn token against all others together
@@ -70,7 +70,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lit_rl.ops.ranges import Above, AboveOne, AtLeastUnit, Band, ClipRange, GammaShape, NotNegative, Positive, Share
+from lit_rl.ops.ranges import Above, AboveOne, Band, ClipRange, GammaShape, NotNegative, Positive, Share, WeightRange
 from lit_rl.ops.reductions import (
     Highest,
     Lowest,
@@ -341,13 +341,12 @@ def fipo_loss(
     clip_low: Share = 0.2,
     clip_high: Positive | None = None,
     half_life: Positive = 32.0,
-    lowest: Share = 1.0,
-    highest: AtLeastUnit = 1.2,
+    weight_range: WeightRange = (1.0, 1.2),
 ) -> tuple[Float[Tensor, "b t"], Metrics]:
     """FIPO (2603.19835): the clipped surrogate, with a weight for what the policy did after a token.
 
-    ``sg(f_t)`` times :func:`clipped_policy_loss`, ``f_t = clip(exp(sum_{k >= t} g^(k - t) d_k), lowest, highest)``
-    with the log ratio ``d`` of tokens and ``g = 2^(-1 / half_life)``. A token whose continuation has become likelier
+    ``sg(f_t)`` times :func:`clipped_policy_loss`, ``f_t = clip(exp(sum_{k >= t} g^(k - t) d_k), *weight_range)`` with
+    the log ratio ``d`` of tokens and ``g = 2^(-1 / half_life)``. A token whose continuation has become likelier
     weighs more. Masked tokens add nothing and take no time.
 
     Args:
@@ -358,15 +357,14 @@ def fipo_loss(
         clip_low: Distance of the lower bound on the ratio from 1, in (0, 1].
         clip_high: Distance of the upper bound on the ratio from 1, above 0. None: ``clip_low``.
         half_life: Tokens after which a log ratio counts half, above 0.
-        lowest: Lowest weight of a token, in (0, 1].
-        highest: Highest weight of a token, at least 1.
+        weight_range: Lowest and highest weight of a token: the lowest in (0, 1], the highest at least 1.
     """
     loss, metrics = clipped_policy_loss(
         logprobs, old_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high
     )
     with torch.no_grad():
         later = return_to_go(token_ratio(logprobs, old_logprobs, mask), mask, gamma=2 ** (-1 / half_life))
-        weight = later.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(lowest, highest)
+        weight = later.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(*weight_range)
     return loss * weight, {"fipo/weight_mean": mean_of(weight, mask), **metrics}
 
 

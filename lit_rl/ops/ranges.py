@@ -82,9 +82,6 @@ NotNegative = Annotated[float, Range(0.0)]
 Finite = Annotated[float, Range(0.0, open_high=True)]
 """A number of at least 0, and not infinite."""
 
-AtLeastUnit = Annotated[float, Range(1.0)]
-"""A number of at least 1."""
-
 AboveOne = Annotated[float, Range(1.0, open_low=True)]
 """A number above 1."""
 
@@ -96,6 +93,11 @@ ClipRange = Annotated[
 
 Band = Annotated[Sequence[float], Pair("[lowest, highest] covariance", lambda low, high: low < high)]
 """Two numbers, the lower one first."""
+
+WeightRange = Annotated[
+    Sequence[float], Pair("[lowest, highest] weight, 1 between them, above 0", lambda low, high: 0 < low <= 1 <= high)
+]
+"""Two bounds on a weight that is 1 where nothing has changed."""
 
 GammaShape = Annotated[
     Sequence[float],

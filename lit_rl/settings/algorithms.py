@@ -99,7 +99,7 @@ class PolicyGradientConfig(OnPolicyConfig):
 
     advantage: Callable = REQUIRED
     """`(rewards (n,), group_id (n,), ...) -> (n,) or (n, t)`; it may also name `values`, `weights`, `lengths`,
-    `greedy_rewards`, `token_rewards`, `mask`, `step_ends`, `turn`, `state`."""
+    `greedy_rewards`, `gradient_norms`, `token_rewards`, `mask`, `step_ends`, `turn`, `state`."""
     loss: Callable = imported("lit_rl.ops.policy_losses.clipped_policy_loss")
     """`(logprobs, old_logprobs, advantages, mask) -> ((b, t), metrics)`: the loss of each token."""
     kl: Callable = imported("lit_rl.ops.kl.corrected_k3")

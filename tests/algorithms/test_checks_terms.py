@@ -45,7 +45,7 @@ SOUND: list[tuple[Any, dict[str, list[Any]]]] = [
     (policy_losses.clip_cov_loss, {"share": [1.0], "clip_range": [(1.0, 0.1)], "band": [(-1.0, 1.0), (0.0, math.inf)]}),
     (policy_losses.kl_cov_loss, {"share": [1e-9], "kl_coef": [0.0]}),
     (policy_losses.dro_loss, {"beta": [1e-6, 30.0]}),
-    (policy_losses.fipo_loss, {"half_life": [0.5], "lowest": [1e-3, 1.0], "highest": [1.0, 9.0]}),
+    (policy_losses.fipo_loss, {"half_life": [0.5], "weight_range": [(1e-3, 1.0), [1.0, 9.0]]}),
     (policy_losses.m2po_loss, {"threshold": [1e-6, math.inf]}),
 ]
 WRONG: list[tuple[Any, dict[str, list[Any]]]] = [
@@ -75,7 +75,12 @@ WRONG: list[tuple[Any, dict[str, list[Any]]]] = [
     (policy_losses.dro_loss, {"beta": [0.0, -1.0]}),
     (
         policy_losses.fipo_loss,
-        {"half_life": [0.0, -3.0], "lowest": [0.0, 1.1], "highest": [0.9], "clip_low": [0.0], "clip_high": [0.0]},
+        {
+            "half_life": [0.0, -3.0],
+            "weight_range": [(0.0, 1.2), (1.1, 1.2), (0.5, 0.9)],
+            "clip_low": [0.0],
+            "clip_high": [0.0],
+        },
     ),
     (policy_losses.m2po_loss, {"threshold": [0.0, -0.04]}),
 ]

@@ -280,11 +280,11 @@ def test_fipo_weighs_a_token_by_what_became_of_its_continuation():
     later = [0.1 + (-0.05 + 0.08 / 2) / 2, -0.05 + 0.08 / 2, 0.08]
     p = [0.4 * exp(d) for d in moved]
     plain = [exp(d) for d in moved]
-    losses, grads, metrics = one_row(fipo_loss, p, [0.4] * 3, -2.0, half_life=1.0, lowest=0.5, highest=2.0)
+    losses, grads, metrics = one_row(fipo_loss, p, [0.4] * 3, -2.0, half_life=1.0, weight_range=(0.5, 2.0))
     expected = [2 * r * exp(s) for r, s in zip(plain, later)]
     assert losses == pytest.approx(expected) and grads == pytest.approx(expected), "the weight has no gradient"
     assert means(metrics)["fipo/weight_mean"] == pytest.approx(sum(map(exp, later)) / 3)
-    losses, *_ = one_row(fipo_loss, p, [0.4] * 3, -2.0, half_life=1.0, highest=1.08)
+    losses, *_ = one_row(fipo_loss, p, [0.4] * 3, -2.0, half_life=1.0, weight_range=(1.0, 1.08))
     weights = [1.08, 1.0, 1.08]
     assert losses == pytest.approx([2 * r * f for r, f in zip(plain, weights)]), "never below 1, nor above the highest"
     *_, metrics = one_row(fipo_loss, p, [0.4] * 3, 1.0, clip_high=0.09)

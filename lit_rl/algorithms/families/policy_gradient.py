@@ -85,9 +85,11 @@ class PolicyGradient(OnPolicyModule, ABC):
         self._check_terms()
         self.needs_reference = self.kl.needs_reference
         self.needs_greedy_rewards = "greedy_rewards" in parameters(settings.advantage)
+        self.needs_gradient_norms = "gradient_norms" in parameters(settings.advantage)
         reads_step = reads_column(settings.loss, "step") or self.selection.needs_step
         self.needs_step = reads_step or (settings.selection is not None and settings.entropy is not None)
         made_of_old = self.kl.needs_old_logprobs, self.engine_correction.needs_old_logprobs, settings.replay
+        made_of_old = *made_of_old, self.needs_gradient_norms
         self._reads_old_logprobs = not self.ratio_is_one or any(made_of_old)
         self._loss_reads = tuple(name for name in ("weights", "step") if reads_column(settings.loss, name))
         self._loss_multiplies_weights = multiplies_weights(settings.loss)
@@ -317,3 +319,4 @@ class PolicyGradient(OnPolicyModule, ABC):
         policy_gradient_checks.require_estimator(self.advantage, such_as="group_normalized")
         policy_gradient_checks.check_row_estimator(self.advantage, type(self).__name__)
         policy_gradient_checks.check_estimator_inputs(self.advantage, self.credit, self.reward_beta, self.whitening)
+        policy_gradient_checks.check_norms_are_known(self.advantage, self.sampling)

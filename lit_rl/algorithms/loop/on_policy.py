@@ -41,6 +41,7 @@ from lit_rl.algorithms.rollouts.rollout_plan import (
     micro_batch,
     step_counts,
     step_totals,
+    with_gradient_norms,
 )
 from lit_rl.algorithms.rollouts.rollout_source import fail_on_all_ranks
 from lit_rl.algorithms.rollouts.scored import Scored, Spare
@@ -119,6 +120,9 @@ class OnPolicyModule(GeneratingModule, ABC):
     needs_greedy_rewards = False
     """True if `advantages` compares with the greedy completion of each prompt."""
 
+    needs_gradient_norms = False
+    """True if `advantages` reads how large a gradient each token has; `needs_old_logprobs` is true then."""
+
     compares_in_step = False
     """True if `loss` compares completions of one prompt, so that a micro-batch must contain whole groups."""
 
@@ -163,7 +167,11 @@ class OnPolicyModule(GeneratingModule, ABC):
             self._finish_drawing(batch.upcoming)
         reads_logprobs = self.needs_old_logprobs or self.needs_reference
         with self.stopwatch.measure("score") if reads_logprobs else nullcontext():
-            old = self.old_logprobs(scored.completions) if self.needs_old_logprobs else None
+            if self.needs_gradient_norms:
+                old, norms = self.old_scores(scored.completions)
+                scored = replace(scored, gradient_norms=norms)
+            else:
+                old = self.old_logprobs(scored.completions) if self.needs_old_logprobs else None
             ref = self.reference_of(scored) if self.needs_reference else None
             rollout, metrics = self.advantages(scored, old, ref)
         return scored, rollout, selection_metrics | metrics
@@ -248,6 +256,11 @@ class OnPolicyModule(GeneratingModule, ABC):
     def old_logprobs(self, completions: Completions) -> Tensor:
         """Return log-probs `(b, t)` under the policy now, without gradient. Called when the rollout is taken."""
         return self._frozen(self.policy, completions)
+
+    def old_scores(self, completions: Completions) -> tuple[Tensor, Tensor]:
+        """Return `old_logprobs`, and the squared norms `(b, t)` of their gradients by the logits, by one pass."""
+        rows, options = self.rows_at_once(completions), self.forward_options
+        return with_gradient_norms(self.policy, completions, sampling=self.sampling, options=options, rows_at_once=rows)
 
     def ref_logprobs(self, completions: Completions) -> Tensor:
         """Return log-probs `(b, t)` under the reference, without gradient."""
