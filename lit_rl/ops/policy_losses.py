@@ -37,6 +37,8 @@ The losses, by what happens to a token whose ratio has left its range:
                  advantage; a token's part of it is ``cov = (A - mean A) (lp - mean lp)``, means over the loss tokens of
                  the step.
 
+    ranked       the rows of a prompt are told apart by their log-probs, as a classifier does: real_loss
+
 Metrics are pairs ``(numerator, denominator)`` over loss tokens, or extremes over rows (:mod:`lit_rl.ops.reductions`).
 Shares count tokens also where the ratio is the row's. Losses without a bound have the last two only:
 
@@ -67,9 +69,10 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lit_rl.ops.advantages import group_max, group_sum, renumber
 from lit_rl.ops.ranges import Above, AboveOne, Band, ClipRange, GammaShape, NotNegative, Positive, Share, WeightRange
 from lit_rl.ops.reductions import (
     Highest,
@@ -101,6 +104,7 @@ __all__ = [
     "m2po_loss",
     "prime_rl_ipo_loss",
     "prime_rl_loss",
+    "real_loss",
     "reinforce_loss",
     "sapo_loss",
     "sequence_mean_ratio",
@@ -904,6 +908,50 @@ def m2po_loss(
     dropped = token_ratio(terms.logprobs.detach(), terms.old_logprobs, mask).square() > cut
     loss = (-terms.ratio * terms.advantages).masked_fill(dropped, 0.0)
     return terms.only(loss), {"m2po/dropped": terms.share(dropped), **ratio_metrics(terms)}
+
+
+@PolicyLossTraits(zero_without_advantage=True)
+def real_loss(
+    logprobs: Float[Tensor, "b t"],
+    old_logprobs: Float[Tensor, "b t"],
+    advantages: Advantages,
+    mask: Bool[Tensor, "b t"],
+    group_id: Int[Tensor, " b"] | None = None,
+    *,
+    temperature: Positive = 0.5,
+) -> tuple[Float[Tensor, "b t"], Metrics]:
+    """REAL (2602.05630): rewards as labels, ``log(1 + sum_+ e^(-s / tau)) + log(1 + sum_- e^(s / tau))`` of a prompt.
+
+    ``s`` is the mean log-prob of a row; the sums are over the rows of the prompt with a positive and with a negative
+    advantage. The slope of a row is at most ``1 / tau``, however the rewards are spread: largest for the good row that
+    is least likely, and for the bad one that is likeliest. There is no ratio. Every token of a row has the loss of its
+    group, so that ``sequence_mean`` is the mean over groups of one size. A row without an advantage takes no part, and
+    has loss 0.
+
+    Args:
+        logprobs: Of the policy now, with gradient.
+        old_logprobs: Of the policy that took the rollout, for the metrics only.
+        advantages: One for each row, whose sign is its label, or for each token: then the sign of their mean.
+        mask: Loss mask.
+        group_id: Of each row: the prompt; rows of a group stand in one batch. None: all rows are of one prompt.
+        temperature: ``tau``, above 0, in nats per token. The paper's is not known here.
+    """
+    terms = Terms.of(logprobs, old_logprobs, advantages, mask)
+    rows = mask.any(1)
+    index = renumber(torch.zeros_like(rows, dtype=torch.long) if group_id is None else group_id)
+    score = masked_mean(terms.logprobs, mask, dim=1) / temperature
+    label = masked_mean(terms.advantages, mask, dim=1).sign()
+    losses = _log_one_plus_sum(-score, rows & (label > 0), index) + _log_one_plus_sum(score, rows & (label < 0), index)
+    return terms.only(losses.masked_fill(label == 0, 0.0).unsqueeze(1).expand_as(mask)), ratio_metrics(terms)
+
+
+def _log_one_plus_sum(
+    exponents: Float[Tensor, " b"], counted: Bool[Tensor, " b"], index: Int[Tensor, " b"]
+) -> Float[Tensor, " b"]:
+    """Return ``log(1 + sum e^x)`` over the counted rows of each row's group."""
+    known = exponents.masked_fill(~counted, -torch.inf)
+    top = group_max(known.detach(), index).clamp(min=0.0)
+    return (torch.expm1(-top) + group_sum((known - top).exp(), index)).log1p() + top
 
 
 def _whole_step(terms: Terms, step: StepTokens | None) -> StepTokens:

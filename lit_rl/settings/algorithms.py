@@ -101,7 +101,8 @@ class PolicyGradientConfig(OnPolicyConfig):
     """`(rewards (n,), group_id (n,), ...) -> (n,) or (n, t)`; it may also name `values`, `weights`, `lengths`,
     `greedy_rewards`, `gradient_norms`, `token_rewards`, `mask`, `step_ends`, `turn`, `state`."""
     loss: Callable = imported("lit_rl.ops.policy_losses.clipped_policy_loss")
-    """`(logprobs, old_logprobs, advantages, mask) -> ((b, t), metrics)`: the loss of each token."""
+    """`(logprobs, old_logprobs, advantages, mask) -> ((b, t), metrics)`: the loss of each token; it may also name
+    `weights`, `step` and `group_id`, which keeps the completions of a prompt in one micro-batch."""
     kl: Callable = imported("lit_rl.ops.kl.corrected_k3")
     """`(logprobs, ref_logprobs, old_logprobs) -> (b, t)`: the estimator of the KL in the loss."""
     reduction: Callable = imported("lit_rl.ops.reductions.token_mean")

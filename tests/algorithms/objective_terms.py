@@ -67,6 +67,7 @@ TWO_STEPS = {
     "prime-rl": (GRPO, {"loss": policy_losses.prime_rl_loss}),
     "up-grpo": (GRPO, {"loss": policy_losses.up_grpo_loss}),
     "kl-cov": (GRPO, {"loss": partial(policy_losses.kl_cov_loss, share=0.2)}),
+    "real": (GRPO, {"loss": policy_losses.real_loss, "reduction": sequence_mean}),
     "dro": (GRPO, {"loss": policy_losses.dro_loss}),
     "fipo": (GRPO, {"loss": partial(policy_losses.fipo_loss, weight_range=(0.5, 2.0))}),
     "m2po": (GRPO, {"loss": partial(policy_losses.m2po_loss, threshold=1e-4)}),

@@ -45,6 +45,7 @@ SOUND: list[tuple[Any, dict[str, list[Any]]]] = [
     (policy_losses.clip_cov_loss, {"share": [1.0], "clip_range": [(1.0, 0.1)], "band": [(-1.0, 1.0), (0.0, math.inf)]}),
     (policy_losses.kl_cov_loss, {"share": [1e-9], "kl_coef": [0.0]}),
     (policy_losses.dro_loss, {"beta": [1e-6, 30.0]}),
+    (policy_losses.real_loss, {"temperature": [1e-3, 30.0]}),
     (policy_losses.fipo_loss, {"half_life": [0.5], "weight_range": [(1e-3, 1.0), [1.0, 9.0]]}),
     (policy_losses.m2po_loss, {"threshold": [1e-6, math.inf]}),
 ]
@@ -73,6 +74,7 @@ WRONG: list[tuple[Any, dict[str, list[Any]]]] = [
     ),
     (policy_losses.kl_cov_loss, {"share": [0.0, math.nan], "kl_coef": [-1.0]}),
     (policy_losses.dro_loss, {"beta": [0.0, -1.0]}),
+    (policy_losses.real_loss, {"temperature": [0.0, -0.5]}),
     (
         policy_losses.fipo_loss,
         {

@@ -130,6 +130,15 @@ def test_accumulation_changes_nothing_off_policy(name, tmp_path):
         assert (change - cut[key]).norm() <= 1e-4 * change.norm() + 1e-7, key
 
 
+def test_a_loss_that_compares_completions_is_given_whole_groups(tmp_path):
+    algorithm, settings = TWO_STEPS["real"]
+    whole = change_of_weights(tmp_path, algorithm, settings, steps=2, lr=0.05)
+    assert max(change.abs().max() for change in whole.values()) > 1e-5
+    cut = change_of_weights(tmp_path, algorithm, settings, steps=2, lr=0.05, accumulate=4)
+    for key, change in whole.items():
+        assert (change - cut[key]).norm() <= 1e-4 * change.norm() + 1e-7, key
+
+
 @in_turn(name=["grpo", "grpo-sequence", "dr-grpo", "masked", "rloo"], accumulate=[1, 8])
 def test_rows_without_an_advantage_are_left_out_and_change_nothing(name, accumulate, tmp_path):
     algorithm, settings = ALGORITHMS[name]

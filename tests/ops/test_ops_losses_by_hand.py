@@ -23,6 +23,7 @@ from lit_rl.ops.policy_losses import (
     m2po_loss,
     prime_rl_ipo_loss,
     prime_rl_loss,
+    real_loss,
     reinforce_loss,
     sapo_loss,
     sequence_mean_ratio,
@@ -306,6 +307,25 @@ def test_m2po_drops_the_largest_log_ratios_until_the_mean_of_their_squares_is_lo
         assert means(metrics)["m2po/dropped"] == pytest.approx(1 - count / 4)
     losses, *_ = one_row(m2po_loss, p, [0.4] * 4, -1.0)
     assert [value > 0 for value in losses] == [False, True, True, False], "a second moment of 0.04"
+
+
+def test_real():
+    """Two prompts, in turn: mean log-probs -1, -0.5 and -2 of a good, a good and a bad row; -3 of a bad one alone."""
+    logprobs = torch.tensor([[-1.0, -1.0], [-3.0, -9.0], [-0.5, -9.0], [-1.0, -3.0]], requires_grad=True)
+    mask = torch.tensor([[1, 1], [1, 0], [1, 0], [1, 1]]).bool()
+    advantages, prompts = torch.tensor([0.1, -1.0, 0.3, -0.4]), torch.tensor([8, 3, 8, 8])
+    out, _ = real_loss(logprobs, logprobs.detach(), advantages, mask, prompts, temperature=0.5)
+    good, bad, alone = exp(2) + exp(1), exp(-4), exp(-6)
+    first, second = log(1 + good) + log(1 + bad), log(1 + alone)
+    for found, row in zip(out.tolist(), [[first, first], [second, 0], [first, 0], [first, first]]):
+        assert found == pytest.approx(row)
+    (grad,) = torch.autograd.grad(out[:, 0].sum() / 3, logprobs)
+    slopes = [-2 * exp(2) / (1 + good), 2 / 3 * alone / (1 + alone), -2 * exp(1) / (1 + good), 2 * bad / (1 + bad)]
+    expected = [[slopes[0] / 2] * 2, [slopes[1], 0], [slopes[2], 0], [slopes[3] / 2] * 2]
+    for found, row in zip(grad.tolist(), expected):
+        assert found == pytest.approx(row), "good rows rise and bad ones fall, the worse ranked by more"
+    nothing, _ = real_loss(logprobs, logprobs.detach(), torch.zeros(4), mask, prompts)
+    assert nothing.eq(0).all() and nothing.requires_grad
 
 
 def test_cpgd():

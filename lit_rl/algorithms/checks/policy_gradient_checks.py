@@ -331,6 +331,19 @@ _CUTTING = ("top_p", "top_k", "min_p")
 """Settings that rule out tokens by probability: engine and training may rule out different ones."""
 
 
+def check_whole_groups(loss: Callable, split_groups: int | str) -> None:
+    """Refuse to cut the groups of a loss that compares the completions of a prompt.
+
+    Raises:
+        ConfigError: the loss names `group_id`, and its groups would be cut.
+    """
+    if "group_id" in parameters(loss) and split_groups not in (1, "auto"):
+        raise ConfigError(
+            f"algo.split_groups={split_groups}: algo/loss={name_of(loss)} compares the completions of one prompt inside "
+            "a micro-batch. Leave it at 1; a smaller algo.group_size needs less memory."
+        )
+
+
 def check_sampling(sampling: Sampling, generator: Generator, *, weighted: bool) -> None:
     """Refuse settings under which a group teaches nothing, or the importance ratio would be wrong.
 

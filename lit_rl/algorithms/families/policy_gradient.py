@@ -92,6 +92,8 @@ class PolicyGradient(OnPolicyModule, ABC):
         made_of_old = *made_of_old, self.needs_gradient_norms
         self._reads_old_logprobs = not self.ratio_is_one or any(made_of_old)
         self._loss_reads = tuple(name for name in ("weights", "step") if reads_column(settings.loss, name))
+        if "group_id" in parameters(settings.loss):  # asked for by name: it makes micro-batches of whole groups
+            self._loss_reads, self.compares_in_step = (*self._loss_reads, "group_id"), True
         self._loss_multiplies_weights = multiplies_weights(settings.loss)
         self.skip_zero_advantages = settings.skip_zero_advantages
         self._zero_advantages_teach_nothing = policy_gradient_checks.can_skip_zero_advantages(
@@ -176,7 +178,7 @@ class PolicyGradient(OnPolicyModule, ABC):
 
         weights, weighing = self.engine_correction.in_loss(rollout, logprobs, totals)
         copied = weights if weights is None else copies_for(self.policy_loss, weights)[0]
-        offered = {"weights": copied, "step": step}
+        offered = {"weights": copied, "step": step, "group_id": rollout.completions.group_id}
         read = {name: offered[name] for name in self._loss_reads}
         columns = copies_for(self.policy_loss, logprobs, old, rollout.advantages, mask)
         tokens, metrics = check_loss_output(self.policy_loss(*columns, **read), logprobs, self.policy_loss)
@@ -299,6 +301,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         check_lag(self.generator, weighted=weighted)
         self.check_advantage()
         policy_gradient_checks.check_ranges(self.policy_loss, "algo.loss")
+        policy_gradient_checks.check_whole_groups(self.policy_loss, self.micro_batches.split_groups)
         policy_gradient_checks.check_declared_weights(self.policy_loss)
         policy_gradient_checks.check_term_settings(
             self.policy_loss, self.selection.choose, self.engine_correction, self.credit.shaping
