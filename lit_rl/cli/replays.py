@@ -57,6 +57,11 @@ _OF_NO_USE = (
     "iterations",
     "group_size",
     "split_groups",
+    "ptx",
+    "ptx_coef",
+    "ptx_loss",
+    "ptx_decay_steps",
+    "ptx_final_coef",
 )
 """Parts that a replay never uses, or that the saved rollout holds."""
 

@@ -339,8 +339,8 @@ def check_whole_groups(loss: Callable, split_groups: int | str) -> None:
     """
     if "group_id" in parameters(loss) and split_groups not in (1, "auto"):
         raise ConfigError(
-            f"algo.split_groups={split_groups}: algo/loss={name_of(loss)} compares the completions of one prompt inside "
-            "a micro-batch. Leave it at 1; a smaller algo.group_size needs less memory."
+            f"algo.split_groups={split_groups}: algo/loss={name_of(loss)} compares the completions of one prompt "
+            "inside a micro-batch. Leave it at 1; a smaller algo.group_size needs less memory."
         )
 
 

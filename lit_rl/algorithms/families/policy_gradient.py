@@ -8,6 +8,7 @@ under the reference, sampler_it as the engine reported them, and the loss mask m
     weights      u_it = weight_norm(correction(old_it, sampler_it)), m_it <- m_it and rejection(old_it, sampler_it)
     tokens       l_it = loss(lp_it, old_it, A) off_policy_mask_i selection_it u_it + beta kl(lp_it, ref_it, old_it)
     objective    reduction(l, m) - entropy coefficient * mean entropy + router_aux_loss_coef * router loss
+                 + ptx_coef * mean of ptx_loss(log-probs of supervised text)
 
 In the last three lines `loss` and `reduction` are on by default, and `correction` for a separate engine (vLLM).
 `PolicyGradient.advantages` computes the first three lines, and `PolicyGradient.loss` the others. Weights that need the
@@ -25,6 +26,8 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.checks import argument_checks, policy_gradient_checks
+from lit_rl.algorithms.checks.memory import AuxiliaryTexts
+from lit_rl.algorithms.checks.model_sizes import StepFacts
 from lit_rl.algorithms.checks.policy_gradient_checks import check_lag, check_sampling
 from lit_rl.algorithms.checks.strategy_checks import Feature
 from lit_rl.algorithms.chosen_functions import (
@@ -48,8 +51,10 @@ from lit_rl.algorithms.terms.regularizers import (
     KLPenalty,
     ReferenceKL,
 )
+from lit_rl.algorithms.terms.supervised import SupervisedTerm
 from lit_rl.algorithms.terms.token_weights import EngineCorrection, OffPolicyMask, TokenSelection, step_tokens
 from lit_rl.core.rollout import Completions, Rollout
+from lit_rl.data.encode import Encoder
 from lit_rl.models.forward import TokenScores, score
 from lit_rl.models.modes import drops_out
 from lit_rl.ops.reductions import Metrics, StepTokens, StepTotals, masked_sum
@@ -82,6 +87,9 @@ class PolicyGradient(OnPolicyModule, ABC):
         self.entropy = None if settings.entropy is None else EntropyBonus(settings.entropy)
         self.router_aux_loss_coef, self.mask_truncated = settings.router_aux_loss_coef, settings.mask_truncated
         self.replay, self.env = settings.replay, settings.env
+        decay = settings.ptx_decay_steps, settings.ptx_final_coef
+        self.supervised = SupervisedTerm(settings.ptx, settings.ptx_coef, settings.ptx_loss, *decay)
+        self.learns_text = settings.ptx is not None
         self._check_terms()
         self.needs_reference = self.kl.needs_reference
         self.needs_greedy_rewards = "greedy_rewards" in parameters(settings.advantage)
@@ -149,6 +157,8 @@ class PolicyGradient(OnPolicyModule, ABC):
         yield from super().features()
         if self.replay is not None:
             yield Feature("replay", "algo/replay", "Set algo/replay=none")
+        if self.learns_text:
+            yield Feature("supervised text", "algo.ptx", "Leave it out")
 
     def compares_completions(self) -> bool:
         """Tell whether the advantage needs several completions of one prompt."""
@@ -244,6 +254,40 @@ class PolicyGradient(OnPolicyModule, ABC):
         advantages = rollout.advantages if rollout.advantages.ndim == 2 else rollout.advantages[:, None]
         return ((advantages != 0) & rollout.loss_mask).any(1)
 
+    def supervised_share(self, slot: int) -> tuple[Tensor, Metrics]:
+        assert self.plan is not None
+        part = slot % self.plan.accumulate * self.plan.world_size + self.ranks.rank
+        return self.supervised.share(
+            self.policy,
+            self._encoder,
+            step=self.global_step,
+            seed=self.seed,
+            part=part,
+            parts=self.plan.accumulate * self.plan.world_size,
+            device=self.device,
+            options=self.forward_options,
+        )
+
+    @property
+    def _encoder(self) -> Encoder:
+        """The tokeniser of the supervised text, with the chat template settings of the run's prompts."""
+        options = getattr(getattr(self.trainer_or_none, "datamodule", None), "options", None)  # a data module of yours
+        kwargs = getattr(options, "chat_template_kwargs", {})
+        return Encoder(self.tokenizer, kwargs, eos_ids=self.model.eos_ids)
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if self.supervised.texts is not None and stage == "fit":
+            # Now: a bad file ends the run before any weight is loaded.
+            self.supervised.texts.check(self._encoder, self.model.processor)
+
+    def step_facts(self) -> StepFacts:
+        facts, step, texts = super().step_facts(), self.micro_batches.step, self.supervised.texts
+        if texts is None or step is None:
+            return facts
+        of_all_ranks = step.units * step.rows * self.ranks.world_size
+        return replace(facts, auxiliary=AuxiliaryTexts(texts.batch_size, of_all_ranks, texts.max_tokens))
+
     # ------------------------------------------------------------------ between steps
 
     def after_micro_batch(self, rollout: Rollout, scores: TokenScores, step: StepTokens | None = None) -> None:
@@ -260,6 +304,8 @@ class PolicyGradient(OnPolicyModule, ABC):
         found = self.kl.coefficients()
         if self.entropy is not None:
             found["entropy_coef"] = self.entropy.control.coefficient
+        if self.supervised.decay_steps is not None:
+            found["ptx_coef"] = self.supervised.weight(self.global_step)
         return found
 
     # ------------------------------------------------------------------ checkpoints

@@ -129,6 +129,9 @@ class OnPolicyModule(GeneratingModule, ABC):
     shares_prompts = True
     """True if a group's prompt may be computed once, as the objective reads response tokens only."""
 
+    learns_text = False
+    """True if text is learned beside the rollouts: `supervised_share` is its loss."""
+
     needs_step = False
     """True if a term of `loss` is defined over all tokens of an optimizer step."""
 
@@ -206,6 +209,10 @@ class OnPolicyModule(GeneratingModule, ABC):
         self.seen = SeenRows.of(self.dealt_out(batch).rows[batch.slot], scores)
         # Lightning divides by the accumulated batches and averages over ranks; the loss already has its denominator.
         share = loss * shares
+        if self.learns_text:
+            text, metrics = self.supervised_share(batch.slot)
+            self._records.add(metrics)
+            share = share + text
         return with_image_gradients(share, self.trained_modules.values()) if self.model.sees else share
 
     # ------------------------------------------------------------------ parts of a rollout
@@ -290,6 +297,10 @@ class OnPolicyModule(GeneratingModule, ABC):
         """Return the rows of a micro-batch: scoring must not need more memory than learning."""
         parts = self.minibatches * (self.plan.accumulate if self.plan else 1)
         return max(1, len(completions) // parts)
+
+    def supervised_share(self, slot: int) -> tuple[Tensor, Metrics]:
+        """Return this micro-batch's share of the loss of supervised text, times the shares, if `learns_text`."""
+        raise NotImplementedError
 
     def rows_that_teach(self, rollout: Rollout) -> Tensor | None:
         """Return the rows, bool `(b,)`, that contribute to the loss or its gradient; only they are computed.
