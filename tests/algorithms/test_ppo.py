@@ -341,7 +341,14 @@ def test_beside_grpo_the_weight_of_the_text_decays_and_its_tokens_count_by_their
                 assert (found - wanted).norm() <= 1e-4 * wanted.norm() + 1e-7
 
     settings = {"ptx_loss": chord, "ptx_coef": 0.6, "ptx_decay_steps": 2, "ptx_final_coef": 0.1}
-    module = GRPO("tiny", lambda completions: [0.0] * len(completions), group_size=2, ptx=text, **settings)
+    module = GRPO(
+        "tiny",
+        lambda completions: [0.0] * len(completions),
+        group_size=2,
+        ptx=text,
+        sampling=Sampling(max_new_tokens=3),
+        **settings,
+    )
     data = RolloutDataModule(task=Addition(max_operand=5, val_rows=0), prompts_per_rollout=4)
     trainer(tmp_path, max_steps=2, callbacks=[Watched()], accumulate_grad_batches=2).fit(module, datamodule=data)
     assert [weight for weight, _ in seen] == pytest.approx([0.6, 0.35])

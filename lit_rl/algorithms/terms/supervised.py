@@ -59,7 +59,8 @@ class SupervisedTerm:
         """Return the weight of the loss in an optimizer step, counted from 0."""
         if self.decay_steps is None:
             return self.coef
-        return self.coef + (self.final_coef - self.coef) * min(step / self.decay_steps, 1.0)
+        done = min(step / self.decay_steps, 1.0)
+        return (1 - done) * self.coef + done * self.final_coef
 
     def share(
         self,
