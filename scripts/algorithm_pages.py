@@ -359,7 +359,7 @@ def _order(group: str) -> int:
 
 def _in_force(algo: dict[str, Any], group: str, node: Any) -> bool:
     """Return whether a choice does anything in the preset: a KL without weight does not."""
-    weights = {"algo/kl": "beta", "algo/reward_kl": "reward_beta"}
+    weights = {"algo/kl": "beta", "algo/reward_kl": "reward_beta", "algo/ptx_loss": "ptx_coef"}
     if node is None or node.get("_target_") == ABSENT or group == "algo/kl_control":
         return False
     return group not in weights or algo[weights[group]] > 0

@@ -160,7 +160,7 @@ def check_gradient(objective: Tensor, logprobs: Tensor) -> None:
         )
 
 
-_LOSS_METRICS = re.compile(r"(clip_ratio|vespo|clip_cov|kl_cov)/.*|ratio_mean|approx_kl|cispo_clip_ratio")
+_LOSS_METRICS = re.compile(r"(clip_ratio|fipo|m2po|vespo|clip_cov|kl_cov)/.*|ratio_mean|approx_kl|cispo_clip_ratio")
 """Metrics that a run has from its loss only, and that a user's loss may log too."""
 
 

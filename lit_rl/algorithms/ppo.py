@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_rl.algorithms.checks import policy_gradient_checks
-from lit_rl.algorithms.checks.memory import AuxiliaryTexts
 from lit_rl.algorithms.checks.model_sizes import StepFacts
 from lit_rl.algorithms.checks.strategy_checks import Feature
 from lit_rl.algorithms.chosen_functions import arguments_for
@@ -33,12 +32,10 @@ from lit_rl.algorithms.optim.schedules import After, FromTorch, Schedule, as_sch
 from lit_rl.algorithms.rollouts.rollout_plan import without_gradient
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.terms.credit import Credit, turns_of
-from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import Completions, PromptBatch, Rollout
 from lit_rl.core.transfers import to_device
-from lit_rl.data.encode import Encoder
 from lit_rl.models.critics import AdapterCritic, Critic, SeparateCritic, SharedTrunk
-from lit_rl.models.forward import TokenScores, score_texts
+from lit_rl.models.forward import TokenScores
 from lit_rl.models.scoring import RewardAdapter
 from lit_rl.ops.policy_losses import MAX_LOG_RATIO, token_ratio
 from lit_rl.ops.reductions import Metrics, StepTokens, StepTotals, Summed, masked_moments, masked_sum, token_mean
@@ -73,7 +70,6 @@ class PPO(PolicyGradient):
         self.critic_scheduler: Schedule | FromTorch | None = of_critic
         self.adapter = None if settings.reward_adapter is None else RewardAdapter(settings.reward_adapter)
         self.reward_adapter: Any = None
-        self.ptx, self.ptx_coef = settings.ptx, settings.ptx_coef
         self._check()
 
     # ------------------------------------------------------------------ advantages
@@ -163,40 +159,6 @@ class PPO(PolicyGradient):
         renamed = {trl_name: metrics[name] for trl_name, name in _TRL_NAMES.items() if name in metrics}
         return policy + self.vf_coef * critic, metrics | value_metrics | renamed | losses | sums
 
-    def training_step(self, batch: PromptBatch, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        if self.ptx is None or not self.ptx_coef:
-            return loss
-        share, metrics = self.supervised_share(batch.slot)
-        self._records.add(metrics)
-        return loss + self.ptx_coef * share
-
-    def supervised_share(self, slot: int) -> tuple[Tensor, Metrics]:
-        """Return this micro-batch's share of the step's supervised cross-entropy, times the number of shares.
-
-        The text of an optimizer step is fixed by the step's number, and its rows are distributed over micro-batches and
-        ranks, so the gradient does not depend on how the step is split.
-        """
-        assert self.ptx is not None and self.plan is not None
-        shares = self.plan.accumulate * self.plan.world_size
-        part = slot % self.plan.accumulate * self.plan.world_size + self.ranks.rank
-        texts = self.ptx.batch(self._encoder, self.global_step, self.seed)
-        total = texts.learned.sum().clamp(min=1)
-        own_texts = texts.take(slice(part, None, shares)).to(self.device)
-        if not len(own_texts):
-            zero = torch.zeros((), device=self.device)
-            return zero, {"ptx_loss": (zero, zero)}
-        scores = score_texts(self.policy, own_texts, options=self.forward_options)
-        loss = -masked_sum(scores.logprobs, own_texts.learned)
-        return loss / total.to(loss.device) * shares, {"ptx_loss": (loss.detach(), own_texts.learned.sum())}
-
-    @property
-    def _encoder(self) -> Encoder:
-        """The tokeniser of the supervised text, with the chat template settings of the run's prompts."""
-        options = getattr(getattr(self.trainer_or_none, "datamodule", None), "options", None)  # a data module of yours
-        kwargs = getattr(options, "chat_template_kwargs", {})
-        return Encoder(self.tokenizer, kwargs, eos_ids=self.model.eos_ids)
-
     # ------------------------------------------------------------------ two parameter groups
 
     trained_beside = ("critic",)
@@ -211,11 +173,7 @@ class PPO(PolicyGradient):
         return super().shares_prompts and not isinstance(self.value_function, SharedTrunk)
 
     def step_facts(self) -> StepFacts:
-        step, auxiliary = self.micro_batches.step, None
-        if self.ptx is not None and step is not None:
-            of_all_ranks = step.units * step.rows * self.ranks.world_size
-            auxiliary = AuxiliaryTexts(self.ptx.batch_size, of_all_ranks, self.ptx.max_tokens)
-        return replace(super().step_facts(), critic=self.value_function, auxiliary=auxiliary)
+        return replace(super().step_facts(), critic=self.value_function)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         critic: dict[str, Any] = {"params": self.value_function.parameters(self.policy, self.critic), "name": "critic"}
@@ -228,20 +186,12 @@ class PPO(PolicyGradient):
 
     # ------------------------------------------------------------------ checks
 
-    def setup(self, stage: str) -> None:
-        super().setup(stage)
-        if self.ptx is not None and stage == "fit":
-            # Now: a bad file ends the run before any weight is loaded.
-            self.ptx.check(self._encoder, self.model.processor)
-
     def features(self) -> Iterator[Feature]:
         yield from super().features()
         if isinstance(self.value_function, AdapterCritic):
             yield Feature("adapter critic", "algo/critic=adapter", "Take algo/critic=separate or shared_trunk")
         if self.adapter is not None:
             yield Feature("reward adapter", "algo.reward_adapter", "Leave it out")
-        if self.ptx is not None:
-            yield Feature("supervised text", "algo.ptx", "Leave it out")
         if self.critic_warmup:
             yield Feature("critic warmup", "algo.critic_warmup", "Set it to 0")
 
@@ -253,11 +203,6 @@ class PPO(PolicyGradient):
         self.value_function.check(self.model)
         if self.adapter is not None:
             self.adapter.check(self.model)
-        if (self.ptx is None) != (self.ptx_coef == 0):
-            raise ConfigError(
-                f"algo.ptx_coef={self.ptx_coef} and algo.ptx.path={None if self.ptx is None else self.ptx.path}: "
-                "supervised text needs both, and a weight above 0. Set both, or neither."
-            )
 
 
 def with_reward_function(scores: Scores, name: str, values: Tensor) -> Scores:

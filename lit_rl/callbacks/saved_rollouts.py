@@ -50,6 +50,8 @@ class SavedRollout:
     """Float32 `(b, t)`: the reference. None where the run's loss had no KL."""
     greedy_rewards: Tensor | None = None
     """Float32 `(b,)`: reward of the greedy completion of each row's prompt. None where the run did not compute it."""
+    gradient_norms: Tensor | None = None
+    """Float32 `(b, t)`: squared norms of the gradients of the tokens' log-probs. None where no advantage read them."""
     data: str | None = None
     """Fingerprint of the data whose images pixels are made from again. None: no completion sees any, or the prompts did
     not come from a `RolloutDataModule`."""
@@ -73,6 +75,7 @@ class SavedRollout:
             old_logprobs=known and known.old_logprobs,
             ref_logprobs=known and known.ref_logprobs,
             greedy_rewards=scored.greedy_rewards,
+            gradient_norms=scored.gradient_norms,
             data=data.fingerprint if isinstance(data, RolloutDataModule) else None,
         )
 

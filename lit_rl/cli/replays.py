@@ -57,6 +57,11 @@ _OF_NO_USE = (
     "iterations",
     "group_size",
     "split_groups",
+    "ptx",
+    "ptx_coef",
+    "ptx_loss",
+    "ptx_decay_steps",
+    "ptx_final_coef",
 )
 """Parts that a replay never uses, or that the saved rollout holds."""
 
@@ -229,6 +234,11 @@ def _module(name: str, algo: dict[str, Any], parts: dict[str, Any], rollout: Sav
         raise ConfigError(
             f"losses: {name} compares with the reward of greedy completions, and this rollout has none: only runs of "
             "algo=remax draw them. Leave it out."
+        )
+    if module.needs_gradient_norms and rollout.gradient_norms is None:
+        raise ConfigError(
+            f"losses: {name} reads how large a gradient each token had when the rollout was taken, and this rollout "
+            "does not say: only runs of algo=otb do. Leave it out."
         )
     if isinstance(module.groups, DynamicSampling):
         module.groups = DynamicSampling(

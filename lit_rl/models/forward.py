@@ -53,6 +53,8 @@ class TokenScores:
     """0-dim, with gradient: the router's load-balancing loss. None unless it was asked for."""
     values: Tensor | None = None
     """Float ``(b, t)``, with gradient: what a critic expects. None without a critic."""
+    stats: TokenStats | None = None
+    """``(b, t)`` each, without gradient, of the same distribution. None unless they were asked for."""
 
 
 def score(
@@ -63,6 +65,7 @@ def score(
     entropy: bool = False,
     entropy_gradient: bool = False,
     router_aux: bool = False,
+    stats: bool = False,
     options: ForwardOptions = DEFAULT,
 ) -> TokenScores:
     """Score the response tokens under the distribution that ``sampling`` draws from, given this model's logits.
@@ -79,6 +82,7 @@ def score(
         entropy_gradient: Whether to compute them, and they take part in the backward pass.
         router_aux: Whether to compute the load-balancing loss of a mixture of experts (2101.03961, eq. 4 to 6), as
             transformers does: over the attended tokens, prompts included, and all layers, without its coefficient.
+        stats: Whether to compute `lit_rl.ops.logprobs.TokenStats`: where ``sampling`` neither truncates nor reshapes.
         options: Choices for computing the pass.
 
     Raises:
@@ -87,7 +91,11 @@ def score(
     experts = _router_inputs(model, router_aux)
     completions, entropy = completions.with_host(), entropy or entropy_gradient
     distribution = Distribution(
-        float(sampling.temperature), sampling.truncation, entropy=entropy, entropy_gradient=entropy_gradient
+        float(sampling.temperature),
+        sampling.truncation,
+        entropy=entropy,
+        entropy_gradient=entropy_gradient,
+        stats=stats,
     )
 
     def score_rows(rows: Completions) -> tuple[TargetScores, Any]:
@@ -102,7 +110,7 @@ def score(
     with fused_accumulation(model, options):
         if router_aux:
             scores, output = score_rows(completions)
-            return TokenScores(scores.logprobs, scores.entropy, _aux_loss(model, output, True))
+            return TokenScores(scores.logprobs, scores.entropy, _aux_loss(model, output, True), stats=scores.stats)
         prompts = shared_prompts(model, completions) if options.shared_prompts else None
         buckets: list[Bucket] = []
         if prompts is None and options.rows_by_length and not isinstance(model, FSDPModule):
@@ -114,7 +122,7 @@ def score(
         else:
             parts = [score_rows(trim(select(completions, bucket.rows)))[0] for bucket in buckets]
             scores = TargetScores.of_buckets(parts, buckets, completions.response_ids.shape[1])
-    return TokenScores(scores.logprobs, scores.entropy)
+    return TokenScores(scores.logprobs, scores.entropy, stats=scores.stats)
 
 
 def response_logprobs(

@@ -134,10 +134,14 @@ class TargetScores:
         return TargetScores(change(self.logprobs), entropy, TokenStats(**stats) if stats else None)
 
     def beside(self, later: TargetScores) -> TargetScores:
-        """Return these columns, and those of later tokens of the same rows. Without statistics."""
+        """Return these columns, and those of later tokens of the same rows."""
         entropy = [part.entropy for part in (self, later) if part.entropy is not None]
+        both = [part.stats for part in (self, later) if part.stats is not None]
+        stats = {name: torch.cat([getattr(each, name) for each in both], 1) for name in _STATS if both}
         return TargetScores(
-            torch.cat([self.logprobs, later.logprobs], 1), torch.cat(entropy, 1) if entropy else None, None
+            torch.cat([self.logprobs, later.logprobs], 1),
+            torch.cat(entropy, 1) if entropy else None,
+            TokenStats(**stats) if stats else None,
         )
 
     @staticmethod
@@ -174,7 +178,9 @@ def score_targets(
         output = model(**inputs)
         logits = targets.columns_of(output.logits)
         logprobs, entropy = distribution.score_tokens(logits, targets.ids, targets.history)
-        stats = token_stats(logits.detach(), targets.ids) if distribution.stats else None
+        stats = None
+        if distribution.stats:
+            stats = token_stats(logits.detach(), targets.ids, temperature=distribution.temperature)
         return TargetScores(logprobs, entropy, stats), output
     with replaced_forward(
         head, lambda hidden: _stacked_scores(targets.columns_of(hidden), head, targets, distribution)

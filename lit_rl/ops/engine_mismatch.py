@@ -12,7 +12,7 @@ becomes 0.
 
 A rejection is called alike and returns ``bool (b, t)``: the tokens of the mask that are kept. Its statistic makes a
 distance of d, within +-20, at each token. Bounds are in the distance's own unit: nats, and nats per token for a mean.
-All three statistics estimate KL(engine || policy).
+k1, k2 and k3 estimate KL(engine || policy), tv the total variation between both.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ __all__ = [
     "mismatch_metrics",
     "normalize_sequence_weights",
     "normalize_token_weights",
+    "reject_outside_trust_region",
     "reject_sequences_by_max",
     "reject_sequences_by_mean",
     "reject_sequences_by_sum",
@@ -44,6 +45,7 @@ __all__ = [
     "sequence_truncate",
     "token_mask",
     "token_truncate",
+    "tv_statistic",
 ]
 
 
@@ -311,6 +313,13 @@ def k3_statistic(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return torch.expm1(log_ratio) - log_ratio
 
 
+@StatisticTraits(signed=False)
+def tv_statistic(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """``|exp(d) - 1| / 2``: its mean over the engine's tokens is the total variation between engine and policy, in
+    [0, 1]: the share of the probability that lies elsewhere. No unit, where the others are in nats."""
+    return 0.5 * torch.expm1(log_ratio).abs()
+
+
 def reject_tokens(
     old_logprobs: PerToken,
     sampler_logprobs: PerToken,
@@ -394,9 +403,41 @@ def reject_sequences_by_max(
     """
     traits = traits_of(statistic, StatisticTraits)
     if traits is not None and traits.signed:
-        raise ValueError("the largest of a statistic of either sign says nothing about the smallest: take k2 or k3.")
+        raise ValueError(
+            "the largest of a statistic of either sign says nothing about the smallest: take k2 or k3, or tv."
+        )
     distance = _distance(old_logprobs, sampler_logprobs, mask, statistic, None, high)
     return mask & ~(mask & (distance > high)).any(1, keepdim=True)
+
+
+def reject_outside_trust_region(
+    old_logprobs: PerToken,
+    sampler_logprobs: PerToken,
+    mask: Mask,
+    *,
+    statistic: Statistic,
+    high: float,
+    high_mean: float,
+) -> Mask:
+    """Keep the rows within a trust region: no loss token's statistic above one bound, nor their mean above another.
+
+    Trust region masking (2512.23075). The bound on the worst token is what a bound on the whole row's probability
+    needs; the mean alone would let a long row hide one token that the policy finds impossible.
+
+    Args:
+        statistic: `d -> distance` of each token, never negative.
+        high: Highest distance of a token, in the statistic's unit.
+        high_mean: Highest mean over the row's loss tokens, at most ``high``.
+
+    Raises:
+        ValueError: the statistic is of either sign, or the bounds do not fit each other.
+    """
+    if not 0 < high_mean <= high:
+        raise ValueError(
+            f"high_mean={high_mean} high={high}: a mean is never above the largest: 0 < high_mean <= high."
+        )
+    by_max = reject_sequences_by_max(old_logprobs, sampler_logprobs, mask, statistic=statistic, high=high)
+    return by_max & reject_sequences_by_mean(old_logprobs, sampler_logprobs, mask, statistic=statistic, high=high_mean)
 
 
 def _distance(

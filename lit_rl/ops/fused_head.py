@@ -321,7 +321,7 @@ class Distribution:
         truncation: What the tokens were drawn with.
         entropy: Whether to compute its entropy.
         entropy_gradient: Whether that has a gradient.
-        stats: Whether to compute `TokenStats`, which are of plain logits: temperature 1, no truncation.
+        stats: Whether to compute `TokenStats`, of ``softmax(logits / temperature)``: there is no truncation then.
     """
 
     temperature: float = 1.0
@@ -332,7 +332,7 @@ class Distribution:
 
     def __post_init__(self) -> None:
         assert self.temperature > 0, f"temperature={self.temperature} must be above 0"
-        assert not self.stats or (self.temperature == 1 and self.truncation.off)
+        assert not self.stats or self.truncation.off
         assert self.entropy or not self.entropy_gradient
 
     def score_tokens(self, logits: Tensor, ids: Tensor, history: History | None = None) -> tuple[Tensor, Tensor | None]:

@@ -1,7 +1,7 @@
 """Losses of imitation, before they are averaged: tokens of a given text, and the distributions of a teacher.
 
-Supervised fine-tuning learns texts (:func:`cross_entropy`, :func:`dft`); distillation learns from a teacher by the
-generalised Jensen-Shannon divergence of GKD (2306.13649, :func:`generalized_jsd`).
+Supervised fine-tuning learns texts (:func:`cross_entropy`, :func:`dft`, :func:`chord`); distillation learns from a
+teacher by the generalised Jensen-Shannon divergence of GKD (2306.13649, :func:`generalized_jsd`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from lit_rl.ops.logprobs import blocks, finite_logprobs
 from lit_rl.ops.sampling_distribution import NO_TRUNCATION
 
-__all__ = ["cross_entropy", "dft"]
+__all__ = ["chord", "cross_entropy", "dft"]
 
 
 def cross_entropy(logprobs: Float[Tensor, "b t"]) -> Float[Tensor, "b t"]:
@@ -38,6 +38,19 @@ def dft(logprobs: Float[Tensor, "b t"]) -> Float[Tensor, "b t"]:
         logprobs: Of the texts' own tokens.
     """
     return -logprobs.detach().exp() * logprobs
+
+
+def chord(logprobs: Float[Tensor, "b t"]) -> Float[Tensor, "b t"]:
+    """``-sg(p (1 - p)) log p`` with ``p = pi(token)``: the token weight of CHORD (2508.11408).
+
+    sg passes no gradient on. What the policy is sure of teaches nothing, and what it would hardly write disturbs
+    nothing: the weight is largest, 1/4, where it is undecided.
+
+    Args:
+        logprobs: Of the texts' own tokens.
+    """
+    p = logprobs.detach().exp()
+    return -p * (1 - p) * logprobs
 
 
 def generalized_jsd(

@@ -207,21 +207,22 @@ class TokenStats:
     correct: Bool[Tensor, "*shape"]
     """The token is the likeliest one; of several likeliest, the first."""
     mean_logit: Float[Tensor, "*shape"]
-    """Mean over the vocabulary."""
+    """Mean over the vocabulary, of the logits divided by the temperature."""
 
 
 @torch.no_grad()
-def token_stats(logits: Float[Tensor, "b t v"], ids: Int[Tensor, "b t"]) -> TokenStats:
-    """Return statistics of positions, computed in float32 block by block.
+def token_stats(logits: Float[Tensor, "b t v"], ids: Int[Tensor, "b t"], *, temperature: float = 1.0) -> TokenStats:
+    """Return statistics of positions under ``softmax(logits / temperature)``, in float32 block by block.
 
     Args:
         logits: Of the positions that predict ``ids``: the caller has shifted them by one.
         ids: In ``[0, v)``, at padding too.
+        temperature: Above 0.
     """
     log_sum_sq = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
     mean_logit, correct = torch.empty_like(log_sum_sq), torch.empty_like(ids, dtype=torch.bool)
     for block in blocks(logits, NO_TRUNCATION):
-        numbers = logits[block].float()
+        numbers = logits[block].float() / temperature
         mean_logit[block] = numbers.mean(-1)
         correct[block] = numbers.argmax(-1) == ids[block]
         log_sum_sq[block] = (2 * numbers.log_softmax(-1)).logsumexp(-1)

@@ -22,18 +22,22 @@ old_logprobs``, ``m[i,t]`` the loss mask (0 or 1) and ``n_i = sum_t m``:
 The losses, by what happens to a token whose ratio has left its range:
 
     clipped      no gradient beyond a bound on the ratio, log ratio or log-prob: clipped_policy_loss, up_grpo_loss,
-                 gmpo_loss, cpgd_loss
+                 gmpo_loss, cpgd_loss; fipo_loss, with a weight on each token
     weighted     REINFORCE with a weight on each token, which a bound cuts and never drops: reinforce_loss,
                  importance_weighted_loss, cispo_loss, cispo_two_sided_loss
+    moment       dropped for the largest log ratios of the step, until the mean square of the others is low: m2po_loss
     divergence   dropped by the change of its probability, not by its ratio: dppo_tv_loss, dppo_kl_loss, prime_rl_loss,
                  prime_rl_ipo_loss. The ratio of a rare token is large after a harmless change, and that of a likely one
                  stays near 1 through a large one. A probability is that of the drawn token against all others together
                  (binary), so the whole vocabulary is not needed.
-    soft         a trust region without an edge: the gradient fades as the ratio leaves 1: sapo_loss, vespo_loss
+    soft         a trust region without an edge: the gradient fades as the ratio leaves 1: sapo_loss, vespo_loss;
+                 or is turned back by a penalty on the squared log ratio: dro_loss
     covariance   the entropy is held up where it is lost, at tokens that are likely and good (2505.22617):
                  clip_cov_loss, kl_cov_loss. The change of entropy in a step is minus the covariance of log-prob and
                  advantage; a token's part of it is ``cov = (A - mean A) (lp - mean lp)``, means over the loss tokens of
                  the step.
+
+    ranked       the rows of a prompt are told apart by their log-probs, as a classifier does: real_loss
 
 Metrics are pairs ``(numerator, denominator)`` over loss tokens, or extremes over rows (:mod:`lit_rl.ops.reductions`).
 Shares count tokens also where the ratio is the row's. Losses without a bound have the last two only:
@@ -50,6 +54,8 @@ Some have one of their own:
 
     clip_ratio/delta_mean   share that ``delta`` stops: ratio above it, negative advantage
     cispo_clip_ratio        share whose weight is cut; one-sided CISPO counts positive advantages only, as TRL does
+    fipo/weight_mean        mean weight of the tokens
+    m2po/dropped            share of tokens that the bound on the second moment drops
     vespo/phi_seq_mean      mean over rows of the weight phi
     clip_cov/share          share of tokens dropped for their covariance
     kl_cov/share            share of tokens with the KL penalty
@@ -63,11 +69,22 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lit_rl.ops.ranges import Above, AboveOne, Band, ClipRange, GammaShape, NotNegative, Positive, Share
-from lit_rl.ops.reductions import Highest, Lowest, Metrics, StepTokens, WeightsInside, masked_mean, masked_sum
+from lit_rl.ops.advantages import group_max, group_sum, renumber
+from lit_rl.ops.ranges import Above, AboveOne, Band, ClipRange, GammaShape, NotNegative, Positive, Share, WeightRange
+from lit_rl.ops.reductions import (
+    Highest,
+    Lowest,
+    Metrics,
+    StepTokens,
+    WeightsInside,
+    masked_mean,
+    masked_sum,
+    mean_of,
+)
+from lit_rl.ops.returns import return_to_go
 from lit_rl.ops.traits import PolicyLossTraits
 
 __all__ = [
@@ -79,11 +96,15 @@ __all__ = [
     "cpgd_loss",
     "dppo_kl_loss",
     "dppo_tv_loss",
+    "dro_loss",
+    "fipo_loss",
     "gmpo_loss",
     "importance_weighted_loss",
     "kl_cov_loss",
+    "m2po_loss",
     "prime_rl_ipo_loss",
     "prime_rl_loss",
+    "real_loss",
     "reinforce_loss",
     "sapo_loss",
     "sequence_mean_ratio",
@@ -312,6 +333,43 @@ def up_grpo_loss(
     if delta is not None:
         metrics["clip_ratio/delta_mean"] = _delta_share(terms, delta)
     return terms.only(loss), metrics
+
+
+@PolicyLossTraits(zero_without_advantage=True)
+def fipo_loss(
+    logprobs: Float[Tensor, "b t"],
+    old_logprobs: Float[Tensor, "b t"],
+    advantages: Advantages,
+    mask: Bool[Tensor, "b t"],
+    *,
+    clip_low: Share = 0.2,
+    clip_high: Positive | None = None,
+    half_life: Positive = 32.0,
+    weight_range: WeightRange = (1.0, 1.2),
+) -> tuple[Float[Tensor, "b t"], Metrics]:
+    """FIPO (2603.19835): the clipped surrogate, with a weight for what the policy did after a token.
+
+    ``sg(f_t)`` times :func:`clipped_policy_loss`, ``f_t = clip(exp(sum_{k >= t} g^(k - t) d_k), *weight_range)`` with
+    the log ratio ``d`` of tokens and ``g = 2^(-1 / half_life)``. A token whose continuation has become likelier
+    weighs more. Masked tokens add nothing and take no time.
+
+    Args:
+        logprobs: Of the policy now, with gradient.
+        old_logprobs: Of the policy that took the rollout, without.
+        advantages: One for each row or for each token.
+        mask: Loss mask.
+        clip_low: Distance of the lower bound on the ratio from 1, in (0, 1].
+        clip_high: Distance of the upper bound on the ratio from 1, above 0. None: ``clip_low``.
+        half_life: Tokens after which a log ratio counts half, above 0.
+        weight_range: Lowest and highest weight of a token: the lowest in (0, 1], the highest at least 1.
+    """
+    loss, metrics = clipped_policy_loss(
+        logprobs, old_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high
+    )
+    with torch.no_grad():
+        later = return_to_go(token_ratio(logprobs, old_logprobs, mask), mask, gamma=2 ** (-1 / half_life))
+        weight = later.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(*weight_range)
+    return loss * weight, {"fipo/weight_mean": mean_of(weight, mask), **metrics}
 
 
 @PolicyLossTraits(zero_without_advantage=True)
@@ -665,6 +723,35 @@ def sapo_loss(
     return terms.only(-gate * terms.advantages), ratio_metrics(terms)
 
 
+@PolicyLossTraits(zero_without_advantage=False)
+def dro_loss(
+    logprobs: Float[Tensor, "b t"],
+    old_logprobs: Float[Tensor, "b t"],
+    advantages: Advantages,
+    mask: Bool[Tensor, "b t"],
+    *,
+    beta: Positive = 1.0,
+) -> tuple[Float[Tensor, "b t"], Metrics]:
+    """DRO by tokens, as verl has it: ``-(lp A - beta / 2 (lp - lp_old)^2)``, no ratio and no clip.
+
+    The slope is ``-(A - beta (lp - lp_old))``: a token is drawn to the log ratio ``A / beta`` and no further, so a
+    penalty stands where others have a bound. The paper's (2405.19107) is of whole responses, with a learned value for
+    its baseline.
+
+    Args:
+        logprobs: Of the policy now, with gradient.
+        old_logprobs: Of the policy that took the rollout, without.
+        advantages: One for each row or for each token.
+        mask: Loss mask.
+        beta: Weight of the squared log ratio, above 0, in units of the advantage. With 1 a token of advantage 1 is
+            drawn one nat up.
+    """
+    terms = Terms.of(logprobs, old_logprobs, advantages, mask)
+    log_ratio = token_ratio(terms.logprobs, terms.old_logprobs, mask)  # not cut: the penalty pulls it back
+    loss = -terms.logprobs * terms.advantages + beta / 2 * log_ratio.square()
+    return terms.only(loss), ratio_metrics(terms)
+
+
 @PolicyLossTraits(zero_without_advantage=True)
 def vespo_loss(
     logprobs: Float[Tensor, "b t"],
@@ -791,6 +878,82 @@ def kl_cov_loss(
     return terms.only(loss), {"kl_cov/share": terms.share(chosen), **ratio_metrics(terms)}
 
 
+@PolicyLossTraits(zero_without_advantage=False)
+def m2po_loss(
+    logprobs: Float[Tensor, "b t"],
+    old_logprobs: Float[Tensor, "b t"],
+    advantages: Advantages,
+    mask: Bool[Tensor, "b t"],
+    step: StepTokens | None = None,
+    *,
+    threshold: Positive = 0.04,
+) -> tuple[Float[Tensor, "b t"], Metrics]:
+    """M2PO (2510.01161): ``-r A`` without the tokens of largest ``|log r|``, so many that the others' mean square of
+    ``log r`` is at most ``threshold``.
+
+    The bound is on the tokens of the step together, not on each: while the policy is near nothing is dropped, and far
+    off policy few tokens are. A dropped token stays in the denominator.
+
+    Args:
+        logprobs: Of the policy now, with gradient.
+        old_logprobs: Of the policy that took the rollout, without.
+        advantages: One for each row or for each token.
+        mask: Loss mask.
+        step: Tokens of the optimizer step. None: this batch is the whole step.
+        threshold: Highest mean square of the log ratios that stay, above 0.
+    """
+    terms = Terms.of(logprobs, old_logprobs, advantages, mask)
+    whole = _whole_step(terms, step)
+    cut = _moment_cut((whole.logprobs - whole.old_logprobs).square(), threshold)
+    dropped = token_ratio(terms.logprobs.detach(), terms.old_logprobs, mask).square() > cut
+    loss = (-terms.ratio * terms.advantages).masked_fill(dropped, 0.0)
+    return terms.only(loss), {"m2po/dropped": terms.share(dropped), **ratio_metrics(terms)}
+
+
+@PolicyLossTraits(zero_without_advantage=True)
+def real_loss(
+    logprobs: Float[Tensor, "b t"],
+    old_logprobs: Float[Tensor, "b t"],
+    advantages: Advantages,
+    mask: Bool[Tensor, "b t"],
+    group_id: Int[Tensor, " b"] | None = None,
+    *,
+    temperature: Positive = 0.5,
+) -> tuple[Float[Tensor, "b t"], Metrics]:
+    """REAL (2602.05630): rewards as labels, ``log(1 + sum_+ e^(-s / tau)) + log(1 + sum_- e^(s / tau))`` of a prompt.
+
+    ``s`` is the mean log-prob of a row; the sums are over the rows of the prompt with a positive and with a negative
+    advantage. The slope of a row is at most ``1 / tau``, however the rewards are spread: largest for the good row that
+    is least likely, and for the bad one that is likeliest. There is no ratio. Every token of a row has the loss of its
+    group, so that ``sequence_mean`` is the mean over groups of one size. A row without an advantage takes no part, and
+    has loss 0.
+
+    Args:
+        logprobs: Of the policy now, with gradient.
+        old_logprobs: Of the policy that took the rollout, for the metrics only.
+        advantages: One for each row, whose sign is its label, or for each token: then the sign of their mean.
+        mask: Loss mask.
+        group_id: Of each row: the prompt; rows of a group stand in one batch. None: all rows are of one prompt.
+        temperature: ``tau``, above 0, in nats per token. The paper's is not known here.
+    """
+    terms = Terms.of(logprobs, old_logprobs, advantages, mask)
+    rows = mask.any(1)
+    index = renumber(torch.zeros_like(rows, dtype=torch.long) if group_id is None else group_id)
+    score = masked_mean(terms.logprobs, mask, dim=1) / temperature
+    label = masked_mean(terms.advantages, mask, dim=1).sign()
+    losses = _log_one_plus_sum(-score, rows & (label > 0), index) + _log_one_plus_sum(score, rows & (label < 0), index)
+    return terms.only(losses.masked_fill(label == 0, 0.0).unsqueeze(1).expand_as(mask)), ratio_metrics(terms)
+
+
+def _log_one_plus_sum(
+    exponents: Float[Tensor, " b"], counted: Bool[Tensor, " b"], index: Int[Tensor, " b"]
+) -> Float[Tensor, " b"]:
+    """Return ``log(1 + sum e^x)`` over the counted rows of each row's group."""
+    known = exponents.masked_fill(~counted, -torch.inf)
+    top = group_max(known.detach(), index).clamp(min=0.0)
+    return (torch.expm1(-top) + group_sum((known - top).exp(), index)).log1p() + top
+
+
 def _whole_step(terms: Terms, step: StepTokens | None) -> StepTokens:
     if step is not None:
         return step
@@ -825,3 +988,15 @@ def _top_threshold(values: Float[Tensor, " n"], share: float) -> Tensor:
         return values.new_tensor(-torch.inf)
     top = values.topk(count + 1).values
     return (top[-1] + top[-2]) / 2
+
+
+@torch.no_grad()
+def _moment_cut(squares: Float[Tensor, " n"], bound: float) -> Tensor:
+    """Return a number between the squares that stay and those that are dropped, so that the mean of what stays is at
+    most the bound; -inf where the lowest is above it, inf where all stay."""
+    ordered = squares.sort().values.double()
+    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=squares.device)
+    stay = (means <= bound).sum()  # means of ascending numbers ascend
+    edges = torch.nn.functional.pad(ordered, (1, 1), value=torch.inf)
+    edges[0] = -torch.inf
+    return (edges[stay] + edges[stay + 1]) / 2

@@ -94,6 +94,11 @@ ClipRange = Annotated[
 Band = Annotated[Sequence[float], Pair("[lowest, highest] covariance", lambda low, high: low < high)]
 """Two numbers, the lower one first."""
 
+WeightRange = Annotated[
+    Sequence[float], Pair("[lowest, highest] weight, 1 between them, above 0", lambda low, high: 0 < low <= 1 <= high)
+]
+"""Two bounds on a weight that is 1 where nothing has changed."""
+
 GammaShape = Annotated[
     Sequence[float],
     Pair("[k, lambda] with k at least 0 and lambda above 0", lambda k, rate: k >= 0 and rate > 0),

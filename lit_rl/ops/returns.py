@@ -8,6 +8,9 @@ nothing.
 Estimators are called as those of :mod:`lit_rl.ops.advantages`, with the same rules for groups and for NaN rewards,
 and return ``(b, t)``. Sums are taken in float64.
 
+``gradient_norms (b, t)``, a column for those that name it, is the squared norm of the gradient of each token's log-prob
+by the logits.
+
 Estimators of turns take a turn of a conversation as one action, whose tokens share its credit. ``turn (b, t)`` is the
 number of the turn that a token belongs to, ``R_k`` what the tokens of turn ``k`` earned, and ``G_k = R_k + gamma
 G_(k+1)`` the return from it on: one discount a turn, however long turns are. Rows of a single turn have turn 0 alone.
@@ -22,7 +25,7 @@ from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_rl.ops.advantages import Groups, divide, whiten_tokens
+from lit_rl.ops.advantages import Groups, divide, group_max, group_sum, renumber, whiten_tokens
 from lit_rl.ops.ranges import NotNegative, Portion
 from lit_rl.ops.reductions import Metrics, masked_sum
 from lit_rl.ops.traits import AdvantageTraits
@@ -34,6 +37,7 @@ __all__ = [
     "gae",
     "gae_of_turns",
     "gigpo",
+    "optimal_token_baseline",
     "process_supervised",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
@@ -151,6 +155,42 @@ def centered_return_to_go(
     groups = Groups.of(earned.masked_fill(rewards.isnan(), torch.nan), group_id)
     counts = mask & (groups.size > 1).unsqueeze(1)
     return (returns - groups.mean.unsqueeze(1)).masked_fill(~counts, 0.0).to(token_rewards.dtype)
+
+
+@AdvantageTraits(compares_group=True, of_tokens=True)
+def optimal_token_baseline(
+    rewards: Float[Tensor, " b"],
+    group_id: Int[Tensor, " b"],
+    token_rewards: Float[Tensor, "b t"],
+    mask: Bool[Tensor, "b t"],
+    gradient_norms: Float[Tensor, "b t"],
+) -> Float[Tensor, "b t"]:
+    """``G_t - B_t`` with the baseline of least variance at each position: OTB (2602.07078).
+
+    ``B_t = sum G_t W_t / sum W_t`` over the rows of the group that have a ``t``-th token, with ``W_t`` the sum of
+    ``gradient_norms`` up to it: the squared norm of the gradient of the row so far, if those of its tokens are at
+    right angles. A token that no other row has a counterpart of gets 0, as do tokens that were certain from the start
+    on, which have no gradient. Advantages, weighted by ``W_t``, sum to 0 at each position.
+
+    Args:
+        rewards: Only say which rows are scored.
+        group_id: Of each row.
+        token_rewards: Rewards, each at the token where it was earned.
+        mask: Tokens that the policy wrote: the ``t``-th is counted among them.
+        gradient_norms: ``1 - 2 p + sum_v p_v^2`` of the policy that took the rollout: the squared norm of the gradient
+            of each log-prob by the logits.
+    """
+    mask = mask & ~rewards.isnan().unsqueeze(1)
+    returns = _return_to_go(token_rewards, mask, 1.0)[mask]
+    weights = gradient_norms.double().masked_fill(~mask, 0.0).cumsum(1)[mask]
+    places = renumber(group_id).unsqueeze(1) * mask.shape[1] + mask.cumsum(1) - 1
+    index = renumber(places[mask])
+    above = returns + group_max(-returns, index)  # from the lowest: equal returns are 0 from their baseline, exactly
+    total = group_sum(weights, index)
+    offset = group_sum(weights * above, index) / total.masked_fill(total == 0, 1.0)
+    advantages = torch.zeros(mask.shape, dtype=torch.float64, device=mask.device)
+    advantages[mask] = (above - offset).masked_fill(total == 0, 0.0)
+    return advantages.to(token_rewards.dtype)
 
 
 @AdvantageTraits(compares_group=False, of_tokens=True)

@@ -320,7 +320,7 @@ _IN_GROUPS = {
     "": (
         "reward reward_std frac_reward_zero_std frac_rows_skipped num_tokens num_input_tokens_seen loss entropy "
         "kl ratio_mean approx_kl cispo_clip_ratio off_policy_kept policy_loss entropy_coef kl_coef reward_kl_coef "
-        "ptx_loss lr_critic grad_norm skipped_steps lr contain_eos_token model_contain_eos_token "
+        "ptx_loss ptx_coef lr_critic grad_norm skipped_steps lr contain_eos_token model_contain_eos_token "
         "ref_contain_eos_token beta alpha mixture_coef aux_loss"
     ),
     "completions": (
@@ -340,6 +340,8 @@ _IN_GROUPS = {
     "objective": "scores kl entropy non_score_reward rlhf_reward scores_margin model_scores ref_scores",
     "value": "num_eos_tokens ratio ratio_var clipfrac_avg error mean explained_variance",
     "clip_ratio": "low_mean high_mean region_mean low_min high_max delta_mean",
+    "fipo": "weight_mean",
+    "m2po": "dropped",
     "vespo": "phi_seq_mean",
     "clip_cov": "share",
     "kl_cov": "share",

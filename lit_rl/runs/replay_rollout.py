@@ -196,14 +196,13 @@ def _measure(name: str, module: PolicyGradient, job: Replay) -> _Measured:
 def _with_credit(module: PolicyGradient, job: Replay) -> tuple[Scored, Rollout]:
     """Return the rollout with this objective's advantages. Log-probs that were saved with it are never recomputed."""
     saved, device = job.rollout, job.fabric.device
-    greedy = None if saved.greedy_rewards is None else saved.greedy_rewards.to(device)
+    named = {"greedy_rewards": saved.greedy_rewards, "gradient_norms": saved.gradient_norms}
+    further = {name: None if column is None else column.to(device) for name, column in named.items()}
     group = len(saved) // len(saved.rows)
     prompts = zip(saved.completions.prompt_ids[::group], saved.completions.prompt_mask[::group])
     texts = module.tokenizer.batch_decode([ids[mask].tolist() for ids, mask in prompts])
     rows = PromptBatch(texts, [], {}, saved.rows, [0] * len(saved.rows), rollout=saved.number)
-    scored = Scored(
-        rows, checkpoints.to_device_dataclass(saved.completions, device), saved.scores, greedy_rewards=greedy
-    )
+    scored = Scored(rows, checkpoints.to_device_dataclass(saved.completions, device), saved.scores, **further)
     scored, _ = module.choose(scored)
     ref = None if saved.ref_logprobs is None else saved.ref_logprobs.to(device)
     if module.needs_reference and ref is None:

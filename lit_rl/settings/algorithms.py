@@ -99,9 +99,10 @@ class PolicyGradientConfig(OnPolicyConfig):
 
     advantage: Callable = REQUIRED
     """`(rewards (n,), group_id (n,), ...) -> (n,) or (n, t)`; it may also name `values`, `weights`, `lengths`,
-    `greedy_rewards`, `token_rewards`, `mask`, `step_ends`, `turn`, `state`."""
+    `greedy_rewards`, `gradient_norms`, `token_rewards`, `mask`, `step_ends`, `turn`, `state`."""
     loss: Callable = imported("lit_rl.ops.policy_losses.clipped_policy_loss")
-    """`(logprobs, old_logprobs, advantages, mask) -> ((b, t), metrics)`: the loss of each token."""
+    """`(logprobs, old_logprobs, advantages, mask) -> ((b, t), metrics)`: the loss of each token; it may also name
+    `weights`, `step` and `group_id`, which keeps the completions of a prompt in one micro-batch."""
     kl: Callable = imported("lit_rl.ops.kl.corrected_k3")
     """`(logprobs, ref_logprobs, old_logprobs) -> (b, t)`: the estimator of the KL in the loss."""
     reduction: Callable = imported("lit_rl.ops.reductions.token_mean")
@@ -150,6 +151,16 @@ class PolicyGradientConfig(OnPolicyConfig):
     env: Interactive | None = None
     """Tools or an environment that answer the policy between its turns, or a function that makes whole
     rollouts. None: a completion is one turn."""
+    ptx: SupervisedText | None = None
+    """Supervised text that is learned together with the rollouts. None: none."""
+    ptx_coef: NotNegative = 0.0
+    """Weight of the supervised loss, in the first optimizer step."""
+    ptx_loss: Callable = imported("lit_rl.ops.imitation.cross_entropy")
+    """The loss of each token of the supervised text, from its log-prob `(b, t)`."""
+    ptx_decay_steps: AtLeastOne | None = None
+    """Optimizer steps over which the weight goes to `ptx_final_coef` in a straight line. None: it stays."""
+    ptx_final_coef: NotNegative = 0.0
+    """Weight of the supervised loss after `ptx_decay_steps`."""
     skip_zero_advantages: bool = True
     """Leave rows whose advantages are all 0 out of the training's forward pass, if that changes no gradient: if
     no other term learns from them, and loss and reduction declare that (`lit_rl.ops.traits`)."""
@@ -208,10 +219,6 @@ class PPOConfig(PolicyGradientConfig):
     """Largest change of a value from the rollout's in its loss. None: no bound."""
     vf_coef: NotNegative = 0.1
     """Weight of the critic's loss."""
-    ptx: SupervisedText | None = None
-    """Supervised text that is learned together with the rollouts. None: none."""
-    ptx_coef: NotNegative = 0.0
-    """Weight of the supervised loss."""
     reward_adapter: str | None = None
     """A reward model that is an adapter on the policy's base, by folder or hub id. Its score is added to the
     rewards as the function `reward_adapter`. None: no such model."""

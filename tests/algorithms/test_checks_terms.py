@@ -43,6 +43,10 @@ SOUND: list[tuple[Any, dict[str, list[Any]]]] = [
     (policy_losses.vespo_loss, {"positive": [(0.0, 0.1)], "negative": [[5.0, 5.0]]}),
     (policy_losses.clip_cov_loss, {"share": [1.0], "clip_range": [(1.0, 0.1)], "band": [(-1.0, 1.0), (0.0, math.inf)]}),
     (policy_losses.kl_cov_loss, {"share": [1e-9], "kl_coef": [0.0]}),
+    (policy_losses.dro_loss, {"beta": [1e-6, 30.0]}),
+    (policy_losses.real_loss, {"temperature": [1e-3, 30.0]}),
+    (policy_losses.fipo_loss, {"half_life": [0.5], "weight_range": [(1e-3, 1.0), [1.0, 9.0]]}),
+    (policy_losses.m2po_loss, {"threshold": [1e-6, math.inf]}),
 ]
 WRONG: list[tuple[Any, dict[str, list[Any]]]] = [
     (
@@ -68,6 +72,18 @@ WRONG: list[tuple[Any, dict[str, list[Any]]]] = [
         {"share": [0.0, 1.1], "clip_range": [(0.0, 0.1), (0.1, 0.0), (1.1, 1.0)], "band": [(5, 1)]},
     ),
     (policy_losses.kl_cov_loss, {"share": [0.0, math.nan], "kl_coef": [-1.0]}),
+    (policy_losses.dro_loss, {"beta": [0.0, -1.0]}),
+    (policy_losses.real_loss, {"temperature": [0.0, -0.5]}),
+    (
+        policy_losses.fipo_loss,
+        {
+            "half_life": [0.0, -3.0],
+            "weight_range": [(0.0, 1.2), (1.1, 1.2), (0.5, 0.9)],
+            "clip_low": [0.0],
+            "clip_high": [0.0],
+        },
+    ),
+    (policy_losses.m2po_loss, {"threshold": [0.0, -0.04]}),
 ]
 
 

@@ -99,6 +99,8 @@ COUPLED = {
     "vespo",
     "dppo-kl",
     "up-grpo",
+    "fipo",
+    "m2po",
     "cpgd",
     "gigpo",
     "process",
@@ -124,6 +126,15 @@ def test_accumulation_changes_nothing_off_policy(name, tmp_path):
     whole = change_of_weights(tmp_path, algorithm, settings, steps=2, lr=0.05)
     assert max(change.abs().max() for change in whole.values()) > 1e-5
     cut = change_of_weights(tmp_path, algorithm, settings, steps=2, lr=0.05, accumulate=8, split_groups=2)
+    for key, change in whole.items():
+        assert (change - cut[key]).norm() <= 1e-4 * change.norm() + 1e-7, key
+
+
+def test_a_loss_that_compares_completions_is_given_whole_groups(tmp_path):
+    algorithm, settings = TWO_STEPS["real"]
+    whole = change_of_weights(tmp_path, algorithm, settings, steps=2, lr=0.05)
+    assert max(change.abs().max() for change in whole.values()) > 1e-5
+    cut = change_of_weights(tmp_path, algorithm, settings, steps=2, lr=0.05, accumulate=4)
     for key, change in whole.items():
         assert (change - cut[key]).norm() <= 1e-4 * change.norm() + 1e-7, key
 

@@ -8,15 +8,16 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from small_rollouts import EachBatch, batch, completions, scores, trainer
 
-from lit_rl.algorithms import PPO, AdamW, Constant, Linear
+from lit_rl.algorithms import GRPO, PPO, AdamW, Constant, Linear
 from lit_rl.algorithms.evaluation.summary_statistics import Averages
 from lit_rl.algorithms.optim.optimizers import ByPath
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.core.errors import DataError
+from lit_rl.core.errors import ConfigError, DataError
 from lit_rl.core.rollout import Rollout, Sampling
 from lit_rl.data.encode import Encoder
 from lit_rl.data.prompt_module import RolloutDataModule
@@ -24,7 +25,9 @@ from lit_rl.data.supervised_text import SupervisedText
 from lit_rl.data.tasks import Addition
 from lit_rl.models.adapters import Lora
 from lit_rl.models.critics import AdapterCritic, SeparateCritic, SharedTrunk
+from lit_rl.models.forward import score_texts
 from lit_rl.models.language_model import LanguageModel
+from lit_rl.ops.imitation import chord
 from lit_rl.ops.kl import k1
 from lit_rl.ops.policy_losses import clipped_policy_loss
 from lit_rl.ops.reductions import Metrics
@@ -319,6 +322,46 @@ def test_supervised_text_adds_its_cross_entropy_however_the_step_is_cut(accumula
         expected = -parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
         difference = with_text[f"policy.{name}"] - without[f"policy.{name}"]
         assert (difference - expected).norm() <= 1e-4 * expected.norm() + 1e-6, name
+
+
+def test_beside_grpo_the_weight_of_the_text_decays_and_its_tokens_count_by_their_doubt(texts, tmp_path):
+    """Two steps that nothing but the text moves, weighed 0.6 and 0.35 on the way from 0.6 to 0.1 over two steps."""
+    text, seen = SupervisedText(str(texts), batch_size=5), []
+
+    class Watched(L.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            step, policy = trainer.global_step, pl_module.policy
+            seen.append((pl_module.supervised.weight(step), {n: p.grad.clone() for n, p in policy.named_parameters()}))
+            batch = text.batch(Encoder(pl_module.tokenizer), step, pl_module.seed)
+            scores = score_texts(policy, batch).logprobs
+            p = scores.detach().exp()
+            loss = -(p * (1 - p) * scores)[batch.learned].sum() / batch.learned.sum()
+            own = torch.autograd.grad(seen[-1][0] * loss, list(policy.parameters()))
+            for wanted, found in zip(own, seen[-1][1].values()):
+                assert (found - wanted).norm() <= 1e-4 * wanted.norm() + 1e-7
+
+    settings = {"ptx_loss": chord, "ptx_coef": 0.6, "ptx_decay_steps": 2, "ptx_final_coef": 0.1}
+    module = GRPO(
+        "tiny",
+        lambda completions: [0.0] * len(completions),
+        group_size=2,
+        ptx=text,
+        sampling=Sampling(max_new_tokens=3),
+        **settings,
+    )
+    data = RolloutDataModule(task=Addition(max_operand=5, val_rows=0), prompts_per_rollout=4)
+    trainer(tmp_path, max_steps=2, callbacks=[Watched()], accumulate_grad_batches=2).fit(module, datamodule=data)
+    assert [weight for weight, _ in seen] == pytest.approx([0.6, 0.35])
+    assert module.coefficients()["ptx_coef"] == pytest.approx(0.1) and module.supervised.weight(99) == 0.1
+
+
+def test_the_weight_of_supervised_text_decays_in_some_steps_or_not_at_all(texts):
+    for settings in (
+        {"ptx_decay_steps": 9},
+        {"ptx": SupervisedText(str(texts)), "ptx_coef": 1.0, "ptx_final_coef": 0.1},
+    ):
+        with pytest.raises(ConfigError, match=r"algo\.ptx_decay_steps"):
+            ppo(**settings)
 
 
 def test_a_missing_file_ends_the_run_before_weights_are_loaded(tmp_path):

@@ -10,6 +10,7 @@ from plain_scores import token_logits
 from tiers import in_turn
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
+from lit_rl.algorithms.rollouts.rollout_plan import frozen_logprobs, with_gradient_norms
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import Sampling, trim
 from lit_rl.core.vision_inputs import PromptVision, Vision
@@ -149,6 +150,27 @@ def test_settings_of_the_end_of_a_response_have_no_part_in_scores(make_model, ma
     plain = score(policy, completions, Sampling())
     other = score(policy, completions, Sampling(max_new_tokens=9, stop=("x",)))
     assert torch.equal(plain.logprobs, other.logprobs)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("shared", [{}, {"folded_attention": False}, {"shared_prompts": False}])
+def test_norms_of_gradients_are_those_of_autograd(make_model, make_completions, fused, shared):
+    """Of the log-prob of each token by the logits over the temperature; two prompts of two rows, in two calls."""
+    prompts, responses = [[5, 6, 7, 8]] * 2 + [[9]] * 2, [[1, 2], [3, 4, 5, 258], [258], [7, 7, 258]]
+    policy = LanguageModel(str(make_model())).load()
+    completions = make_completions(prompts, responses, left=1, right=2)
+    completions = dataclasses.replace(completions, group_id=torch.tensor([0, 0, 1, 1]))
+    asked = {"sampling": Sampling(temperature=0.7), "options": ForwardOptions(fused_head=fused, **shared)}
+    logprobs, norms = with_gradient_norms(policy, completions, rows_at_once=2, **asked)
+    plain, mask = frozen_logprobs(policy, completions, rows_at_once=4, **asked), completions.response_mask
+    torch.testing.assert_close(logprobs[mask], plain[mask])
+    assert norms.shape == logprobs.shape and not norms.requires_grad
+    for row, (prompt, response) in enumerate(zip(prompts, responses)):
+        logits = policy(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].detach() / 0.7
+        logits.requires_grad_()
+        picked = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None]).sum()
+        (slopes,) = torch.autograd.grad(picked, logits)
+        torch.testing.assert_close(norms[row, : len(response)], slopes.square().sum(1), rtol=1e-4, atol=1e-5)
 
 
 # ------------------------------------------------------------------ mixtures of experts

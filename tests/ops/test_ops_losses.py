@@ -17,11 +17,15 @@ from lit_rl.ops.policy_losses import (
     cpgd_loss,
     dppo_kl_loss,
     dppo_tv_loss,
+    dro_loss,
+    fipo_loss,
     gmpo_loss,
     importance_weighted_loss,
     kl_cov_loss,
+    m2po_loss,
     prime_rl_ipo_loss,
     prime_rl_loss,
+    real_loss,
     reinforce_loss,
     sapo_loss,
     sequence_mean_ratio,
@@ -45,7 +49,10 @@ PLAIN = [
     cpgd_loss,
     dppo_kl_loss,
     dppo_tv_loss,
+    dro_loss,
+    fipo_loss,
     gmpo_loss,
+    m2po_loss,
     prime_rl_ipo_loss,
     prime_rl_loss,
     reinforce_loss,
@@ -64,6 +71,7 @@ LOSSES = {
     # Shares that a batch of fourteen tokens can show. With share 1 every token of the band goes: nothing is random.
     "clip_cov_loss": partial(clip_cov_loss, share=1.0, band=(0.05, 5.0)),
     "kl_cov_loss": partial(kl_cov_loss, share=0.2),
+    "real_loss": real_loss,
 }
 every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
 
@@ -153,7 +161,7 @@ AT_RATIO_ONE = {
     name: loss
     for name, loss in LOSSES.items()
     # The random drop of Clip-Cov acts here too: test_clip_cov_without_its_drop_is_the_clipped_loss.
-    if name != "clip_cov_loss"
+    if name not in ("clip_cov_loss", "real_loss")  # a classifier of rows: test_real
     # A row's tokens carry as many gradients of the row's sum: test_sequence_sum_of_a_row_mean_is_reinforce. CISPO takes
     # its gradient from the log-prob, whatever the level of the weight.
     and (not name.endswith("/sequence_sum") or "cispo" in name)
@@ -226,8 +234,10 @@ def test_micro_batches_make_the_same_losses_and_metrics(loss, batch):
     logprobs, old, advantages, mask = batch
     step = StepTokens.of(mask, logprobs=logprobs, old_logprobs=old, advantages=advantages)
     more = {"step": step} if "step" in inspect.signature(loss).parameters else {}
-    whole, whole_metrics, whole_grad = run(loss, *batch)
-    parts = [run(loss, *(x[rows] for x in batch), **more) for rows in (slice(0, 1), slice(1, None))]
+    prompts = {"group_id": torch.tensor([4, 4, 2, 2])} if loss is real_loss else {}
+    whole, whole_metrics, whole_grad = run(loss, *batch, **prompts)
+    cut = 2 if prompts else 1  # whole groups, where the rows of a prompt are compared
+    parts = [run(loss, *(x[rows] for x in batch), **more) for rows in (slice(0, cut), slice(cut, None))]
     torch.testing.assert_close(torch.cat([part[0] for part in parts]), whole)
     torch.testing.assert_close(torch.cat([part[2] for part in parts]), whole_grad)
     for name, metric in whole_metrics.items():
@@ -249,7 +259,7 @@ def test_metrics_carry_no_graph(loss, batch):
 
 
 SMOOTH = {name: loss for name, loss in LOSSES.items() if "cispo" not in name and "/sequence_token" not in name}
-for stop_gradient in ("vespo_loss", "dppo_tv_loss", "dppo_kl_loss", "up_grpo_loss"):
+for stop_gradient in ("vespo_loss", "dppo_tv_loss", "dppo_kl_loss", "up_grpo_loss", "fipo_loss"):
     del SMOOTH[stop_gradient]
 
 
@@ -277,6 +287,7 @@ def test_the_gradient_is_the_slope_of_the_value(loss, batch):
         (gmpo_loss, math.exp(-0.41), math.exp(0.41)),
         (cpgd_loss, 0.79, 1.21),
         (up_grpo_loss, 0.79, None),
+        (fipo_loss, 0.79, 1.21),
         # A probability of 0.5 that moves by 0.2; a binary KL of 0.05 lies at 0.5 -+ 0.15.
         (dppo_tv_loss, 0.58, 1.42),
         (partial(dppo_tv_loss, threshold_high=0.1), 0.58, 1.22),

@@ -15,11 +15,15 @@ from lit_rl.ops.policy_losses import (
     cpgd_loss,
     dppo_kl_loss,
     dppo_tv_loss,
+    dro_loss,
+    fipo_loss,
     gmpo_loss,
     importance_weighted_loss,
     kl_cov_loss,
+    m2po_loss,
     prime_rl_ipo_loss,
     prime_rl_loss,
+    real_loss,
     reinforce_loss,
     sapo_loss,
     sequence_mean_ratio,
@@ -260,6 +264,68 @@ def test_up_grpo():
     assert at(p=0.25, advantage=-1.0) == pytest.approx((2.5, 2.5))
     assert at(p=0.5, advantage=-1.0) == pytest.approx((3.0, 0.0))
     assert at(p=0.5, advantage=-1.0, delta=None) == pytest.approx((5.0, 5.0))
+
+
+def test_dro_draws_a_token_to_the_log_ratio_that_its_advantage_is_worth():
+    at = partial(one_token, dro_loss, p_old=0.4)
+    assert at(p=0.6, advantage=2.0) == pytest.approx((-2 * log(0.6) + log(1.5) ** 2 / 2, -2 + log(1.5)))
+    assert at(p=0.6, advantage=2.0, beta=0.5)[1] == pytest.approx(-2 + 0.5 * log(1.5))
+    for beta in (0.5, 3.0):
+        assert at(p=0.4 * exp(-0.3 / beta), advantage=-0.3, beta=beta)[1] == pytest.approx(0.0, abs=1e-6)
+    assert at(p=0.2, advantage=0.0)[1] == pytest.approx(-log(2)), "without an advantage it is drawn back"
+
+
+def test_fipo_weighs_a_token_by_what_became_of_its_continuation():
+    """Log ratios 0.1, -0.05 and 0.08, whose sums from a token on halve with every token."""
+    moved = (0.1, -0.05, 0.08)
+    later = [0.1 + (-0.05 + 0.08 / 2) / 2, -0.05 + 0.08 / 2, 0.08]
+    p = [0.4 * exp(d) for d in moved]
+    plain = [exp(d) for d in moved]
+    losses, grads, metrics = one_row(fipo_loss, p, [0.4] * 3, -2.0, half_life=1.0, weight_range=(0.5, 2.0))
+    expected = [2 * r * exp(s) for r, s in zip(plain, later)]
+    assert losses == pytest.approx(expected) and grads == pytest.approx(expected), "the weight has no gradient"
+    assert means(metrics)["fipo/weight_mean"] == pytest.approx(sum(map(exp, later)) / 3)
+    losses, *_ = one_row(fipo_loss, p, [0.4] * 3, -2.0, half_life=1.0, weight_range=(1.0, 1.08))
+    weights = [1.08, 1.0, 1.08]
+    assert losses == pytest.approx([2 * r * f for r, f in zip(plain, weights)]), "never below 1, nor above the highest"
+    *_, metrics = one_row(fipo_loss, p, [0.4] * 3, 1.0, clip_high=0.09)
+    assert means(metrics)["clip_ratio/high_mean"] == pytest.approx(1 / 3)
+    halved = one_row(fipo_loss, [0.4] * 32 + [0.4 * exp(0.1)], [0.4] * 33, -1.0)[0][0]
+    assert halved == pytest.approx(exp(0.05)), "a token 32 places later counts half"
+
+
+def test_m2po_drops_the_largest_log_ratios_until_the_mean_of_their_squares_is_low():
+    """Squares 0.01, 0.04, 0.09 and 0.16 of log ratios of both signs: their means from below are 0.01, 0.025, 0.0467
+    and 0.075."""
+    moved = (0.3, -0.1, 0.2, -0.4)
+    p, kept = [0.4 * exp(d) for d in moved], {0.075: 4, 0.0749: 3, 0.04: 2, 0.0251: 2, 0.0249: 1, 0.0099: 0}
+    for threshold, count in kept.items():
+        losses, grads, metrics = one_row(m2po_loss, p, [0.4] * 4, -1.0, threshold=threshold + 1e-5)
+        bound = sorted(map(abs, moved))[count - 1] if count else 0
+        expected = [exp(d) if abs(d) <= bound else 0 for d in moved]
+        assert losses == pytest.approx(expected) and grads == pytest.approx(expected), threshold
+        assert means(metrics)["m2po/dropped"] == pytest.approx(1 - count / 4)
+    losses, *_ = one_row(m2po_loss, p, [0.4] * 4, -1.0)
+    assert [value > 0 for value in losses] == [False, True, True, False], "a second moment of 0.04"
+
+
+def test_real():
+    """Two prompts, in turn: mean log-probs -1, -0.5 and -2 of a good, a good and a bad row; -3 of a bad one alone."""
+    logprobs = torch.tensor([[-1.0, -1.0], [-3.0, -9.0], [-0.5, -9.0], [-1.0, -3.0]], requires_grad=True)
+    mask = torch.tensor([[1, 1], [1, 0], [1, 0], [1, 1]]).bool()
+    advantages, prompts = torch.tensor([0.1, -1.0, 0.3, -0.4]), torch.tensor([8, 3, 8, 8])
+    out, _ = real_loss(logprobs, logprobs.detach(), advantages, mask, prompts, temperature=0.5)
+    good, bad, alone = exp(2) + exp(1), exp(-4), exp(-6)
+    first, second = log(1 + good) + log(1 + bad), log(1 + alone)
+    for found, row in zip(out.tolist(), [[first, first], [second, 0], [first, 0], [first, first]]):
+        assert found == pytest.approx(row)
+    (grad,) = torch.autograd.grad(out[:, 0].sum() / 3, logprobs)
+    slopes = [-2 * exp(2) / (1 + good), 2 / 3 * alone / (1 + alone), -2 * exp(1) / (1 + good), 2 * bad / (1 + bad)]
+    expected = [[slopes[0] / 2] * 2, [slopes[1], 0], [slopes[2], 0], [slopes[3] / 2] * 2]
+    for found, row in zip(grad.tolist(), expected):
+        assert found == pytest.approx(row), "good rows rise and bad ones fall, the worse ranked by more"
+    nothing, _ = real_loss(logprobs, logprobs.detach(), torch.zeros(4), mask, prompts)
+    assert nothing.eq(0).all() and nothing.requires_grad
 
 
 def test_cpgd():

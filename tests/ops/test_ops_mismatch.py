@@ -16,6 +16,7 @@ from lit_rl.ops.engine_mismatch import (
     mismatch_metrics,
     normalize_sequence_weights,
     normalize_token_weights,
+    reject_outside_trust_region,
     reject_sequences_by_max,
     reject_sequences_by_mean,
     reject_sequences_by_sum,
@@ -24,6 +25,7 @@ from lit_rl.ops.engine_mismatch import (
     sequence_truncate,
     token_mask,
     token_truncate,
+    tv_statistic,
 )
 from lit_rl.ops.reductions import Highest, Lowest, WeightTotals, masked_moments
 
@@ -31,6 +33,10 @@ reproducible = settings(derandomize=True, deadline=None, max_examples=15)
 CORRECTIONS = [token_truncate, token_mask, sequence_truncate, sequence_mask]
 BY_ROW = [reject_sequences_by_sum, reject_sequences_by_mean, reject_sequences_by_max]
 REJECTIONS = [partial(reject, statistic=k3_statistic, high=0.1) for reject in (reject_tokens, *BY_ROW)]
+REJECTIONS += [
+    partial(reject_sequences_by_mean, statistic=tv_statistic, high=0.2),
+    partial(reject_outside_trust_region, statistic=k2_statistic, high=0.2, high_mean=0.1),
+]
 every_correction = pytest.mark.parametrize("correction", CORRECTIONS)
 
 LOG2, LOG3 = math.log(2), math.log(3)
@@ -140,6 +146,12 @@ class TestRejection:
         torch.testing.assert_close(k1_statistic(d), -d)
         torch.testing.assert_close(k2_statistic(d), torch.tensor([LOG2**2 / 2, LOG2**2 / 2, 0]))
         torch.testing.assert_close(k3_statistic(d), torch.tensor([1 - LOG2, LOG2 - 0.5, 0]))
+        torch.testing.assert_close(tv_statistic(d), torch.tensor([0.5, 0.25, 0]))
+
+    def test_the_mean_of_tv_over_the_engines_tokens_is_the_total_variation(self):
+        policy, engine = torch.randn(2, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).softmax(1)
+        mean = (engine * tv_statistic(policy.log() - engine.log())).sum()
+        torch.testing.assert_close(mean, (policy - engine).abs().sum() / 2)
 
     def test_tokens_by_hand(self):
         keep = partial(reject_tokens, *logprobs(), MASK)
@@ -162,6 +174,14 @@ class TestRejection:
         assert by_max.any(1).tolist() == [False, True, True]
         for keep in (by_sum, by_mean, by_max):
             assert torch.equal(keep, MASK & keep.any(1, keepdim=True))  # a row stays or goes as a whole
+
+    def test_a_row_outside_the_trust_region_by_hand(self):
+        """tv of the rows: (0.5, 1), (0.25, 0.25, 0), (0, 0.5, 0): the largest 1, 0.25, 0.5; the means 3/4, 1/6, 1/6."""
+        for high, high_mean, want in ((2.0, 0.8, [1, 1, 1]), (2.0, 0.7, [0, 1, 1]), (0.4, 0.2, [0, 1, 0])):
+            keep = reject_outside_trust_region(
+                *logprobs(), MASK, statistic=tv_statistic, high=high, high_mean=high_mean
+            )
+            assert torch.equal(keep, MASK & torch.tensor(want).bool()[:, None]), (high, high_mean)
 
     @pytest.mark.parametrize("reject", REJECTIONS)
     @reproducible
@@ -195,6 +215,12 @@ class TestRejection:
             reject_sequences_by_max(*logprobs(), MASK, statistic=k1_statistic, high=0.5)
         with pytest.raises(ValueError, match="high=-1.0 rejects everything"):
             reject_sequences_by_max(*logprobs(), MASK, statistic=k2_statistic, high=-1.0)
+        region = partial(reject_outside_trust_region, *logprobs(), MASK)
+        with pytest.raises(ValueError, match="take k2 or k3"):
+            region(statistic=k1_statistic, high=0.5, high_mean=0.1)
+        for high, high_mean in ((0.1, 0.5), (1.0, 0.0)):
+            with pytest.raises(ValueError, match=f"high_mean={high_mean} high={high}"):
+                region(statistic=k3_statistic, high=high, high_mean=high_mean)
 
 
 class TestNormalisation:

@@ -13,6 +13,7 @@ from lit_rl.ops.advantages import centered, remax, whiten_tokens
 from lit_rl.ops.returns import (
     centered_return_to_go,
     gae,
+    optimal_token_baseline,
     process_supervised,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
@@ -32,7 +33,18 @@ def baseline_of_rows(rewards, group_id, token_rewards, mask):
     return reinforce_plus_plus_baseline(rewards, group_id, mask)
 
 
+def norms_of(mask):
+    """Squared norms of gradients that depend on the token's place in the batch's columns only; NaN outside the mask."""
+    norms = (1.1 + torch.arange(mask.shape[1]).cos()).expand(mask.shape)
+    return norms.masked_fill(~mask, math.nan)
+
+
+def with_norms(rewards, group_id, token_rewards, mask):
+    return optimal_token_baseline(rewards, group_id, token_rewards, mask, norms_of(mask))
+
+
 ESTIMATORS = [
+    with_norms,
     partial(reinforce_plus_plus, gamma=0.9),
     baseline_of_rows,
     centered_return_to_go,
@@ -196,6 +208,36 @@ class TestRewardAtTheLastToken:
         got = reinforce_plus_plus_baseline(rewards, group_id, mask, eps=0.5)
         want = whiten_tokens(centered(rewards, group_id)[:, None].expand(6, 3), scored, eps=0.5)
         torch.testing.assert_close(got, want)
+
+
+def test_the_optimal_token_baseline_by_hand():
+    """One group. Returns to go: 3, 2 | 1, 1, 1 | 4; sums of norms: 1, 3 | 2, 2, 3 | 1."""
+    token_rewards = torch.tensor([[1.0, 9.0, 2.0, 0.0], [0.0, 0.0, 1.0, 9.0], [4.0, 9.0, 9.0, 9.0]])
+    mask = torch.tensor([[1, 0, 1, 0], [1, 1, 1, 0], [1, 0, 0, 0]]).bool()
+    norms = torch.tensor([[1.0, 7.0, 2.0, 7.0], [2.0, 0.0, 1.0, 7.0], [1.0, 7.0, 7.0, 7.0]])
+    rewards = totals(token_rewards, mask)
+    first, second = (3 * 1 + 1 * 2 + 4 * 1) / (1 + 2 + 1), (2 * 3 + 1 * 2) / (3 + 2)
+    want = [[3 - first, 0, 2 - second, 0], [1 - first, 1 - second, 0, 0], [4 - first, 0, 0, 0]]
+    got = optimal_token_baseline(rewards, torch.zeros(3, dtype=torch.long), token_rewards, mask, norms)
+    torch.testing.assert_close(got, torch.tensor(want))  # the third token of the second row has no counterpart
+    certain = optimal_token_baseline(
+        rewards, torch.zeros(3, dtype=torch.long), token_rewards, mask, torch.zeros_like(norms)
+    )
+    assert certain.eq(0).all()
+
+
+@reproducible
+@given(batch=batches())
+def test_the_optimal_token_baseline_has_the_least_variance(batch):
+    """``sum W (G - B)^2`` of a position has its least value at B, where ``sum W (G - B)`` is 0."""
+    rewards, group_id, token_rewards, mask = batch
+    got, mask = with_norms(*batch), mask & ~rewards.isnan()[:, None]
+    weighted = got * norms_of(mask).nan_to_num(0.0).cumsum(1)
+    place = mask.cumsum(1)
+    for group in group_id.unique():
+        for t in range(1, mask.shape[1] + 1):
+            there = mask & (place == t) & (group_id == group)[:, None]
+            assert weighted[there].sum().item() == pytest.approx(0.0, abs=1e-5)
 
 
 def test_reinforce_plus_plus_by_hand():

@@ -70,7 +70,7 @@ def test_every_shipped_function_declares_its_traits():
     for group, kind in KINDS.items():
         assert all(traits_of(function, kind) is not None for function in shipped(group).values()), group
     assert {group: len(shipped(group)) for group in KINDS} == {
-        "advantage": 22, "loss": 16, "reduction": 8, "correction": 5, "rejection/statistic": 3, "preference": 17,
+        "advantage": 23, "loss": 20, "reduction": 8, "correction": 5, "rejection/statistic": 4, "preference": 17,
     }  # fmt: skip
 
 
@@ -129,6 +129,7 @@ def advantages(estimator: Any, rewards: Any, *, change: Any = (0.0,) * 6, kl: An
         "weights": torch.ones(rows, 1),
         "lengths": torch.full((rows,), 2),
         "greedy_rewards": torch.zeros(rows),
+        "gradient_norms": torch.linspace(0.2, 1.4, 2 * rows).view(rows, 2),
         "token_rewards": at_tokens,
         "mask": mask,
         "step_ends": torch.tensor([False, True]).expand(rows, 2),

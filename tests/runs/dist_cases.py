@@ -241,6 +241,7 @@ WRITTEN = {
 
 FORMULAS = (
     *("clipped-delta", "gspo-token", "cispo", "cispo-two-sided", "sapo", "dppo-tv", "dppo-kl", "prime-rl", "up-grpo"),
+    *("dro", "fipo", "otb"),
     *("cpgd", "opo", "process", "maxrl", "pass-at-k", "lite-ppo", "vespo", "kl-cov", "ppo", "top-entropy-and-bonus"),
     *("kl-corrected-k1", "kl-corrected-k2", "kl-in-reward", "entropy-bonus", "entropy-adaptive", "top-entropy"),
 )

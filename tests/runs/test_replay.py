@@ -342,6 +342,13 @@ def test_greedy_rewards_are_saved_where_the_run_drew_them(finished, compare):
     assert own["gradient_norm"] == pytest.approx(logged["train/grad_norm"], rel=1e-4)
 
 
+def test_norms_of_gradients_are_saved_where_an_advantage_read_them(finished, compare):
+    folder = finished("algo=otb")
+    (own,) = compare(folder, "otb", ckpt_path=folder / "checkpoints" / "step_00000005.ckpt")["objectives"]
+    (logged,) = [row for row in rows(folder) if row["step"] == 6 and "train/loss" in row]
+    assert own["gradient_norm"] == pytest.approx(logged["train/grad_norm"], rel=1e-4)
+
+
 # ---------------------------------------------------------------------- the command
 
 
@@ -361,6 +368,7 @@ REFUSED = {
     "offline": (["replay.losses=[grpo,dpo]"], 2, "dpo is no objective over the rewards of a rollout"),
     "pairs": (["replay.losses=[online_dpo]"], 2, "online_dpo is no objective over the rewards of a rollout"),
     "critic": (["replay.losses=[grpo,ppo]"], 2, "ppo learns with a critic"),
+    "norms": (["replay.losses=[otb]"], 2, "otb reads how large a gradient each token had"),
     "greedy": (["replay.losses=[remax]"], 2, "remax compares with the reward of greedy completions"),
     "none": ([], 2, "replay.losses=[] must be a list of algo presets"),
     "one": (["losses=grpo"], 2, "replay.losses=grpo must be a list"),
@@ -575,7 +583,9 @@ def _module(saved: SavedRollout) -> Any:
     mask, old = saved.completions.response_mask, saved.old_logprobs
     rollout = Rollout(saved.completions, total, total, mask, old_logprobs=old)
     return SimpleNamespace(
-        scored=SimpleNamespace(batch=batch, completions=saved.completions, scores=saved.scores, greedy_rewards=None),
+        scored=SimpleNamespace(
+            batch=batch, completions=saved.completions, scores=saved.scores, greedy_rewards=None, gradient_norms=None
+        ),
         rollout=rollout,
         plan=SimpleNamespace(minibatches=2, accumulate=2, split_groups=1, world_size=1),
     )

@@ -45,7 +45,10 @@ from lit_rl.ops.traits import AdvantageTraits, CorrectionTraits, PolicyLossTrait
 Estimator = Callable[..., Any]
 
 _BY_POSITION = ("rewards", "group_id")
-_COLUMNS = ("values", "weights", "lengths", "greedy_rewards", "token_rewards", "mask", "step_ends", "turn", "state")
+_COLUMNS = (
+    *("values", "weights", "lengths", "greedy_rewards", "gradient_norms", "token_rewards", "mask", "step_ends"),
+    *("turn", "state"),
+)
 """Columns that an estimator of rows may name."""
 
 
@@ -99,6 +102,20 @@ def check_estimator_inputs(
             "KL in the loss, set algo.beta."
         )
     whitening.check_fits(of_tokens=traits.of_tokens)
+
+
+def check_norms_are_known(estimator: Estimator, sampling: Sampling) -> None:
+    """Refuse an estimator that reads norms of gradients of another distribution than the one that is sampled.
+
+    Raises:
+        ConfigError: the sampling truncates or reshapes the distribution.
+    """
+    if sampling.reshaped and "gradient_norms" in parameters(estimator):
+        keys = ", ".join(f"sampling.{name}={getattr(sampling, name)}" for name in sampling.reshaped)
+        raise ConfigError(
+            f"{keys}: algo/advantage={name_of(estimator)} reads the sum of squared probabilities, which is computed of "
+            "softmax(logits / temperature) alone. Leave it out, or set another algo/advantage, such as opo."
+        )
 
 
 def check_token_estimator(estimator: Estimator, whitening: Whitening) -> None:
@@ -312,6 +329,19 @@ def _weighs_rows(correction: Callable[..., Tensor]) -> bool:
 
 _CUTTING = ("top_p", "top_k", "min_p")
 """Settings that rule out tokens by probability: engine and training may rule out different ones."""
+
+
+def check_whole_groups(loss: Callable, split_groups: int | str) -> None:
+    """Refuse to cut the groups of a loss that compares the completions of a prompt.
+
+    Raises:
+        ConfigError: the loss names `group_id`, and its groups would be cut.
+    """
+    if "group_id" in parameters(loss) and split_groups not in (1, "auto"):
+        raise ConfigError(
+            f"algo.split_groups={split_groups}: algo/loss={name_of(loss)} compares the completions of one prompt "
+            "inside a micro-batch. Leave it at 1; a smaller algo.group_size needs less memory."
+        )
 
 
 def check_sampling(sampling: Sampling, generator: Generator, *, weighted: bool) -> None:

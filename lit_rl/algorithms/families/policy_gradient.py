@@ -8,6 +8,7 @@ under the reference, sampler_it as the engine reported them, and the loss mask m
     weights      u_it = weight_norm(correction(old_it, sampler_it)), m_it <- m_it and rejection(old_it, sampler_it)
     tokens       l_it = loss(lp_it, old_it, A) off_policy_mask_i selection_it u_it + beta kl(lp_it, ref_it, old_it)
     objective    reduction(l, m) - entropy coefficient * mean entropy + router_aux_loss_coef * router loss
+                 + ptx_coef * mean of ptx_loss(log-probs of supervised text)
 
 In the last three lines `loss` and `reduction` are on by default, and `correction` for a separate engine (vLLM).
 `PolicyGradient.advantages` computes the first three lines, and `PolicyGradient.loss` the others. Weights that need the
@@ -25,6 +26,8 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.checks import argument_checks, policy_gradient_checks
+from lit_rl.algorithms.checks.memory import AuxiliaryTexts
+from lit_rl.algorithms.checks.model_sizes import StepFacts
 from lit_rl.algorithms.checks.policy_gradient_checks import check_lag, check_sampling
 from lit_rl.algorithms.checks.strategy_checks import Feature
 from lit_rl.algorithms.chosen_functions import (
@@ -48,8 +51,10 @@ from lit_rl.algorithms.terms.regularizers import (
     KLPenalty,
     ReferenceKL,
 )
+from lit_rl.algorithms.terms.supervised import SupervisedTerm
 from lit_rl.algorithms.terms.token_weights import EngineCorrection, OffPolicyMask, TokenSelection, step_tokens
 from lit_rl.core.rollout import Completions, Rollout
+from lit_rl.data.encode import Encoder
 from lit_rl.models.forward import TokenScores, score
 from lit_rl.models.modes import drops_out
 from lit_rl.ops.reductions import Metrics, StepTokens, StepTotals, masked_sum
@@ -82,14 +87,21 @@ class PolicyGradient(OnPolicyModule, ABC):
         self.entropy = None if settings.entropy is None else EntropyBonus(settings.entropy)
         self.router_aux_loss_coef, self.mask_truncated = settings.router_aux_loss_coef, settings.mask_truncated
         self.replay, self.env = settings.replay, settings.env
+        decay = settings.ptx_decay_steps, settings.ptx_final_coef
+        self.supervised = SupervisedTerm(settings.ptx, settings.ptx_coef, settings.ptx_loss, *decay)
+        self.learns_text = settings.ptx is not None
         self._check_terms()
         self.needs_reference = self.kl.needs_reference
         self.needs_greedy_rewards = "greedy_rewards" in parameters(settings.advantage)
+        self.needs_gradient_norms = "gradient_norms" in parameters(settings.advantage)
         reads_step = reads_column(settings.loss, "step") or self.selection.needs_step
         self.needs_step = reads_step or (settings.selection is not None and settings.entropy is not None)
         made_of_old = self.kl.needs_old_logprobs, self.engine_correction.needs_old_logprobs, settings.replay
+        made_of_old = *made_of_old, self.needs_gradient_norms
         self._reads_old_logprobs = not self.ratio_is_one or any(made_of_old)
         self._loss_reads = tuple(name for name in ("weights", "step") if reads_column(settings.loss, name))
+        if "group_id" in parameters(settings.loss):  # asked for by name: it makes micro-batches of whole groups
+            self._loss_reads, self.compares_in_step = (*self._loss_reads, "group_id"), True
         self._loss_multiplies_weights = multiplies_weights(settings.loss)
         self.skip_zero_advantages = settings.skip_zero_advantages
         self._zero_advantages_teach_nothing = policy_gradient_checks.can_skip_zero_advantages(
@@ -145,6 +157,8 @@ class PolicyGradient(OnPolicyModule, ABC):
         yield from super().features()
         if self.replay is not None:
             yield Feature("replay", "algo/replay", "Set algo/replay=none")
+        if self.learns_text:
+            yield Feature("supervised text", "algo.ptx", "Leave it out")
 
     def compares_completions(self) -> bool:
         """Tell whether the advantage needs several completions of one prompt."""
@@ -174,7 +188,7 @@ class PolicyGradient(OnPolicyModule, ABC):
 
         weights, weighing = self.engine_correction.in_loss(rollout, logprobs, totals)
         copied = weights if weights is None else copies_for(self.policy_loss, weights)[0]
-        offered = {"weights": copied, "step": step}
+        offered = {"weights": copied, "step": step, "group_id": rollout.completions.group_id}
         read = {name: offered[name] for name in self._loss_reads}
         columns = copies_for(self.policy_loss, logprobs, old, rollout.advantages, mask)
         tokens, metrics = check_loss_output(self.policy_loss(*columns, **read), logprobs, self.policy_loss)
@@ -240,6 +254,40 @@ class PolicyGradient(OnPolicyModule, ABC):
         advantages = rollout.advantages if rollout.advantages.ndim == 2 else rollout.advantages[:, None]
         return ((advantages != 0) & rollout.loss_mask).any(1)
 
+    def supervised_share(self, slot: int) -> tuple[Tensor, Metrics]:
+        assert self.plan is not None
+        part = slot % self.plan.accumulate * self.plan.world_size + self.ranks.rank
+        return self.supervised.share(
+            self.policy,
+            self._encoder,
+            step=self.global_step,
+            seed=self.seed,
+            part=part,
+            parts=self.plan.accumulate * self.plan.world_size,
+            device=self.device,
+            options=self.forward_options,
+        )
+
+    @property
+    def _encoder(self) -> Encoder:
+        """The tokeniser of the supervised text, with the chat template settings of the run's prompts."""
+        options = getattr(getattr(self.trainer_or_none, "datamodule", None), "options", None)  # a data module of yours
+        kwargs = getattr(options, "chat_template_kwargs", {})
+        return Encoder(self.tokenizer, kwargs, eos_ids=self.model.eos_ids)
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if self.supervised.texts is not None and stage == "fit":
+            # Now: a bad file ends the run before any weight is loaded.
+            self.supervised.texts.check(self._encoder, self.model.processor)
+
+    def step_facts(self) -> StepFacts:
+        facts, step, texts = super().step_facts(), self.micro_batches.step, self.supervised.texts
+        if texts is None or step is None:
+            return facts
+        of_all_ranks = step.units * step.rows * self.ranks.world_size
+        return replace(facts, auxiliary=AuxiliaryTexts(texts.batch_size, of_all_ranks, texts.max_tokens))
+
     # ------------------------------------------------------------------ between steps
 
     def after_micro_batch(self, rollout: Rollout, scores: TokenScores, step: StepTokens | None = None) -> None:
@@ -256,6 +304,8 @@ class PolicyGradient(OnPolicyModule, ABC):
         found = self.kl.coefficients()
         if self.entropy is not None:
             found["entropy_coef"] = self.entropy.control.coefficient
+        if self.supervised.decay_steps is not None:
+            found["ptx_coef"] = self.supervised.weight(self.global_step)
         return found
 
     # ------------------------------------------------------------------ checkpoints
@@ -297,6 +347,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         check_lag(self.generator, weighted=weighted)
         self.check_advantage()
         policy_gradient_checks.check_ranges(self.policy_loss, "algo.loss")
+        policy_gradient_checks.check_whole_groups(self.policy_loss, self.micro_batches.split_groups)
         policy_gradient_checks.check_declared_weights(self.policy_loss)
         policy_gradient_checks.check_term_settings(
             self.policy_loss, self.selection.choose, self.engine_correction, self.credit.shaping
@@ -317,3 +368,4 @@ class PolicyGradient(OnPolicyModule, ABC):
         policy_gradient_checks.require_estimator(self.advantage, such_as="group_normalized")
         policy_gradient_checks.check_row_estimator(self.advantage, type(self).__name__)
         policy_gradient_checks.check_estimator_inputs(self.advantage, self.credit, self.reward_beta, self.whitening)
+        policy_gradient_checks.check_norms_are_known(self.advantage, self.sampling)

@@ -41,6 +41,7 @@ from lit_rl.algorithms.rollouts.rollout_plan import (
     micro_batch,
     step_counts,
     step_totals,
+    with_gradient_norms,
 )
 from lit_rl.algorithms.rollouts.rollout_source import fail_on_all_ranks
 from lit_rl.algorithms.rollouts.scored import CurriculumFeedback, Scored, Spare
@@ -121,6 +122,9 @@ class OnPolicyModule(GeneratingModule, ABC):
     needs_greedy_rewards = False
     """True if `advantages` compares with the greedy completion of each prompt."""
 
+    needs_gradient_norms = False
+    """True if `advantages` reads how large a gradient each token has; `needs_old_logprobs` is true then."""
+
     compares_in_step = False
     """True if `loss` compares completions of one prompt, so that a micro-batch must contain whole groups."""
 
@@ -129,6 +133,9 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     opponent_writes = False
     """True if the second completion of each prompt is an opponent's. Samples and the logged reward leave it out."""
+
+    learns_text = False
+    """True if text is learned beside the rollouts: `supervised_share` is its loss."""
 
     needs_step = False
     """True if a term of `loss` is defined over all tokens of an optimizer step."""
@@ -169,7 +176,11 @@ class OnPolicyModule(GeneratingModule, ABC):
             self._finish_drawing(batch.upcoming)
         reads_logprobs = self.needs_old_logprobs or self.needs_reference
         with self.stopwatch.measure("score") if reads_logprobs else nullcontext():
-            old = self.old_logprobs(scored.completions) if self.needs_old_logprobs else None
+            if self.needs_gradient_norms:
+                old, norms = self.old_scores(scored.completions)
+                scored = replace(scored, gradient_norms=norms)
+            else:
+                old = self.old_logprobs(scored.completions) if self.needs_old_logprobs else None
             ref = self.reference_of(scored) if self.needs_reference else None
             rollout, metrics = self.advantages(scored, old, ref)
         if self.feedback is not None:
@@ -206,6 +217,10 @@ class OnPolicyModule(GeneratingModule, ABC):
         self.seen = SeenRows.of(self.dealt_out(batch).rows[batch.slot], scores)
         # Lightning divides by the accumulated batches and averages over ranks; the loss already has its denominator.
         share = loss * shares
+        if self.learns_text:
+            text, metrics = self.supervised_share(batch.slot)
+            self._records.add(metrics)
+            share = share + text
         return with_image_gradients(share, self.trained_modules.values()) if self.model.sees else share
 
     # ------------------------------------------------------------------ parts of a rollout
@@ -258,6 +273,11 @@ class OnPolicyModule(GeneratingModule, ABC):
         """Return log-probs `(b, t)` under the policy now, without gradient. Called when the rollout is taken."""
         return self._frozen(self.policy, completions)
 
+    def old_scores(self, completions: Completions) -> tuple[Tensor, Tensor]:
+        """Return `old_logprobs`, and the squared norms `(b, t)` of their gradients by the logits, by one pass."""
+        rows, options = self.rows_at_once(completions), self.forward_options
+        return with_gradient_norms(self.policy, completions, sampling=self.sampling, options=options, rows_at_once=rows)
+
     def ref_logprobs(self, completions: Completions) -> Tensor:
         """Return log-probs `(b, t)` under the reference, without gradient."""
         with self.reference.scoring(self.policy, self.reference_policy) as scorer:
@@ -286,6 +306,10 @@ class OnPolicyModule(GeneratingModule, ABC):
         """Return the rows of a micro-batch: scoring must not need more memory than learning."""
         parts = self.minibatches * (self.plan.accumulate if self.plan else 1)
         return max(1, len(completions) // parts)
+
+    def supervised_share(self, slot: int) -> tuple[Tensor, Metrics]:
+        """Return this micro-batch's share of the loss of supervised text, times the shares, if `learns_text`."""
+        raise NotImplementedError
 
     def rows_that_teach(self, rollout: Rollout) -> Tensor | None:
         """Return the rows, bool `(b,)`, that contribute to the loss or its gradient; only they are computed.

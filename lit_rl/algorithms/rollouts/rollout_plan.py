@@ -20,7 +20,7 @@ from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.core.errors import ConfigError, in_range
 from lit_rl.core.rollout import Completions, Rollout, Sampling, Width, select, trim, trim_rollout, used_columns
 from lit_rl.core.transfers import to_device
-from lit_rl.models.forward import TokenScores, response_logprobs
+from lit_rl.models.forward import TokenScores, response_logprobs, score
 from lit_rl.models.language_model import DEFAULT, ForwardOptions
 from lit_rl.models.modes import evaluation_mode
 from lit_rl.ops.reductions import StepTotals, WeightTotals, masked_mean, masked_sum
@@ -364,15 +364,41 @@ class SeenRows:
 def without_gradient(
     model: nn.Module, completions: Completions, of_rows: Callable[[Completions], Tensor], *, rows_at_once: int
 ) -> Tensor:
-    """Return `(b, t)` float32: `of_rows` of `rows_at_once` rows at a time, with the model in evaluation mode."""
+    """Return `(b, t)` or `(b, t, k)`, float32: `of_rows` of `rows_at_once` rows at a time, with the model in evaluation
+    mode."""
     ids, completions = completions.response_ids, completions.with_host()
     out = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
     with evaluation_mode(model):
         for start in range(0, len(completions), rows_at_once):
             end = min(start + rows_at_once, len(completions))
             part = select(completions, torch.arange(start, end))
-            out[start:end, used_columns(part)[Width.RESPONSE]] = of_rows(trim(part))
+            found = of_rows(trim(part))
+            out = out if start else out.new_zeros(*ids.shape, *found.shape[2:])
+            out[start:end, used_columns(part)[Width.RESPONSE]] = found
     return out
+
+
+def with_gradient_norms(
+    model: nn.Module,
+    completions: Completions,
+    *,
+    sampling: Sampling,
+    rows_at_once: int,
+    options: ForwardOptions = DEFAULT,
+) -> tuple[Tensor, Tensor]:
+    """Return `(b, t)` each: `frozen_logprobs`, and the squared norm of the gradient of each log-prob by the logits.
+
+    That is `1 - 2 p + sum_v p_v^2`, with the probabilities of the sampled distribution, at its temperature.
+    """
+
+    def of_rows(part: Completions) -> Tensor:
+        scores = score(model, part, sampling, stats=True, options=options)
+        assert scores.stats is not None
+        norms = 1 - 2 * scores.logprobs.exp() + scores.stats.log_sum_sq.exp()
+        return torch.stack([scores.logprobs, norms.clamp(min=0)], -1)
+
+    logprobs, norms = without_gradient(model, completions, of_rows, rows_at_once=rows_at_once).unbind(-1)
+    return logprobs.contiguous(), norms.contiguous()
 
 
 def frozen_logprobs(

@@ -40,6 +40,9 @@ class Scored:
     """Bool `(b,)`: rows that are learned from. None: all."""
     greedy_rewards: Tensor | None = None
     """Float32 `(b,)`: reward of the greedy completion of each row's prompt. None where no advantage needs it."""
+    gradient_norms: Tensor | None = None
+    """Float32 `(b, t)`: squared norms of the gradients of the tokens' log-probs by the logits, under the policy that
+    took the rollout. None where no advantage needs them."""
     win_rates: Tensor | None = None
     """Float64 `(b,)` on the CPU: win rate of each completion against the others of its prompt, by a judge; NaN without
     a verdict. None without a judge."""

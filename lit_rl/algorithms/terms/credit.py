@@ -48,6 +48,8 @@ class Credit:
     """Float32 `(b, k)`: the weights of the functions."""
     greedy_rewards: Tensor | None = None
     """Float32 `(b,)`: the reward of the greedy completion of each row's prompt, on the scale of `rewards`."""
+    gradient_norms: Tensor | None = None
+    """Float32 `(b, t)`: squared norm of the gradient of each token's log-prob by the logits."""
     end_id: int | None = None
     """The token that ends a turn: the environment's answer begins with it if the policy did not write it."""
 
@@ -65,7 +67,8 @@ class Credit:
             "turn": turns_of(completions),
             "state": states_of(completions, self.end_id),
         }
-        return columns if self.greedy_rewards is None else columns | {"greedy_rewards": self.greedy_rewards}
+        further = {"greedy_rewards": self.greedy_rewards, "gradient_norms": self.gradient_norms}
+        return columns | {name: column for name, column in further.items() if column is not None}
 
     def less(self, penalty: Tensor, mask: Tensor) -> Credit:
         """Subtract a penalty `(b, t)` of the tokens in `mask`, except in rows without a reward."""
@@ -124,7 +127,7 @@ class CreditAssignment:
         if greedy is not None:  # scaled like sampled ones, which alone update the norm: their variance is another
             greedy = self._clip_rewards(greedy if self.norm is None else self.norm.scaled(greedy))
         end_id = getattr(tokenizer, "eos_token_id", None)
-        return Credit(rewards, per_token, step_ends, values, weights, greedy, end_id)
+        return Credit(rewards, per_token, step_ends, values, weights, greedy, scored.gradient_norms, end_id)
 
     def _process_rows(self, completions: Completions, rewards: Tensor, ranks: Ranks) -> Tensor:
         """Apply shaping, running normalisation and clipping to the rewards of rows, in this order."""
