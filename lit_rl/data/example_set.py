@@ -45,7 +45,8 @@ class Example:
     where: str
     """Place of the row, for messages."""
     prompt: Prompt | None = None
-    """The prompt that validation generates from and rewards see; None for a text without a prompt."""
+    """The prompt that validation generates from and rewards see; None for a text without one, and for the further rows
+    of a conversation."""
     columns: dict[str, Any] = field(default_factory=dict)
     """The row's other columns, for rewards."""
     margin: float | None = None
