@@ -34,6 +34,7 @@ __all__ = [
     "centered_return_to_go",
     "centered_turns",
     "check_share",
+    "discounted_return",
     "gae",
     "gae_of_turns",
     "gigpo",
@@ -94,6 +95,30 @@ def gae(
     delta = (token_rewards.double() + gamma * following - values).masked_fill(~mask, 0.0)
     advantages = _accumulate(delta, _discount(mask, gamma * lam)).masked_fill(~mask, 0.0)
     return advantages.to(token_rewards.dtype), (advantages + values).to(token_rewards.dtype)
+
+
+@AdvantageTraits(compares_group=False, of_tokens=True)
+def discounted_return(
+    rewards: Float[Tensor, " b"],
+    group_id: Int[Tensor, " b"],
+    token_rewards: Float[Tensor, "b t"],
+    mask: Bool[Tensor, "b t"],
+    *,
+    gamma: Portion = 1.0,
+) -> Float[Tensor, "b t"]:
+    """Return ``G_t = r_t + gamma G_(t+1)`` itself, without a baseline.
+
+    With ``gamma=0`` a token is credited with what it earned alone. Where that is the KL to a teacher, ``r_t = log T -
+    log S``, the expected gradient is that of ``KL(S || T)`` at each position: on-policy distillation.
+
+    Args:
+        rewards: Only say which rows are scored.
+        group_id: Not used.
+        token_rewards: Rewards, each at the token where it was earned.
+        mask: Tokens that the policy wrote.
+        gamma: Discount of each token, in [0, 1].
+    """
+    return return_to_go(token_rewards, mask & ~rewards.isnan().unsqueeze(1), gamma=gamma)
 
 
 @AdvantageTraits(compares_group=False, of_tokens=True)

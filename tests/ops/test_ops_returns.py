@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lit_rl.ops.advantages import centered, remax, whiten_tokens
+from lit_rl.ops.imitation import generalized_jsd
 from lit_rl.ops.returns import (
     centered_return_to_go,
+    discounted_return,
     gae,
     optimal_token_baseline,
     process_supervised,
@@ -48,6 +50,7 @@ ESTIMATORS = [
     partial(reinforce_plus_plus, gamma=0.9),
     baseline_of_rows,
     centered_return_to_go,
+    partial(discounted_return, gamma=0.9),
     remax_at_half,
     process_supervised,
 ]
@@ -158,16 +161,18 @@ def test_unscored_rows_are_as_if_absent_and_zero_stands_outside_the_mask(estimat
 
 @every_estimator
 def test_equal_rows_say_nothing(estimator):
-    """Equal rewards at the last token: 0, exactly, where there is a comparison; ReMax's rows differ from greedy."""
+    """Equal rewards at the last token: 0, exactly, where there is a comparison; ReMax's rows differ from greedy, and a
+    return is itself."""
     token_rewards, mask = torch.zeros(4, 3), torch.ones(4, 3, dtype=torch.bool)
     token_rewards[:, 2] = 0.35
+    compared = not (isinstance(estimator, partial) and estimator.func is discounted_return)
     if isinstance(estimator, partial):
         estimator = partial(estimator, gamma=1.0)
     got = estimator(token_rewards.sum(1), torch.zeros(4, dtype=torch.long), token_rewards, mask)
     if estimator is remax_at_half:
         torch.testing.assert_close(got, torch.full((4, 3), -0.15))
     else:
-        assert got.eq(0).all()
+        assert got.eq(0.0 if compared else 0.35).all()
 
 
 OUTCOMES = torch.tensor([0.0, 1.0, 1.0, 5.0, math.nan, 2.0]), torch.tensor([0, 0, 0, 1, 1, 2])
@@ -345,3 +350,35 @@ def test_normalised_step_rewards_do_not_teach_to_go_on() -> None:
     rewards = torch.ones(3, 2, dtype=torch.float64)
     assert expected_gradient(process_supervised, at, rewards).abs().max() == 0
     assert (expected_gradient(centered_return_to_go, at, rewards)[:2] > 0.05).all()
+
+
+@pytest.mark.parametrize("gamma", [0.0, 1.0])
+def test_with_the_kl_to_a_teacher_as_the_reward_the_policy_gradient_is_that_of_the_reverse_kl(gamma):
+    """Over every response of two tokens: at each position for gamma 0, of the whole response for gamma 1; and what GKD
+    computes from the logits at beta 1."""
+    torch.manual_seed(0)
+    vocabulary = 5
+    student = [torch.randn(1, vocabulary), torch.randn(vocabulary, vocabulary)]  # of the second token: by the first
+    teacher = [torch.randn(1, vocabulary), torch.randn(vocabulary, vocabulary)]
+    student = [logits.double().requires_grad_() for logits in student]
+    ids = torch.tensor(list(product(range(vocabulary), repeat=2)))
+
+    def logprobs(model):
+        first, second = (logits.double().log_softmax(-1) for logits in model)
+        return torch.stack([first[0, ids[:, 0]], second[ids[:, 0], ids[:, 1]]], 1)
+
+    mask = torch.ones(len(ids), 2, dtype=torch.bool)
+    own = logprobs(student)
+    earned = (logprobs(teacher) - own).detach()
+    advantages = discounted_return(torch.zeros(len(ids)), torch.arange(len(ids)), earned, mask, gamma=gamma)
+    chance = own.detach().sum(1, keepdim=True).exp()
+    gradients = torch.autograd.grad(-(chance * advantages * own).sum(), student)
+    kls = [
+        generalized_jsd(mine[None], theirs[None].double(), beta=1.0, temperature=1.0)[0]
+        for mine, theirs in zip(student, teacher)
+    ]
+    reached = student[0].softmax(-1)[0]
+    reached = reached if gamma else reached.detach()  # what a first token leads to counts, or does not
+    expected = torch.autograd.grad(kls[0].sum() + (reached * kls[1]).sum(), student)
+    for found, wanted in zip(gradients, expected):
+        assert torch.allclose(found, wanted, atol=1e-6)
