@@ -37,12 +37,12 @@ ALGORITHMS = {
 
 
 def change_of_weights(
-    tmp_path, algorithm, settings, *, accumulate=1, split_groups=1, steps=1, lr=1.0
+    tmp_path, algorithm, settings, *, accumulate=1, split_groups=1, steps=1, lr=1.0, reward=exact_match
 ) -> dict[str, torch.Tensor]:
     """Plain SGD steps: the change of a weight is minus its gradient times the learning rate."""
     module = algorithm(
         "tiny",
-        exact_match,
+        reward,
         **{
             "group_size": 4,
             "sampling": Sampling(max_new_tokens=6),
@@ -130,13 +130,18 @@ def test_accumulation_changes_nothing_off_policy(name, tmp_path):
         assert (change - cut[key]).norm() <= 1e-4 * change.norm() + 1e-7, key
 
 
-def test_a_loss_that_compares_completions_is_given_whole_groups(tmp_path):
+def test_a_loss_that_compares_completions_is_given_whole_groups_and_told_their_prompts(tmp_path):
     algorithm, settings = TWO_STEPS["real"]
-    whole = change_of_weights(tmp_path, algorithm, settings, steps=2, lr=0.05)
+    how = {"steps": 2, "lr": 0.05, "reward": odd}  # which differ within nearly every group
+    whole = change_of_weights(tmp_path, algorithm, settings, **how)
     assert max(change.abs().max() for change in whole.values()) > 1e-5
-    cut = change_of_weights(tmp_path, algorithm, settings, steps=2, lr=0.05, accumulate=4)
+    cut = change_of_weights(tmp_path, algorithm, settings, **how, accumulate=4)
     for key, change in whole.items():
         assert (change - cut[key]).norm() <= 1e-4 * change.norm() + 1e-7, key
+
+
+def odd(completions: list[str]) -> list[float]:
+    return [float(int(completion[-1:].isdigit() and int(completion[-1]) % 2)) for completion in completions]
 
 
 @in_turn(name=["grpo", "grpo-sequence", "dr-grpo", "masked", "rloo"], accumulate=[1, 8])
