@@ -238,7 +238,7 @@ def _module(name: str, algo: dict[str, Any], parts: dict[str, Any], rollout: Sav
     if module.needs_gradient_norms and rollout.gradient_norms is None:
         raise ConfigError(
             f"losses: {name} reads how large a gradient each token had when the rollout was taken, and this rollout "
-            "does not say: only runs of algo=otb do. Leave it out."
+            "does not say: only runs whose algo.advantage reads it do, such as algo=otb. Leave it out."
         )
     if isinstance(module.groups, DynamicSampling):
         module.groups = DynamicSampling(

@@ -18,6 +18,7 @@ from lit_rl.core.episode import Message
 from lit_rl.core.errors import DataError
 from lit_rl.data.rendering import PROBE_REPLY, check_prefix
 from lit_rl.data.row_visuals import text_of
+from lit_rl.data.rows import is_blank
 
 RenderPart = Callable[..., str]
 """Renders some first messages of a conversation by the chat template; keywords are further arguments of the template.
@@ -53,7 +54,8 @@ def training_rows(
     choices: Sequence[Mapping[str, Any]],
     where: str,
 ) -> list[TrainingRow]:
-    """Return the rows that teach each reply of the assistant once; no row where there is no reply.
+    """Return the rows that teach each reply of the assistant once; no row where it says nothing. Blank replies are read
+    and not learned.
 
     A reply is learned behind the rendering of the messages before it with the generation prompt, as generation reads
     them, and in the form that the template gives it at the end of a conversation. It joins the row of the reply before
@@ -74,9 +76,9 @@ def training_rows(
     """
     rows: list[TrainingRow] = []
     for number in range(first, len(messages)):
-        if messages[number]["role"] != "assistant":
+        if messages[number]["role"] != "assistant" or is_blank([messages[number]]):
             continue
-        begin, whole, chosen = _turn(render_part, messages, number, choices, where)
+        begin, whole, chosen = _reply_in_text(render_part, messages, number, choices, where)
         turn = LearnedTurn(number, len(begin), len(whole), chosen)
         before = rows[-1] if rows else TrainingRow("", [])
         kept = _up_to_end(before.text, ends)
@@ -88,7 +90,7 @@ def training_rows(
     return rows
 
 
-def _turn(
+def _reply_in_text(
     render_part: RenderPart,
     messages: Sequence[Message],
     number: int,
@@ -99,7 +101,7 @@ def _turn(
     before, past = messages[:number], messages[: number + 1]
     whole = render_part(past)
     if not before:
-        return _opening(render_part, whole), whole, {}
+        return _before_first_reply(render_part, whole), whole, {}
     begin = render_part(before, add_generation_prompt=True)
     if whole.startswith(begin):
         return begin, whole, {}
@@ -111,7 +113,9 @@ def _turn(
             continue
         if followed.startswith(other):
             return other, followed, chosen
-    written = _with_thought(begin, whole, messages[number]) or _behind(render_part, messages, number, begin, whole)
+    written = _with_thought(begin, whole, messages[number]) or _behind_changed_history(
+        render_part, messages, number, begin, whole
+    )
     if written is not None:
         return begin, written, {}
     place = f"{where}: message {number} (assistant)"
@@ -125,7 +129,7 @@ def _turn(
     raise AssertionError("the reply does not begin with its prompt")
 
 
-def _opening(render_part: RenderPart, whole: str) -> str:
+def _before_first_reply(render_part: RenderPart, whole: str) -> str:
     """Return what the template writes before the words of a conversation's first message, which is a reply: generation
     could not begin one, so the generation prompt is looked for behind a question."""
     asked: list[Message] = [{"role": "user", "content": PROBE_REPLY}]
@@ -161,7 +165,9 @@ def _with_thought(begin: str, whole: str, message: Message) -> str | None:
     return None
 
 
-def _behind(render_part: RenderPart, messages: Sequence[Message], number: int, begin: str, whole: str) -> str | None:
+def _behind_changed_history(
+    render_part: RenderPart, messages: Sequence[Message], number: int, begin: str, whole: str
+) -> str | None:
     """Return what the model reads, with its reply as the template writes it behind a history that the reply changes
     (gpt-oss' drops thoughts before calls once the answer is there); None where the reply's place is not certain."""
     try:

@@ -42,6 +42,7 @@ from lit_rl.data.rendering import (
     unknown_end_fix,
     variables,
 )
+from lit_rl.data.rows import is_blank
 from lit_rl.data.visual_prompts import Processor, refuse_reserved
 
 if TYPE_CHECKING:
@@ -203,6 +204,8 @@ class Encoder:
         first = 0 if every_turn else len(messages) - len(completion)
         choices = [choice for choice in self._switches if not choice.keys() & kwargs.keys()]
         found = training_rows(self._renderer(where, kwargs), messages, first, self._end_texts, choices, where)
+        if any(message["role"] == "assistant" and is_blank([message]) for message in messages[first:]):
+            self.left_out.note("blank", f"Replies that say nothing are not learned, from {where} on.")
         texts, heard = list[Encoded](), 0
         for row in found:
             for turn in row.turns:

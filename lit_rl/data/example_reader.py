@@ -150,7 +150,7 @@ class ExampleReader(SetReader[Example, tuple[ExampleRecord, tuple[Encoded, ...]]
 
     def encode(self, row: dict[str, Any], where: str) -> tuple[str, tuple[ExampleRecord, tuple[Encoded, ...]], int]:
         record = self.record(row, where)
-        fate = reason_to_drop(record)
+        fate = reason_to_drop(record, self.options.learn)
         texts = () if fate else self.texts(record, where)
         return fate, (record, texts), max(map(len, texts), default=0)
 
@@ -283,11 +283,14 @@ class ExampleReader(SetReader[Example, tuple[ExampleRecord, tuple[Encoded, ...]]
         )
 
 
-def reason_to_drop(record: ExampleRecord) -> str:
+def reason_to_drop(record: ExampleRecord, learn: Learn) -> str:
     """Return the reason why a record has nothing to learn from, as the counts name it; an empty string where it has."""
     if record.tokens is not None:
         return "" if any(record.tokens[1][1:]) else "empty"
     sides, steps = record.completions, record.format.startswith("stepwise")
+    if learn == "assistant" and record.format.startswith("language") and sides and isinstance(sides[0], list):
+        before = record.prompt if isinstance(record.prompt, list) else []
+        sides = ([message for message in (*before, *sides[0]) if message["role"] == "assistant"],)
     if not sides or (all if steps else any)(map(is_blank, sides)):
         return "empty"
     if record.format.startswith("preference") and len(sides) == 2 and sides[0] == sides[1]:

@@ -926,7 +926,7 @@ def real_loss(
     advantage. The slope of a row is at most ``1 / tau``, however the rewards are spread: largest for the good row that
     is least likely, and for the bad one that is likeliest. There is no ratio. Every token of a row has the loss of its
     group, so that ``sequence_mean`` is the mean over groups of one size. A row without an advantage takes no part, and
-    has loss 0.
+    has loss 0; so has one below 1e-5 of its group's largest, as a mean is rounded.
 
     Args:
         logprobs: Of the policy now, with gradient.
@@ -934,13 +934,14 @@ def real_loss(
         advantages: One for each row, whose sign is its label, or for each token: then the sign of their mean.
         mask: Loss mask.
         group_id: Of each row: the prompt; rows of a group stand in one batch. None: all rows are of one prompt.
-        temperature: ``tau``, above 0, in nats per token. The paper's is not known here.
+        temperature: ``tau``, above 0, in nats per token. 0.5 is a choice of this library.
     """
     terms = Terms.of(logprobs, old_logprobs, advantages, mask)
     rows = mask.any(1)
     index = renumber(torch.zeros_like(rows, dtype=torch.long) if group_id is None else group_id)
     score = masked_mean(terms.logprobs, mask, dim=1) / temperature
-    label = masked_mean(terms.advantages, mask, dim=1).sign()
+    advantage = masked_mean(terms.advantages, mask, dim=1)
+    label = advantage.sign().masked_fill(advantage.abs() <= 1e-5 * group_max(advantage.abs(), index), 0.0)
     losses = _log_one_plus_sum(-score, rows & (label > 0), index) + _log_one_plus_sum(score, rows & (label < 0), index)
     return terms.only(losses.masked_fill(label == 0, 0.0).unsqueeze(1).expand_as(mask)), ratio_metrics(terms)
 
@@ -992,11 +993,13 @@ def _top_threshold(values: Float[Tensor, " n"], share: float) -> Tensor:
 
 @torch.no_grad()
 def _moment_cut(squares: Float[Tensor, " n"], bound: float) -> Tensor:
-    """Return a number between the squares that stay and those that are dropped, so that the mean of what stays is at
-    most the bound; -inf where the lowest is above it, inf where all stay."""
+    """Return a number between the kept squares and the dropped ones, so that the mean of the kept ones is at most the
+    bound; -inf where the lowest is above it, inf where all are kept. Equal squares are kept or dropped together."""
     ordered = squares.sort().values.double()
-    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=squares.device)
-    stay = (means <= bound).sum()  # means of ascending numbers ascend
+    counts = torch.arange(1, len(ordered) + 1, device=squares.device)
+    is_last = torch.nn.functional.pad(ordered[1:] > ordered[:-1], (0, 1), value=True)[: len(ordered)]
+    fits = is_last & (ordered.cumsum(0) / counts <= bound)
+    kept = torch.nn.functional.pad(counts * fits, (1, 0)).max()
     edges = torch.nn.functional.pad(ordered, (1, 1), value=torch.inf)
     edges[0] = -torch.inf
-    return (edges[stay] + edges[stay + 1]) / 2
+    return (edges[kept] + edges[kept + 1]) / 2

@@ -174,8 +174,9 @@ def _examples(data: ExampleDataModule, kind: Kind, rows: int) -> DataLook:
     }
     if not any(lengths["prompts"]):
         lengths = {"texts": lengths["completions"]}
-    keys = [example.key for example in examples]
-    wholes = [json.dumps([text.ids for text in example.texts]) + str(example.desirable) for example in examples]
+    by_row = [list(row) for _, row in groupby(examples, key=lambda example: example.where)]
+    keys = [row[0].key for row in by_row]
+    wholes = [json.dumps([[text.ids for text in each.texts] + [each.desirable] for each in row]) for row in by_row]
     title = f"Examples for methods that learn from {kind}; format: {', '.join(dict.fromkeys(data.corpus.formats))}"
     if forked := data.report["train"].get("forked"):
         title += f"; {len(examples)} training examples: {forked} conversations became several"
@@ -255,6 +256,7 @@ def _print_counts(console: Console, report: Mapping[str, Mapping[str, int]]) -> 
         shown = {key: value for key, value in counts.items() if value or key in ("rows", "kept")}
         longest = shown.pop("longest", 0)
         beside = f" (the longest had {longest} tokens)" if longest else ""
+        beside += "; kept and held_out are examples" if "forked" in shown and "held_out" in shown else ""
         console.print(Text(f"{name}: {', '.join(f'{key} {value}' for key, value in shown.items())}{beside}"))
 
 

@@ -220,7 +220,12 @@ def test_the_assistants_turns_are_marked_in_every_row_of_a_conversation(check, t
         text.endswith("<|im_end|>") for text in marked
     )
     assert ("76 training examples: 40 conversations became several" in outcome.out) == forks
-    assert ("forked 40" in outcome.out) == forks and "val: 0 of" in outcome.out and "<|im_start|>user↵\n" in outcome.out
+    assert "0 of 38 rows have the prompt of an earlier one" in outcome.out, "the rows of a conversation are no repeats"
+    assert (
+        ("forked 40" in outcome.out and "; kept and held_out are examples" in outcome.out) == forks
+        and "val: 0 of" in outcome.out
+        and "<|im_start|>user↵\n" in outcome.out
+    )
 
 
 @pytest.mark.all

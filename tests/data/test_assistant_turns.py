@@ -110,6 +110,17 @@ def test_a_text_is_learned_once_where_a_message_follows_the_last_reply_or_nothin
     assert text == "<|im_start|>assistant\n[<think>hm</think>b<|im_end|>]\n", "the generation prompt is not learned"
 
 
+@pytest.mark.parametrize("blank", ["", " \n"])
+def test_a_reply_that_says_nothing_is_read_and_not_learned_wherever_it_stands(blank):
+    last = [user("a"), assistant("b"), user("c"), assistant(blank)]
+    ((text, _),), counts = read([{"messages": last}], CHATML)
+    assert text == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n[b<|im_end|>]\n" and counts["kept"] == 1
+    with pytest.warns(UserWarning, match=r"Replies that say nothing are not learned, from f\[0\] on"):
+        ((text, _),), _ = read([{"messages": [user("a"), assistant(blank), user("c"), assistant("d")]}], CHATML)
+    assert text.count("[") == 1 and text.endswith("<|im_start|>assistant\n[d<|im_end|>]\n")
+    assert read([{"messages": [user("a"), assistant(blank)]}], CHATML)[1]["empty"] == 1
+
+
 def test_a_reply_that_does_not_continue_the_generation_prompt_is_met_under_the_templates_switch():
     """As Nemotron's: a thought is opened unless `enable_thinking` is false."""
     opens = CHATML.replace(

@@ -305,6 +305,8 @@ def test_m2po_drops_the_largest_log_ratios_until_the_mean_of_their_squares_is_lo
         expected = [exp(d) if abs(d) <= bound else 0 for d in moved]
         assert losses == pytest.approx(expected) and grads == pytest.approx(expected), threshold
         assert means(metrics)["m2po/dropped"] == pytest.approx(1 - count / 4)
+    *_, metrics = one_row(m2po_loss, [0.4 * exp(d) for d in (0.3, -0.1, 0.3, 0.1)], [0.4] * 4, -1.0, threshold=0.04)
+    assert means(metrics)["m2po/dropped"] == 0.5, "equal ones go together: with one of them the mean would be 0.037"
     losses, *_ = one_row(m2po_loss, p, [0.4] * 4, -1.0)
     assert [value > 0 for value in losses] == [False, True, True, False], "a second moment of 0.04"
 
@@ -326,6 +328,9 @@ def test_real():
         assert found == pytest.approx(row), "good rows rise and bad ones fall, the worse ranked by more"
     nothing, _ = real_loss(logprobs, logprobs.detach(), torch.zeros(4), mask, prompts)
     assert nothing.eq(0).all() and nothing.requires_grad
+    middle = torch.tensor([-0.1, -2.5e-9, 0.1])  # of rewards 0.1, 0.2 and 0.3, by a mean that is rounded
+    out, _ = real_loss(logprobs[:3], logprobs[:3].detach(), middle, mask[:3])
+    assert out[1].eq(0).all() and out[0, 0] > 0
 
 
 def test_cpgd():

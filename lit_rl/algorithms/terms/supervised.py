@@ -93,7 +93,7 @@ class SupervisedTerm:
         assert self.texts is not None
         weight, zero = self.weight(step), torch.zeros((), device=device)
         if not weight:
-            return zero, {"ptx_loss": (zero, zero)}
+            return zero, {}
         texts = self.texts.batch(encoder, step, seed)
         total = texts.learned.sum().clamp(min=1)
         own_texts = texts.take(slice(part, None, parts)).to(device)
