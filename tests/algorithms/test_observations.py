@@ -7,6 +7,7 @@ objective can tell observations from what the policy sampled.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch import Tensor
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.core.rollout import Completions, Rollout
 from lit_rl.models.forward import TokenScores
+from lit_rl.ops.policy_losses import m2po_loss
 from lit_rl.ops.reductions import StepTotals, WeightTotals
 
 REWARDS = [1.0, 0.0, 0.5, 2.0, 0.0, 0.0, 1.0, 3.0]
@@ -66,6 +68,8 @@ def objective(name: str) -> Any:
     settings = {"group_size": 4, "minibatches": 2, **fresh(settings)}
     if settings.get("iterations") == 1:
         settings["minibatches"] = 1
+    if name == "m2po":  # log-probs that are drawn at random are far from the old ones
+        settings["loss"] = partial(m2po_loss, threshold=1.0)
     return algorithm("tiny", lambda completions: [0.0] * len(completions), **settings)
 
 
@@ -73,7 +77,8 @@ def learned(name: str, completions: Completions, given: dict[str, Tensor]) -> tu
     """The rollout, the loss, its gradient by the policy's log-probs, and the metrics of both."""
     module = objective(name)
     module.values = lambda _: given["old_values"]
-    found = Scored(batch(range(2)), completions, scores(REWARDS), greedy_rewards=torch.full((8,), 0.5))
+    further = {"greedy_rewards": torch.full((8,), 0.5), "gradient_norms": given["norms"]}
+    found = Scored(batch(range(2)), completions, scores(REWARDS), **further)
     with torch.no_grad():
         rollout, metrics = module.advantages(found, given["old"], given["ref"])
     logprobs = given["logprobs"].clone().requires_grad_()
@@ -91,7 +96,7 @@ def learned(name: str, completions: Completions, given: dict[str, Tensor]) -> tu
 def given(completions: Completions, observed: int) -> dict[str, Tensor]:
     """What models said of every column; `observed` seeds what they said of observations and padding."""
     ranges = {"old": (-3, 0), "ref": (-3, 0), "logprobs": (-3, 0), "entropy": (0, 2), "values": (-1, 1)}
-    ranges |= {"old_values": (-1, 1)}
+    ranges |= {"old_values": (-1, 1), "norms": (0, 2)}
     shape, mask = completions.response_ids.shape, completions.response_mask
     return {
         name: torch.where(mask, numbers(i + 1, shape, *ends), numbers(100 * observed + i, shape, *ends))

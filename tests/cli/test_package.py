@@ -102,6 +102,7 @@ def test_the_wheel_holds_everything_and_nothing_else(wheel):
         "lit_rl/cli/schema_keys.yaml",
         "lit_rl/core/other_names.yaml",
         "lit_rl/reports/defaults.yaml",
+        "lit_rl/rewards/rubrics/helpful.yaml",
         "lit_rl/py.typed",
     }
     assert names == conf | code | policies | pages | others

@@ -184,6 +184,11 @@ HELD_AS = {
     "weight_norm": "engine_correction.normalisation",
     "selection": "selection.choose",
     "off_policy_threshold": "off_policy.threshold",
+    "ptx": "supervised.texts",
+    "ptx_coef": "supervised.coef",
+    "ptx_loss": "supervised.loss",
+    "ptx_decay_steps": "supervised.decay_steps",
+    "ptx_final_coef": "supervised.final_coef",
 }
 """Where a module holds a setting that does not stand under its own name: in the term that it is of."""
 
