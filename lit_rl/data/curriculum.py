@@ -1,8 +1,9 @@
 """A curriculum: rows are drawn by how well the policy did on them the last time.
 
-`Curriculum` has the settings. `RowDraws` is the state: the last mean reward of each row, by its content, and the draws
-that are not used up. It is the same on every rank, and a draw is a pure function of the seed, the number of the
-rollout and the means that are known, so a resumed run draws what the uninterrupted one does.
+`Curriculum` has the settings. `RowDraws` is the state: the last mean reward of each row, by its content, the rows that
+were completed and never scored, and the draws that are not used up. It is the same on every rank, and a draw is a pure
+function of the seed, the number of the rollout and the rewards that are known, so a resumed run draws what the
+uninterrupted one does.
 
 Rollout k is drawn when rollout k - N begins, N being `generator.lag`, so its draw knows the rewards of the rollouts
 before k - N: those before k where nothing is drawn ahead.
@@ -25,7 +26,7 @@ from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import ConfigError
 from lit_rl.data.order import RolloutOrder
 from lit_rl.data.prompt_set import DIGEST_BYTES, PromptSet
-from lit_rl.ops.ranges import Positive
+from lit_rl.ops.ranges import Finite, Positive
 
 _PROPER, _SPARE = 2, 3
 """Streams of random numbers, other ones than those of `RolloutOrder`."""
@@ -41,13 +42,16 @@ class Curriculum:
             above all of them belongs to the last pool.
         weights: Weight of a row of each pool, from 0: one more than `at_most` has. Rows of a pool with weight 0 are not
             drawn, and so not measured again.
-        unseen: Weight of a row without a mean, above 0.
+        unseen: Weight of a row that was in no completed rollout, above 0.
+        unscored: Weight of a row that was in some, none of which scored a completion of it, from 0. With 0 it is not
+            drawn again. A row that has a mean keeps it, and its pool, where a later rollout scores nothing.
         metric: Name of the reward function whose mean decides, before its weight. null: the weighted sum of all.
     """
 
     at_most: Sequence[float] = (0.25, 0.75)
     weights: Sequence[float] = (0.2, 1.0, 0.2)
     unseen: Positive = 1.0
+    unscored: Finite = 0.2
     metric: str | None = None
 
     def __post_init__(self) -> None:
@@ -75,26 +79,38 @@ class Curriculum:
 
     @property
     def unseen_pool(self) -> int:
-        """Number of the pool of rows without a mean; the others count from 0."""
+        """Number of the pool of rows that were in no completed rollout; those with a mean count from 0."""
         return len(self.weights)
 
-    def pools(self, means: np.ndarray) -> np.ndarray:
-        """Return the pool of each row `(n,)` from its mean reward, float32 `(n,)`: NaN is a row without any."""
+    @property
+    def unscored_pool(self) -> int:
+        """Number of the pool of rows that were completed and never scored, the last."""
+        return len(self.weights) + 1
+
+    def pools(self, means: np.ndarray, completed: np.ndarray) -> np.ndarray:
+        """Return the pool of each row `(n,)`.
+
+        Args:
+            means: Mean reward of each row, float32 `(n,)`: NaN is a row without any.
+            completed: Bool `(n,)`: rows that were in a completed rollout.
+        """
         limits = np.asarray(self.at_most, dtype=np.float32)  # as means are, so that 0.1 is at most 0.1
-        return np.where(np.isnan(means), self.unseen_pool, np.searchsorted(limits, means, side="left"))
+        without = np.where(completed, self.unscored_pool, self.unseen_pool)
+        return np.where(np.isnan(means), without, np.searchsorted(limits, means, side="left"))
 
     def pool_weights(self) -> np.ndarray:
-        """Return the weight of a row of each pool, float64; the last is that of rows without a mean."""
-        return np.asarray([*self.weights, self.unseen], dtype=np.float64)
+        """Return the weight of a row of each pool, float64; the last two are of rows without a mean."""
+        return np.asarray([*self.weights, self.unseen, self.unscored], dtype=np.float64)
 
     def pool_names(self) -> list[str]:
         """Return the names of the pools in metrics."""
-        return [*(f"pool_{i}" for i in range(len(self.weights))), "unseen"]
+        return [*(f"pool_{i}" for i in range(len(self.weights))), "unseen", "unscored"]
 
     def describe(self) -> str:
         """Return what decides a draw, as one text that is equal for equal settings."""
         limits, weights = list(map(float, self.at_most)), list(map(float, self.weights))
-        return f"at_most {limits}, weights {weights}, unseen {float(self.unseen)}, metric {self.metric}"
+        without = f"unseen {float(self.unseen)}, unscored {float(self.unscored)}"
+        return f"at_most {limits}, weights {weights}, {without}, metric {self.metric}"
 
 
 _EXAMPLES = {"at_most": "[0.25, 0.75]", "weights": "[0.2, 1.0, 0.2]", "unseen": "1.0"}
@@ -159,7 +175,7 @@ class Draw:
     pools: list[int]
     """Pool of each of the rows."""
     sizes: list[int]
-    """Rows of the data in each pool; the last is that of rows without a mean."""
+    """Rows of the data in each pool."""
     evenly: bool
     """True if every row that is there has weight 0, so that all were drawn as if they had 1."""
 
@@ -180,6 +196,7 @@ class RowDraws:
         self._place = np.asarray([places.setdefault(digest, len(places)) for digest in data.digests], dtype=np.int64)
         self._keys = np.frombuffer(b"".join(places), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
         self._means = np.full(len(places), np.nan, dtype=np.float32)
+        self._completed = np.zeros(len(places), dtype=bool)
         shares = order.sizes if order.weights is None else order.weights
         self._share_of_row = np.repeat([share / size for share, size in zip(shares, order.sizes)], order.sizes)
         self._draws: dict[int, Draw] = {}
@@ -220,12 +237,15 @@ class RowDraws:
         """Take in a rollout: the mean of a row becomes that of its completions in this rollout.
 
         Args:
-            outcomes: Those of all ranks, in any order. A prompt without a scored completion leaves the mean as it was.
+            outcomes: Those of all ranks, in any order. A prompt without a scored completion leaves the mean as it was;
+                a row that has none is then unscored.
         """
         totals: dict[int, list[RowOutcome]] = {}
         for outcome in outcomes:
+            place = int(self._place[outcome.row])
+            self._completed[place] = True
             if outcome.scored:
-                totals.setdefault(int(self._place[outcome.row]), []).append(outcome)
+                totals.setdefault(place, []).append(outcome)
         for place, found in totals.items():  # an exact sum, whatever the order
             self._means[place] = fsum(each.total for each in found) / sum(each.scored for each in found)
 
@@ -254,11 +274,11 @@ class RowDraws:
             )
         rows = draw_systematically(weights, self.order.prompts_per_rollout, self._random(_PROPER, number))
         pools = self._pools()
-        sizes = np.bincount(pools, minlength=self.curriculum.unseen_pool + 1)
+        sizes = np.bincount(pools, minlength=self.curriculum.unscored_pool + 1)
         return Draw(number, rows.tolist(), pools[rows].tolist(), sizes.tolist(), evenly)
 
     def _pools(self) -> np.ndarray:
-        return self.curriculum.pools(self._means)[self._place]
+        return self.curriculum.pools(self._means, self._completed)[self._place]
 
     def _weights(self) -> tuple[np.ndarray, bool]:
         """Return the weight of each row, and whether all pools with rows have weight 0, so that all weigh the same."""
@@ -272,8 +292,9 @@ class RowDraws:
     # ------------------------------------------------------------------ checkpoints
 
     def state(self) -> dict[str, Any]:
-        """Return the means, by content, and the draws that are not used up; tensors and plain values."""
-        seen = np.flatnonzero(~np.isnan(self._means))
+        """Return the means of rows that were completed, by content (NaN: never scored), and the draws that are not
+        used up; tensors and plain values."""
+        seen = np.flatnonzero(self._completed)
         return {
             "keys": torch.from_numpy(self._keys[seen]),
             "means": torch.from_numpy(self._means[seen]),
@@ -288,10 +309,12 @@ class RowDraws:
             same_rows: Whether the rows and their order are those of the state; else its draws are of other rows.
         """
         known = dict(zip(map(bytes, saved["keys"].cpu().numpy()), saved["means"].tolist()))
-        self._means = np.asarray([known.pop(key, np.nan) for key in map(bytes, self._keys)], dtype=np.float32)
+        keys = list(map(bytes, self._keys))
+        self._completed = np.asarray([key in known for key in keys], dtype=bool)
+        self._means = np.asarray([known.pop(key, np.nan) for key in keys], dtype=np.float32)
         self._draws = {each["number"]: Draw(**each) for each in saved["draws"]} if same_rows else {}
         if known:
             rank_zero_info(
-                f"data.curriculum: the checkpoint knows mean rewards of {len(known)} rows that are no longer in the "
+                f"data.curriculum: the checkpoint knows the rewards of {len(known)} rows that are no longer in the "
                 "data. They are left out."
             )

@@ -24,7 +24,7 @@ from lit_rl.data.order import RolloutOrder
 from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.prompt_set import PromptSet
 
-HARD, MIDDLE, EASY, UNSEEN = range(4)
+HARD, MIDDLE, EASY, UNSEEN, UNSCORED = range(5)
 
 
 def data(rows: Sequence[int], **columns: list[Any]) -> PromptSet:
@@ -56,7 +56,7 @@ def stored(state: Any) -> Any:
 
 def same(one: Any, two: Any) -> bool:
     if isinstance(one, torch.Tensor):
-        return torch.equal(one, two)
+        return np.array_equal(one.numpy(), two.numpy(), equal_nan=one.is_floating_point())
     if isinstance(one, dict):
         return one.keys() == two.keys() and all(same(one[name], two[name]) for name in one)
     return one == two
@@ -68,11 +68,12 @@ def same(one: Any, two: Any) -> bool:
 def test_a_mean_that_equals_a_limit_belongs_to_its_pool():
     curriculum = Curriculum(at_most=[0.1, 0.3, 0.75], weights=[1, 2, 3, 4])
     tenth = float(np.float32(0.1))  # as a reward of 0.1 comes from the functions: it is a bit more than 0.1
-    means = [-5.0, 0.0, tenth, 0.11, 3 / 10, 0.31, 0.75, 0.76, 1.0, 7.0, math.nan]
+    means = [-5.0, 0.0, tenth, 0.11, 3 / 10, 0.31, 0.75, 0.76, 1.0, 7.0, math.nan, math.nan]
     assert tenth > 0.1
-    assert curriculum.pools(np.asarray(means, np.float32)).tolist() == [0, 0, 0, 1, 1, 2, 2, 3, 3, 3, 4]
-    assert curriculum.pool_weights().tolist() == [1, 2, 3, 4, 1]
-    assert curriculum.pool_names() == ["pool_0", "pool_1", "pool_2", "pool_3", "unseen"]
+    pools = curriculum.pools(np.asarray(means, np.float32), np.asarray([True] * 11 + [False]))
+    assert pools.tolist() == [0, 0, 0, 1, 1, 2, 2, 3, 3, 3, 5, 4]
+    assert curriculum.pool_weights().tolist() == [1, 2, 3, 4, 1, 0.2]
+    assert curriculum.pool_names() == ["pool_0", "pool_1", "pool_2", "pool_3", "unseen", "unscored"]
 
 
 def test_the_weight_of_a_row_by_hand():
@@ -95,6 +96,7 @@ WRONG = {
     r"weights=\[0, 0, 0\]: allowed.*one of them above 0": {"weights": [0, 0, 0]},
     r"unseen=0 is out of range": {"unseen": 0},
     r"unseen=inf: write finite": {"unseen": math.inf},
+    r"unscored=-1 is out of range: allowed is \[0, inf\)": {"unscored": -1},
     r"metric='' is not the name": {"metric": ""},
     r"metric=3 is not the name": {"metric": 3},
 }
@@ -184,6 +186,29 @@ def test_rows_of_equal_content_have_one_mean():
     assert told(draws_of(other_answer, 1), r1=0.0)._pools().tolist() == [UNSEEN, HARD]
 
 
+def test_rows_that_are_never_scored_have_a_pool_of_their_own_and_do_not_take_over():
+    """Half of the rows are never scored, and the other half are solved: both weigh 0.2."""
+    draws, found = draws_of(range(20), 10), Counter[int]()
+    for number in range(100):
+        rows = draws.begin(number)
+        found += Counter(row % 2 for row in rows)
+        draws.observe(RowOutcome(row, 1.0 * (row % 2), row % 2) for row in rows)
+    assert 400 < found[0] < 600 and Counter(draws._pools()) == {EASY: 10, UNSCORED: 10}
+    assert draws.shares(100)["rows/unscored"] == (10, 20) and draws.shares(100)["drawn/unseen"] == (0, 10)
+    assert draws.shares(100)["drawn/unscored"] == (sum(row % 2 == 0 for row in draws.rows(100)), 10)
+    state = stored(draws.state())
+    again = draws_of(range(20), 10)
+    again.load_state(state, same_rows=True)
+    assert same(again.state(), state) and len(state["keys"]) == 20
+    assert [again.rows(number) for number in (100, 101)] == [draws.rows(number) for number in (100, 101)]
+    told(again, r0=0.5)
+    again.observe([RowOutcome(0, 0.0, 0)])
+    assert again._pools()[[0, 2]].tolist() == [MIDDLE, UNSCORED]
+    out = draws_of(range(4), 2, unscored=0)
+    out.observe([RowOutcome(0, 0.0, 0)])
+    assert all(0 not in out.rows(number) for number in range(10))
+
+
 def test_a_draw_is_a_pure_function_of_seed_number_and_means():
     draws = told(draws_of(), r1=0.5, r2=0.0)
     backwards = told(draws_of(), r1=0.5, r2=0.0)
@@ -267,7 +292,7 @@ def test_a_state_is_by_content_and_rows_that_left_the_data_leave_it(caplog):
     moved = draws_of([11, 20, 3, 0])
     with caplog.at_level("INFO"):
         moved.load_state(state, same_rows=False)
-    assert "mean rewards of 8 rows that are no longer in the data" in caplog.text
+    assert "the rewards of 8 rows that are no longer in the data" in caplog.text
     np.testing.assert_array_equal(moved._means, np.asarray([np.nan, np.nan, 3 / 12, 0], np.float32))
     after = moved.state()
     assert len(after["keys"]) == 2 and after["draws"] == []
