@@ -35,7 +35,8 @@ _PROPER, _SPARE = 2, 3
 @checked("data.curriculum")
 @dataclass(frozen=True, kw_only=True)
 class Curriculum:
-    """Pools of rows by their last mean reward. A rollout draws rows in proportion to the weights of their pools.
+    """Pools of rows by their last mean reward. A rollout draws the rows of each source in proportion to the weights of
+    their pools.
 
     Args:
         at_most: Highest mean reward of each pool but the last, ascending. A mean that is equal belongs to the pool; one
@@ -176,8 +177,12 @@ class Draw:
     """Pool of each of the rows."""
     sizes: list[int]
     """Rows of the data in each pool."""
-    evenly: bool
-    """True if every row that is there has weight 0, so that all were drawn as if they had 1."""
+    factors: list[float]
+    """Inverse of the weight of each of the rows, the mean weight of its source being 1."""
+    evenly: list[int]
+    """Sources of which every row has weight 0, so that all of theirs were drawn as if they had 1."""
+    reached: int
+    """Rows of the data that could be drawn."""
 
 
 class RowDraws:
@@ -187,7 +192,7 @@ class RowDraws:
         curriculum: The settings.
         data: The training rows. Rows of equal content have one mean.
         order: Number of rows of a rollout, the seed, and the shares of sources: of each source as many rows are drawn
-            as without a curriculum, as far as the weights of its rows are like those of others.
+            as without a curriculum, in expectation.
     """
 
     def __init__(self, curriculum: Curriculum, data: PromptSet, order: RolloutOrder) -> None:
@@ -199,7 +204,9 @@ class RowDraws:
         self._completed = np.zeros(len(places), dtype=bool)
         shares = order.sizes if order.weights is None else order.weights
         self._share_of_row = np.repeat([share / size for share, size in zip(shares, order.sizes)], order.sizes)
+        self._source = np.repeat(np.arange(len(order.sizes)), order.sizes)
         self._draws: dict[int, Draw] = {}
+        self._said_evenly: set[int] = set()
 
     def begin(self, number: int) -> list[int]:
         """Return the rows of a rollout that begins; what was drawn for earlier ones is forgotten."""
@@ -224,7 +231,8 @@ class RowDraws:
             rollout: Number of the rollout.
             places: Their places in the endless order of spare rows of this rollout.
         """
-        weights, size, spare = self._weights()[0], self.order.prompts_per_rollout, list[int]()
+        weights, size = self._relative_weights()[0] * self._share_of_row, self.order.prompts_per_rollout
+        spare: list[int] = []
         left, taken = weights.copy(), self.rows(rollout)
         while len(spare) < places.stop:
             left[taken] = 0
@@ -250,41 +258,55 @@ class RowDraws:
             self._means[place] = fsum(each.total for each in found) / sum(each.scored for each in found)
 
     def factors(self, number: int) -> list[float]:
-        """Return for each row of a rollout the inverse of the weight of its pool: by it a mean over the rollout
-        estimates the mean over rows that are drawn without a curriculum."""
-        draw, weights = self.draw(number), self.curriculum.pool_weights()
-        return [1.0 if draw.evenly else float(1 / weights[pool]) for pool in draw.pools]
+        """Return for each row of a rollout the inverse of its weight, in proportion to the mean weight of its source:
+        by it a mean over the rollout estimates the mean over rows that are drawn without a curriculum."""
+        return self.draw(number).factors
 
     def shares(self, number: int) -> dict[str, tuple[float, float]]:
         """Return the shares that are logged of a rollout's draw, as numerators and denominators."""
-        draw, weights, names = self.draw(number), self.curriculum.pool_weights(), self.curriculum.pool_names()
-        found: dict[str, tuple[float, float]] = {}
-        for pool, name in enumerate(names):
+        draw, found = self.draw(number), dict[str, tuple[float, float]]()
+        for pool, name in enumerate(self.curriculum.pool_names()):
             found[f"rows/{name}"] = draw.sizes[pool], len(self._place)
             found[f"drawn/{name}"] = draw.pools.count(pool), len(draw.pools)
-        reached = sum(size for size, weight in zip(draw.sizes, weights) if weight or draw.evenly)
-        return found | {"uniform/coverage": (reached, len(self._place)), "evenly": (draw.evenly, 1)}
+        coverage, evenly = (draw.reached, len(self._place)), (len(draw.evenly), len(self.order.sizes))
+        return found | {"uniform/coverage": coverage, "evenly": evenly}
 
     def _new_draw(self, number: int) -> Draw:
-        weights, evenly = self._weights()
-        if evenly:
+        relative, evenly = self._relative_weights()
+        if new := sorted(set(evenly) - self._said_evenly):
+            several = len(self.order.sizes) > 1
+            of_sources = f" of {', '.join(f'data.sources[{source}]' for source in new)}" if several else ""
             rank_zero_warn(
-                f"Every row is in a pool of weight 0 (data.curriculum.weights={list(self.curriculum.weights)}), so "
-                f"rollout {number} draws all rows alike, which measures them anew."
+                f"Every row{of_sources} is in a pool of weight 0 (data.curriculum.weights="
+                f"{list(self.curriculum.weights)}, unscored={self.curriculum.unscored}), so rollout {number} draws all "
+                "of them alike, which measures them anew."
             )
-        rows = draw_systematically(weights, self.order.prompts_per_rollout, self._random(_PROPER, number))
+        self._said_evenly = set(evenly)
+        random = self._random(_PROPER, number)
+        rows = draw_systematically(relative * self._share_of_row, self.order.prompts_per_rollout, random)
         pools = self._pools()
         sizes = np.bincount(pools, minlength=self.curriculum.unscored_pool + 1)
-        return Draw(number, rows.tolist(), pools[rows].tolist(), sizes.tolist(), evenly)
+        return Draw(
+            number,
+            rows.tolist(),
+            pools[rows].tolist(),
+            sizes.tolist(),
+            factors=(1 / relative[rows]).tolist(),
+            evenly=evenly,
+            reached=int(np.count_nonzero(relative)),
+        )
 
     def _pools(self) -> np.ndarray:
         return self.curriculum.pools(self._means, self._completed)[self._place]
 
-    def _weights(self) -> tuple[np.ndarray, bool]:
-        """Return the weight of each row, and whether all pools with rows have weight 0, so that all weigh the same."""
-        weights = self.curriculum.pool_weights()[self._pools()]
-        evenly = not weights.any()
-        return (self._share_of_row if evenly else weights * self._share_of_row), evenly
+    def _relative_weights(self) -> tuple[np.ndarray, list[int]]:
+        """Return the weight of each row relative to the mean of its source, and the sources without a row of weight
+        above 0, whose rows weigh the same."""
+        weights, rows = self.curriculum.pool_weights()[self._pools()], np.asarray(self.order.sizes)
+        evenly = np.bincount(self._source, weights) == 0
+        weights[evenly[self._source]] = 1.0
+        mean = np.bincount(self._source, weights) / rows
+        return weights / mean[self._source], np.flatnonzero(evenly).tolist()
 
     def _random(self, *key: int) -> np.random.Generator:
         return np.random.default_rng([self.order.seed, *key])

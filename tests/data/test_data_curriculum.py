@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
@@ -77,11 +78,33 @@ def test_a_mean_that_equals_a_limit_belongs_to_its_pool():
 
 
 def test_the_weight_of_a_row_by_hand():
-    """A row weighs what its pool does, times what its source has more than its size asks for."""
-    draws = told(draws_of(range(6), 2, sizes=(4, 2), shares=(1.0, 1.0), unseen=0.5), r0=0.25, r1=0.5, r2=1.0, r5=0.0)
-    weights, evenly = draws._weights()
-    assert weights.tolist() == [0.2 / 4, 1 / 4, 0.2 / 4, 0.5 / 4, 0.5 / 2, 0.2 / 2] and not evenly
-    assert draws_of(range(3), 1)._weights()[0].tolist() == [1, 1, 1]
+    """A row weighs what its pool does, relative to the mean weight of its source: here 0.475 and 0.35."""
+    draws = told(draws_of(range(6), 2, sizes=(4, 2), unseen=0.5), r0=0.25, r1=0.5, r2=1.0, r5=0.0)
+    weights, evenly = draws._relative_weights()
+    assert weights == pytest.approx([0.2 / 0.475, 1 / 0.475, 0.2 / 0.475, 0.5 / 0.475, 0.5 / 0.35, 0.2 / 0.35])
+    assert evenly == [] and draws_of(range(3), 1)._relative_weights()[0].tolist() == [1, 1, 1]
+
+
+SHARES = {"by size": (None, 3 / 4), "by weight": ((1.0, 4.0), 1 / 5)}
+
+
+@pytest.mark.parametrize("case", SHARES)
+def test_a_source_keeps_its_share_whatever_is_known_of_its_rows(case: str):
+    """The first source is solved; of the second one, rows are in all pools. Weighed back, every row counts as it does
+    without a curriculum."""
+    shares, first = SHARES[case]
+    draws, counted = draws_of(range(12), 4, sizes=(9, 3), shares=shares, seed=1), np.zeros(12)
+    told(draws, **{f"r{row}": 1.0 for row in range(9)}, r9=0.5, r10=0.0)
+    rows, factors = [], []
+    for number in range(3000):
+        rows += draws.begin(number)
+        factors += draws.factors(number)
+    assert np.mean(np.asarray(rows) < 9) == pytest.approx(first, abs=0.01)
+    np.add.at(counted, rows, factors)
+    plain = [first / 9] * 9 + [(1 - first) / 3] * 3
+    np.testing.assert_allclose(counted / len(rows), plain, atol=0.01)
+    by_row = np.bincount(rows)
+    assert by_row[9] / by_row[10] == pytest.approx(5, rel=0.1) and by_row[9] / by_row[11] == pytest.approx(1, rel=0.1)
 
 
 WRONG = {
@@ -242,10 +265,23 @@ def test_where_all_rows_have_weight_0_all_are_drawn_alike_and_it_is_said():
     draws = told(draws_of(range(4), 4, weights=[0, 1, 0]), r0=0.0, r1=1.0, r2=1.0, r3=0.0)
     with pytest.warns(UserWarning, match=r"Every row is in a pool of weight 0 \(data\.curriculum\.weights=\[0, 1, 0\]"):
         assert sorted(draws.rows(5)) == [0, 1, 2, 3]
-    assert draws.shares(5)["evenly"] == (True, 1) and draws.shares(5)["uniform/coverage"] == (4, 4)
+    assert draws.shares(5)["evenly"] == (1, 1) and draws.shares(5)["uniform/coverage"] == (4, 4)
     assert draws.factors(5) == [1, 1, 1, 1]
     told(draws, r3=0.5)
-    assert draws.rows(6) == [3, 3, 3, 3] and draws.shares(6)["evenly"] == (False, 1)
+    assert draws.rows(6) == [3, 3, 3, 3] and draws.shares(6)["evenly"] == (0, 1)
+
+
+def test_a_source_of_rows_of_weight_0_is_drawn_alike_within_and_it_is_said():
+    draws = told(draws_of(range(6), 6, sizes=(3, 3), weights=[0, 1, 0]), r0=1.0, r1=1.0, r2=0.0, r3=0.0, r4=0.5, r5=0.5)
+    with pytest.warns(
+        UserWarning, match=r"Every row of data\.sources\[0\] is in a pool of weight 0 .*all of them alike"
+    ):
+        found = Counter(draws.rows(5))
+    with warnings.catch_warnings(action="error"):
+        draws.rows(6)  # said once
+    assert [found[row] for row in range(4)] == [1, 1, 1, 0] and found[4] + found[5] == 3
+    assert draws.shares(5)["evenly"] == (1, 2) and draws.shares(5)["uniform/coverage"] == (5, 6)
+    assert {row: factor for row, factor in zip(draws.rows(5), draws.factors(5)) if row < 3} == {0: 1, 1: 1, 2: 1}
 
 
 # ---------------------------------------------------------------------- the estimate beside
@@ -255,13 +291,13 @@ def test_where_all_rows_have_weight_0_all_are_drawn_alike_and_it_is_said():
 def test_weighed_back_a_rollout_has_every_row_alike(means):
     """Over all starts of a draw, rows count `factor` times as often as they are drawn: each the same."""
     draws = told(draws_of(range(4), 2, weights=[1, 4, 2]), r0=means[0], r1=means[1], r2=means[2])
-    weights = draws._weights()[0]
-    total = int(weights.sum())
+    weights = draws._relative_weights()[0]
+    total = int(draws.curriculum.pool_weights()[draws._pools()].sum())
     counted = [0.0] * 4
     for k in range(total):
         for row in drawn_at((k + 0.5) / total, weights.tolist(), 2):
-            counted[row] += 1 / draws.curriculum.pool_weights()[draws._pools()[row]]
-    assert counted == pytest.approx([2.0] * 4)
+            counted[row] += 1 / weights[row]
+    assert counted == pytest.approx([total / 2] * 4)
     assert draws.factors(0) == [1 / weights[row] for row in draws.rows(0)]
 
 
