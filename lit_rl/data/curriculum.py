@@ -157,6 +157,22 @@ def draw_systematically(weights: np.ndarray, count: int, random: np.random.Gener
     return shuffled[np.minimum(np.searchsorted(edges, points, side="right"), last)]
 
 
+def order_by_weight(weights: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    """Return a random order without repeats: each index comes next in proportion to its weight among those that are
+    left. Sampling by exponential keys (Efraimidis and Spirakis 2006).
+
+    Args:
+        weights: `(n,)`, from 0.
+        random: Source of `n` exponential numbers.
+
+    Returns:
+        Int64 `(m,)`: the indices of weights above 0.
+    """
+    keys = random.standard_exponential(len(weights))
+    found = np.flatnonzero(weights)
+    return found[np.argsort(keys[found] / weights[found], kind="stable")]
+
+
 class RowOutcome(NamedTuple):
     """The rewards of one prompt's completions in a rollout."""
 
@@ -224,21 +240,22 @@ class RowDraws:
         return self._draws[number]
 
     def spare_rows(self, rollout: int, places: range) -> list[int]:
-        """Return rows beyond those of a rollout, for the groups that it refuses: others than it has, while there are
-        any with a weight above 0.
+        """Return rows beyond those of a rollout, for the groups that it refuses.
+
+        The endless order of spare rows has one pass after another, each a weighted order of rows with a weight above
+        0. The first pass has those that are not in the rollout, so nothing comes a second time before every row came
+        once; all later passes have all of them.
 
         Args:
             rollout: Number of the rollout.
             places: Their places in the endless order of spare rows of this rollout.
         """
-        weights, size = self._relative_weights()[0] * self._share_of_row, self.order.prompts_per_rollout
-        spare: list[int] = []
-        left, taken = weights.copy(), self.rows(rollout)
+        weights, spare, number = self._relative_weights()[0] * self._share_of_row, list[int](), 0
+        others = weights.copy()
+        others[self.rows(rollout)] = 0
         while len(spare) < places.stop:
-            left[taken] = 0
-            left = left if left.any() else weights.copy()
-            taken = draw_systematically(left, size, self._random(_SPARE, rollout, len(spare) // size)).tolist()
-            spare += taken
+            spare += order_by_weight(weights if number else others, self._random(_SPARE, rollout, number)).tolist()
+            number += 1
         return spare[places.start : places.stop]
 
     def observe(self, outcomes: Iterable[RowOutcome]) -> None:

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lit_rl.core.errors import ConfigError, DataError
-from lit_rl.data.curriculum import Curriculum, RowDraws, RowOutcome, draw_systematically
+from lit_rl.data.curriculum import Curriculum, RowDraws, RowOutcome, draw_systematically, order_by_weight
 from lit_rl.data.loaders import FIRST_OCCURRENCE, RolloutLoader, SparePrompts
 from lit_rl.data.order import RolloutOrder
 from lit_rl.data.prompt_module import RolloutDataModule
@@ -304,11 +304,33 @@ def test_weighed_back_a_rollout_has_every_row_alike(means):
 # ---------------------------------------------------------------------- spare rows
 
 
+@pytest.mark.parametrize("rows", [9, 10, 15, 40])
+def test_no_spare_row_comes_twice_before_every_row_came_once(rows: int):
+    """Rollouts of 8: first the rows that the rollout does not have, then all, pass after pass."""
+    draws = told(draws_of(range(rows), 8), r3=0.5, r0=1.0, r1=0.0)
+    own, spare = draws.rows(0), draws.spare_rows(0, range(4 * rows))
+    others = set(range(rows)) - set(own)
+    assert len(others) == rows - len(set(own)) and set(spare[: len(others)]) == others
+    for begin in range(len(others), 3 * rows, rows):
+        assert sorted(spare[begin : begin + rows]) == list(range(rows))
+    assert spare[len(others) :][:rows] != spare[len(others) + rows :][:rows]
+    full = draws_of(range(4), 4)  # a rollout of all rows
+    assert sorted(full.spare_rows(0, range(4))) == [0, 1, 2, 3]
+
+
+def test_a_weighted_order_by_hand():
+    """Weights 1, 2 and 4: the first is the third with 4/7, and then the second with 2/3."""
+    random, count = np.random.default_rng(0), 7000
+    found = Counter(tuple(order_by_weight(np.asarray([1.0, 0.0, 2.0, 4.0]), random).tolist()) for _ in range(count))
+    expected = {(3, 2, 0): 8 / 21, (3, 0, 2): 4 / 21, (2, 3, 0): 8 / 35, (2, 0, 3): 2 / 35, (0, 3, 2): 2 / 21}
+    assert set(found) == {*expected, (0, 2, 3)}
+    assert all(found[order] / count == pytest.approx(share, abs=0.02) for order, share in expected.items())
+
+
 def test_spare_rows_are_others_than_those_of_the_rollout_while_there_are_any():
     draws = told(draws_of(range(8), 4, weights=[0, 1, 1]), r7=0.0)
     own, spare = set(draws.rows(0)), draws.spare_rows(0, range(12))
-    assert set(spare[:4]) == set(range(7)) - own  # three are left, and four are drawn
-    assert 7 not in spare and len(set(spare[4:8])) == 4  # all anew
+    assert set(spare[:3]) == set(range(7)) - own and set(spare[3:10]) == set(range(7))  # never 7
     parts = [*draws.spare_rows(0, range(5)), *draws.spare_rows(0, range(5, 6)), *draws.spare_rows(0, range(6, 12))]
     assert parts == spare and draws.spare_rows(1, range(12)) != spare
     prompts = SparePrompts(draws_data := data(range(8)), draws.order, draws)
