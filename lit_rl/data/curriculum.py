@@ -26,7 +26,7 @@ from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import ConfigError
 from lit_rl.data.order import RolloutOrder
 from lit_rl.data.prompt_set import DIGEST_BYTES, PromptSet
-from lit_rl.ops.ranges import Finite, Positive
+from lit_rl.ops.ranges import Finite, PositiveFinite
 
 _PROPER, _SPARE = 2, 3
 """Streams of random numbers, other ones than those of `RolloutOrder`."""
@@ -51,7 +51,7 @@ class Curriculum:
 
     at_most: Sequence[float] = (0.25, 0.75)
     weights: Sequence[float] = (0.2, 1.0, 0.2)
-    unseen: Positive = 1.0
+    unseen: PositiveFinite = 1.0
     unscored: Finite = 0.2
     metric: str | None = None
 
@@ -71,7 +71,6 @@ class Curriculum:
             raise ConfigError(
                 f"data.curriculum.weights={weights}: allowed are numbers of at least 0, one of them above 0."
             )
-        _numbers("unseen", self.unseen)
         if self.metric is not None and not (isinstance(self.metric, str) and self.metric):
             raise ConfigError(
                 f"data.curriculum.metric={self.metric!r} is not the name of a reward function. Without it the weighted "
@@ -114,21 +113,17 @@ class Curriculum:
         return f"at_most {limits}, weights {weights}, {without}, metric {self.metric}"
 
 
-_EXAMPLES = {"at_most": "[0.25, 0.75]", "weights": "[0.2, 1.0, 0.2]", "unseen": "1.0"}
+_EXAMPLES = {"at_most": "[0.25, 0.75]", "weights": "[0.2, 1.0, 0.2]"}
 
 
 def _numbers(name: str, given: Any) -> list[float]:
-    """Return a list of finite numbers, or of one.
+    """Return a list of finite numbers.
 
     Raises:
-        ConfigError: one of them is none.
+        ConfigError: it is none.
     """
-    several = isinstance(given, Sequence) and not isinstance(given, str)
-    listed: list[Any] = list(given) if several else [given]
-    wanted = several or name == "unseen"
-    if not wanted or not all(
-        isinstance(each, Real) and not isinstance(each, bool) and isfinite(each) for each in listed
-    ):
+    listed: list[Any] = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [None]
+    if not all(isinstance(each, Real) and not isinstance(each, bool) and isfinite(each) for each in listed):
         raise ConfigError(
             f"data.curriculum.{name}={given!r}: write finite numbers, such as data.curriculum.{name}={_EXAMPLES[name]}."
         )
