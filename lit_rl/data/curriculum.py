@@ -31,6 +31,12 @@ from lit_rl.ops.ranges import Finite, PositiveFinite
 _PROPER, _SPARE = 2, 3
 """Streams of random numbers, other ones than those of `RolloutOrder`."""
 
+_SHARES_OF_SUCCESS = (0.25, 0.75)
+"""Limits of pools by default: of mean rewards in [0, 1]."""
+
+_ROUNDING = 1e-5
+"""Of a weighted sum of rewards, in float32."""
+
 
 @checked("data.curriculum")
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +46,7 @@ class Curriculum:
 
     Args:
         at_most: Highest mean reward of each pool but the last, ascending. A mean that is equal belongs to the pool; one
-            above all of them belongs to the last pool.
+            above all of them belongs to the last pool. The default is for means in [0, 1]; others are warned of.
         weights: Weight of a row of each pool, from 0: one more than `at_most` has. Rows of a pool with weight 0 are not
             drawn, and so not measured again.
         unseen: Weight of a row that was in no completed rollout, above 0.
@@ -49,7 +55,7 @@ class Curriculum:
         metric: Name of the reward function whose mean decides, before its weight. null: the weighted sum of all.
     """
 
-    at_most: Sequence[float] = (0.25, 0.75)
+    at_most: Sequence[float] = _SHARES_OF_SUCCESS
     weights: Sequence[float] = (0.2, 1.0, 0.2)
     unseen: PositiveFinite = 1.0
     unscored: Finite = 0.2
@@ -218,6 +224,7 @@ class RowDraws:
         self._source = np.repeat(np.arange(len(order.sizes)), order.sizes)
         self._draws: dict[int, Draw] = {}
         self._said_evenly: set[int] = set()
+        self._said_outside = tuple(curriculum.at_most) != _SHARES_OF_SUCCESS  # limits that were chosen are right
 
     def begin(self, number: int) -> list[int]:
         """Return the rows of a rollout that begins; what was drawn for earlier ones is forgotten."""
@@ -268,6 +275,16 @@ class RowDraws:
                 totals.setdefault(place, []).append(outcome)
         for place, found in totals.items():  # an exact sum, whatever the order
             self._means[place] = fsum(each.total for each in found) / sum(each.scored for each in found)
+        measured = self._means[list(totals)]
+        outside = (measured < -_ROUNDING) | (measured > 1 + _ROUNDING)
+        if outside.any() and not self._said_outside:
+            self._said_outside = True
+            rank_zero_warn(
+                f"data.curriculum.at_most={list(_SHARES_OF_SUCCESS)}, the default, is for mean rewards from 0 to 1, "
+                f"and those of a rollout go from {measured.min():g} to {measured.max():g}. Set "
+                "data.curriculum.at_most to limits between the rewards of this run, or data.curriculum.metric to the "
+                "name of a reward function from 0 to 1."
+            )
 
     def factors(self, number: int) -> list[float]:
         """Return for each row of a rollout the inverse of its weight, in proportion to the mean weight of its source:

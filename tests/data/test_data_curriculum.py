@@ -203,6 +203,21 @@ def test_means_do_not_depend_on_the_order_of_ranks(order):
     assert same(draws.state(), other.state()) and draws._means[0] == np.float32(1 / 9)
 
 
+@pytest.mark.parametrize("mean", [-0.5, 1.5])
+def test_means_outside_0_to_1_are_warned_of_once_where_the_limits_are_the_default(mean: float):
+    draws = draws_of()
+    with warnings.catch_warnings(action="error"):
+        told(draws, r0=0.0, r1=1.0, r2=1.0 + 1e-6)  # as a sum of weights is in float32
+        told(draws_of(at_most=[-1, 2]), r0=mean)
+    message = (
+        rf"at_most=\[0\.25, 0\.75\], the default.* go from {min(mean, 0.5):g} to {max(mean, 0.5):g}\. Set data\.curr"
+    )
+    with pytest.warns(UserWarning, match=message):
+        told(draws, r0=0.5, r3=mean)
+    with warnings.catch_warnings(action="error"):
+        told(draws, r4=mean)
+
+
 def test_rows_of_equal_content_have_one_mean():
     draws = told(draws_of([4, 5, 4], 1), r0=0.5)
     assert draws._pools().tolist() == [MIDDLE, UNSEEN, MIDDLE] and len(draws._means) == 2
