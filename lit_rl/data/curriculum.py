@@ -48,10 +48,11 @@ class Curriculum:
         at_most: Highest mean reward of each pool but the last, ascending. A mean that is equal belongs to the pool; one
             above all of them belongs to the last pool. The default is for means in [0, 1]; others are warned of.
         weights: Weight of a row of each pool, from 0: one more than `at_most` has. Rows of a pool with weight 0 are not
-            drawn, and so not measured again.
+            drawn, and so not measured again: they stay out for good, as long as other rows of their source have a
+            weight above 0.
         unseen: Weight of a row that was in no completed rollout, above 0.
-        unscored: Weight of a row that was in some, none of which scored a completion of it, from 0. With 0 it is not
-            drawn again. A row that has a mean keeps it, and its pool, where a later rollout scores nothing.
+        unscored: Weight of a row that was in some, none of which scored a completion of it, from 0. With 0 it is out
+            for good. A row that has a mean keeps it, and its pool, where a later rollout scores nothing.
         metric: Name of the reward function whose mean decides, before its weight. null: the weighted sum of all.
     """
 
