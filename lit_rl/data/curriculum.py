@@ -35,7 +35,7 @@ _SHARES_OF_SUCCESS = (0.25, 0.75)
 """Limits of pools by default: of mean rewards in [0, 1]."""
 
 _ROUNDING = 1e-5
-"""Of a weighted sum of rewards, in float32."""
+"""Error of a weighted sum of rewards in float32, at most."""
 
 
 @checked("data.curriculum")
