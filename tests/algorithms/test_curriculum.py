@@ -84,7 +84,7 @@ def test_the_data_learns_the_last_mean_of_every_prompt_and_the_estimate_is_weigh
     known = np.full(len(ROWS), np.nan, np.float32)
     for number, (rows, told) in enumerate(zip(watch.drawn, watch.told, strict=True)):
         assert [outcome.row for outcome in told] == rows and {outcome.scored for outcome in told} == {4}
-        pools = Curriculum().pools(known)
+        pools = Curriculum().pools(known, ~np.isnan(known))
         weights = np.asarray([0.3, 1.0, 0.3, 1.0])[pools[rows]]
         means = np.asarray([outcome.total / outcome.scored for outcome in told])
         logged = watch.logged[2 * number + 1]
@@ -92,7 +92,7 @@ def test_the_data_learns_the_last_mean_of_every_prompt_and_the_estimate_is_weigh
         assert logged["train/curriculum/uniform/reward"] == pytest.approx(uniform)
         assert logged["train/curriculum/uniform/rewards/parity"] == pytest.approx(uniform)
         assert logged["train/reward"] == pytest.approx(means.mean())
-        for pool, name in enumerate(["pool_0", "pool_1", "pool_2", "unseen"]):
+        for pool, name in enumerate(["pool_0", "pool_1", "pool_2", "unseen", "unscored"]):
             assert logged[f"train/curriculum/rows/{name}"] == pytest.approx((pools == pool).mean())
             assert logged[f"train/curriculum/drawn/{name}"] == pytest.approx((pools[rows] == pool).mean())
         assert logged["train/curriculum/uniform/coverage"] == 1 and logged["train/curriculum/evenly"] == 0
@@ -198,14 +198,14 @@ def test_the_named_function_decides_before_its_weight_and_unscored_completions_a
     assert means_of(feedback_of(["right", "length"]), said, 2) == [-0.5, 0.0]
 
 
-def test_a_prompt_without_any_score_is_neither_known_nor_in_the_estimate():
+def test_a_prompt_without_any_score_is_unscored_and_not_in_the_estimate():
     feedback = feedback_of(["f0"])
     found = scores([math.nan, math.nan, 1.0, 0.0])
     logged = feedback.begin(Scored(batch([2, 0]), completions([1] * 4, 2), found), Ranks())
     above, below = logged["curriculum/uniform/reward"]  # pyright: ignore[reportGeneralTypeIssues]
     assert (float(above), float(below)) == (0.5, 1.0)
     feedback.end(Ranks())
-    assert np.isnan(feedback.draws._means).tolist() == [False, True, True, True]
+    assert feedback.draws._pools().tolist() == [1, 3, 4, 3]
 
 
 def test_an_opponents_completions_do_not_count():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
@@ -18,13 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lit_rl.core.errors import ConfigError, DataError
-from lit_rl.data.curriculum import Curriculum, RowDraws, RowOutcome, draw_systematically
+from lit_rl.data.curriculum import Curriculum, RowDraws, RowOutcome, draw_systematically, order_by_weight
 from lit_rl.data.loaders import FIRST_OCCURRENCE, RolloutLoader, SparePrompts
 from lit_rl.data.order import RolloutOrder
 from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.prompt_set import PromptSet
 
-HARD, MIDDLE, EASY, UNSEEN = range(4)
+HARD, MIDDLE, EASY, UNSEEN, UNSCORED = range(5)
 
 
 def data(rows: Sequence[int], **columns: list[Any]) -> PromptSet:
@@ -56,7 +57,7 @@ def stored(state: Any) -> Any:
 
 def same(one: Any, two: Any) -> bool:
     if isinstance(one, torch.Tensor):
-        return torch.equal(one, two)
+        return np.array_equal(one.numpy(), two.numpy(), equal_nan=one.is_floating_point())
     if isinstance(one, dict):
         return one.keys() == two.keys() and all(same(one[name], two[name]) for name in one)
     return one == two
@@ -68,19 +69,42 @@ def same(one: Any, two: Any) -> bool:
 def test_a_mean_that_equals_a_limit_belongs_to_its_pool():
     curriculum = Curriculum(at_most=[0.1, 0.3, 0.75], weights=[1, 2, 3, 4])
     tenth = float(np.float32(0.1))  # as a reward of 0.1 comes from the functions: it is a bit more than 0.1
-    means = [-5.0, 0.0, tenth, 0.11, 3 / 10, 0.31, 0.75, 0.76, 1.0, 7.0, math.nan]
+    means = [-5.0, 0.0, tenth, 0.11, 3 / 10, 0.31, 0.75, 0.76, 1.0, 7.0, math.nan, math.nan]
     assert tenth > 0.1
-    assert curriculum.pools(np.asarray(means, np.float32)).tolist() == [0, 0, 0, 1, 1, 2, 2, 3, 3, 3, 4]
-    assert curriculum.pool_weights().tolist() == [1, 2, 3, 4, 1]
-    assert curriculum.pool_names() == ["pool_0", "pool_1", "pool_2", "pool_3", "unseen"]
+    pools = curriculum.pools(np.asarray(means, np.float32), np.asarray([True] * 11 + [False]))
+    assert pools.tolist() == [0, 0, 0, 1, 1, 2, 2, 3, 3, 3, 5, 4]
+    assert curriculum.pool_weights().tolist() == [1, 2, 3, 4, 1, 0.2]
+    assert curriculum.pool_names() == ["pool_0", "pool_1", "pool_2", "pool_3", "unseen", "unscored"]
 
 
 def test_the_weight_of_a_row_by_hand():
-    """A row weighs what its pool does, times what its source has more than its size asks for."""
-    draws = told(draws_of(range(6), 2, sizes=(4, 2), shares=(1.0, 1.0), unseen=0.5), r0=0.25, r1=0.5, r2=1.0, r5=0.0)
-    weights, evenly = draws._weights()
-    assert weights.tolist() == [0.2 / 4, 1 / 4, 0.2 / 4, 0.5 / 4, 0.5 / 2, 0.2 / 2] and not evenly
-    assert draws_of(range(3), 1)._weights()[0].tolist() == [1, 1, 1]
+    """A row weighs what its pool does, relative to the mean weight of its source: here 0.475 and 0.35."""
+    draws = told(draws_of(range(6), 2, sizes=(4, 2), unseen=0.5), r0=0.25, r1=0.5, r2=1.0, r5=0.0)
+    weights, evenly = draws._relative_weights()
+    assert weights == pytest.approx([0.2 / 0.475, 1 / 0.475, 0.2 / 0.475, 0.5 / 0.475, 0.5 / 0.35, 0.2 / 0.35])
+    assert evenly == [] and draws_of(range(3), 1)._relative_weights()[0].tolist() == [1, 1, 1]
+
+
+SHARES = {"by size": (None, 3 / 4), "by weight": ((1.0, 4.0), 1 / 5)}
+
+
+@pytest.mark.parametrize("case", SHARES)
+def test_a_source_keeps_its_share_whatever_is_known_of_its_rows(case: str):
+    """The first source is solved; of the second one, rows are in all pools. Weighed back, every row counts as it does
+    without a curriculum."""
+    shares, first = SHARES[case]
+    draws, counted = draws_of(range(12), 4, sizes=(9, 3), shares=shares, seed=1), np.zeros(12)
+    told(draws, **{f"r{row}": 1.0 for row in range(9)}, r9=0.5, r10=0.0)
+    rows, factors = [], []
+    for number in range(3000):
+        rows += draws.begin(number)
+        factors += draws.factors(number)
+    assert np.mean(np.asarray(rows) < 9) == pytest.approx(first, abs=0.01)
+    np.add.at(counted, rows, factors)
+    plain = [first / 9] * 9 + [(1 - first) / 3] * 3
+    np.testing.assert_allclose(counted / len(rows), plain, atol=0.01)
+    by_row = np.bincount(rows)
+    assert by_row[9] / by_row[10] == pytest.approx(5, rel=0.1) and by_row[9] / by_row[11] == pytest.approx(1, rel=0.1)
 
 
 WRONG = {
@@ -93,8 +117,10 @@ WRONG = {
     r"weights=\[1, 1\] has 2 numbers.*makes 3 pools": {"weights": [1, 1]},
     r"weights=\[1, -1, 1\]: allowed are numbers of at least 0": {"weights": [1, -1, 1]},
     r"weights=\[0, 0, 0\]: allowed.*one of them above 0": {"weights": [0, 0, 0]},
-    r"unseen=0 is out of range": {"unseen": 0},
-    r"unseen=inf: write finite": {"unseen": math.inf},
+    r"unseen=0 is out of range: allowed is \(0, inf\)": {"unseen": 0},
+    r"unseen=inf is out of range: allowed is \(0, inf\)": {"unseen": math.inf},
+    r"unseen='high' is no number: allowed is \(0, inf\)": {"unseen": "high"},
+    r"unscored=-1 is out of range: allowed is \[0, inf\)": {"unscored": -1},
     r"metric='' is not the name": {"metric": ""},
     r"metric=3 is not the name": {"metric": 3},
 }
@@ -177,11 +203,49 @@ def test_means_do_not_depend_on_the_order_of_ranks(order):
     assert same(draws.state(), other.state()) and draws._means[0] == np.float32(1 / 9)
 
 
+@pytest.mark.parametrize("mean", [-0.5, 1.5])
+def test_means_outside_0_to_1_are_warned_of_once_where_the_limits_are_the_default(mean: float):
+    draws = draws_of()
+    with warnings.catch_warnings(action="error"):
+        told(draws, r0=0.0, r1=1.0, r2=1.0 + 1e-6)  # as a sum of weights is in float32
+        told(draws_of(at_most=[-1, 2]), r0=mean)
+    message = (
+        rf"at_most=\[0\.25, 0\.75\], the default.* go from {min(mean, 0.5):g} to {max(mean, 0.5):g}\. Set data\.curr"
+    )
+    with pytest.warns(UserWarning, match=message):
+        told(draws, r0=0.5, r3=mean)
+    with warnings.catch_warnings(action="error"):
+        told(draws, r4=mean)
+
+
 def test_rows_of_equal_content_have_one_mean():
     draws = told(draws_of([4, 5, 4], 1), r0=0.5)
     assert draws._pools().tolist() == [MIDDLE, UNSEEN, MIDDLE] and len(draws._means) == 2
     other_answer = PromptSet(["p4", "p4"], [[4], [4]], {"answer": ["4", "5"]})
     assert told(draws_of(other_answer, 1), r1=0.0)._pools().tolist() == [UNSEEN, HARD]
+
+
+def test_rows_that_are_never_scored_have_a_pool_of_their_own_and_do_not_take_over():
+    """Half of the rows are never scored, and the other half are solved: both weigh 0.2."""
+    draws, found = draws_of(range(20), 10), Counter[int]()
+    for number in range(100):
+        rows = draws.begin(number)
+        found += Counter(row % 2 for row in rows)
+        draws.observe(RowOutcome(row, 1.0 * (row % 2), row % 2) for row in rows)
+    assert 400 < found[0] < 600 and Counter(draws._pools()) == {EASY: 10, UNSCORED: 10}
+    assert draws.shares(100)["rows/unscored"] == (10, 20) and draws.shares(100)["drawn/unseen"] == (0, 10)
+    assert draws.shares(100)["drawn/unscored"] == (sum(row % 2 == 0 for row in draws.rows(100)), 10)
+    state = stored(draws.state())
+    again = draws_of(range(20), 10)
+    again.load_state(state, same_rows=True)
+    assert same(again.state(), state) and len(state["keys"]) == 20
+    assert [again.rows(number) for number in (100, 101)] == [draws.rows(number) for number in (100, 101)]
+    told(again, r0=0.5)
+    again.observe([RowOutcome(0, 0.0, 0)])
+    assert again._pools()[[0, 2]].tolist() == [MIDDLE, UNSCORED]
+    out = draws_of(range(4), 2, unscored=0)
+    out.observe([RowOutcome(0, 0.0, 0)])
+    assert all(0 not in out.rows(number) for number in range(10))
 
 
 def test_a_draw_is_a_pure_function_of_seed_number_and_means():
@@ -217,10 +281,23 @@ def test_where_all_rows_have_weight_0_all_are_drawn_alike_and_it_is_said():
     draws = told(draws_of(range(4), 4, weights=[0, 1, 0]), r0=0.0, r1=1.0, r2=1.0, r3=0.0)
     with pytest.warns(UserWarning, match=r"Every row is in a pool of weight 0 \(data\.curriculum\.weights=\[0, 1, 0\]"):
         assert sorted(draws.rows(5)) == [0, 1, 2, 3]
-    assert draws.shares(5)["evenly"] == (True, 1) and draws.shares(5)["uniform/coverage"] == (4, 4)
+    assert draws.shares(5)["evenly"] == (1, 1) and draws.shares(5)["uniform/coverage"] == (4, 4)
     assert draws.factors(5) == [1, 1, 1, 1]
     told(draws, r3=0.5)
-    assert draws.rows(6) == [3, 3, 3, 3] and draws.shares(6)["evenly"] == (False, 1)
+    assert draws.rows(6) == [3, 3, 3, 3] and draws.shares(6)["evenly"] == (0, 1)
+
+
+def test_a_source_of_rows_of_weight_0_is_drawn_alike_within_and_it_is_said():
+    draws = told(draws_of(range(6), 6, sizes=(3, 3), weights=[0, 1, 0]), r0=1.0, r1=1.0, r2=0.0, r3=0.0, r4=0.5, r5=0.5)
+    with pytest.warns(
+        UserWarning, match=r"Every row of data\.sources\[0\] is in a pool of weight 0 .*all of them alike"
+    ):
+        found = Counter(draws.rows(5))
+    with warnings.catch_warnings(action="error"):
+        draws.rows(6)  # said once
+    assert [found[row] for row in range(4)] == [1, 1, 1, 0] and found[4] + found[5] == 3
+    assert draws.shares(5)["evenly"] == (1, 2) and draws.shares(5)["uniform/coverage"] == (5, 6)
+    assert {row: factor for row, factor in zip(draws.rows(5), draws.factors(5)) if row < 3} == {0: 1, 1: 1, 2: 1}
 
 
 # ---------------------------------------------------------------------- the estimate beside
@@ -230,24 +307,46 @@ def test_where_all_rows_have_weight_0_all_are_drawn_alike_and_it_is_said():
 def test_weighed_back_a_rollout_has_every_row_alike(means):
     """Over all starts of a draw, rows count `factor` times as often as they are drawn: each the same."""
     draws = told(draws_of(range(4), 2, weights=[1, 4, 2]), r0=means[0], r1=means[1], r2=means[2])
-    weights = draws._weights()[0]
-    total = int(weights.sum())
+    weights = draws._relative_weights()[0]
+    total = int(draws.curriculum.pool_weights()[draws._pools()].sum())
     counted = [0.0] * 4
     for k in range(total):
         for row in drawn_at((k + 0.5) / total, weights.tolist(), 2):
-            counted[row] += 1 / draws.curriculum.pool_weights()[draws._pools()[row]]
-    assert counted == pytest.approx([2.0] * 4)
+            counted[row] += 1 / weights[row]
+    assert counted == pytest.approx([total / 2] * 4)
     assert draws.factors(0) == [1 / weights[row] for row in draws.rows(0)]
 
 
 # ---------------------------------------------------------------------- spare rows
 
 
+@pytest.mark.parametrize("rows", [9, 10, 15, 40])
+def test_no_spare_row_comes_twice_before_every_row_came_once(rows: int):
+    """Rollouts of 8: first the rows that the rollout does not have, then all, pass after pass."""
+    draws = told(draws_of(range(rows), 8), r3=0.5, r0=1.0, r1=0.0)
+    own, spare = draws.rows(0), draws.spare_rows(0, range(4 * rows))
+    others = set(range(rows)) - set(own)
+    assert len(others) == rows - len(set(own)) and set(spare[: len(others)]) == others
+    for begin in range(len(others), 3 * rows, rows):
+        assert sorted(spare[begin : begin + rows]) == list(range(rows))
+    assert spare[len(others) :][:rows] != spare[len(others) + rows :][:rows]
+    full = draws_of(range(4), 4)  # a rollout of all rows
+    assert sorted(full.spare_rows(0, range(4))) == [0, 1, 2, 3]
+
+
+def test_a_weighted_order_by_hand():
+    """Weights 1, 2 and 4: the first is the third with 4/7, and then the second with 2/3."""
+    random, count = np.random.default_rng(0), 7000
+    found = Counter(tuple(order_by_weight(np.asarray([1.0, 0.0, 2.0, 4.0]), random).tolist()) for _ in range(count))
+    expected = {(3, 2, 0): 8 / 21, (3, 0, 2): 4 / 21, (2, 3, 0): 8 / 35, (2, 0, 3): 2 / 35, (0, 3, 2): 2 / 21}
+    assert set(found) == {*expected, (0, 2, 3)}
+    assert all(found[order] / count == pytest.approx(share, abs=0.02) for order, share in expected.items())
+
+
 def test_spare_rows_are_others_than_those_of_the_rollout_while_there_are_any():
     draws = told(draws_of(range(8), 4, weights=[0, 1, 1]), r7=0.0)
     own, spare = set(draws.rows(0)), draws.spare_rows(0, range(12))
-    assert set(spare[:4]) == set(range(7)) - own  # three are left, and four are drawn
-    assert 7 not in spare and len(set(spare[4:8])) == 4  # all anew
+    assert set(spare[:3]) == set(range(7)) - own and set(spare[3:10]) == set(range(7))  # never 7
     parts = [*draws.spare_rows(0, range(5)), *draws.spare_rows(0, range(5, 6)), *draws.spare_rows(0, range(6, 12))]
     assert parts == spare and draws.spare_rows(1, range(12)) != spare
     prompts = SparePrompts(draws_data := data(range(8)), draws.order, draws)
@@ -267,7 +366,7 @@ def test_a_state_is_by_content_and_rows_that_left_the_data_leave_it(caplog):
     moved = draws_of([11, 20, 3, 0])
     with caplog.at_level("INFO"):
         moved.load_state(state, same_rows=False)
-    assert "mean rewards of 8 rows that are no longer in the data" in caplog.text
+    assert "the rewards of 8 rows that are no longer in the data" in caplog.text
     np.testing.assert_array_equal(moved._means, np.asarray([np.nan, np.nan, 3 / 12, 0], np.float32))
     after = moved.state()
     assert len(after["keys"]) == 2 and after["draws"] == []
