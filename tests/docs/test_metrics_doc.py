@@ -45,11 +45,13 @@ TERMS = [
         *("data.path=chats.jsonl", "data.val_path=chats.jsonl", "model.chat_template=chat.jinja"),
     ],
     ["algo=vespo", "algo.minibatches=1"],
+    ["algo=fipo", "algo.minibatches=1"],
+    ["algo=m2po", "algo.minibatches=1"],
     ["algo=clip_cov", "algo.minibatches=1"],
     ["algo=kl_cov", "algo.minibatches=1", "sampling.top_p=0.9"],
     [
         *("algo=ppo", "algo.critic_lr=1e-4", "algo.iterations=1"),
-        *("algo.ptx_coef=0.1", "algo.ptx.path=rows.jsonl", "algo.ptx.text_key=prompt"),
+        *("algo.ptx_coef=0.1", "algo.ptx.path=rows.jsonl", "algo.ptx.text_key=prompt", "algo.ptx_decay_steps=9"),
     ],
 ]
 """Settings that log something of their own."""

@@ -23,7 +23,7 @@ OTHER_COMMANDS = ("make", "source", "tensorboard")
 PROCESSES = ("strategy=ddp", "strategy=fsdp")
 """Runs of several processes are composed here; tests/runs/test_dist.py runs them."""
 SERVER = "generator=vllm_server"
-"""So are runs and servers of vLLM; tests/engines runs them."""
+"""So are runs and servers of vLLM, and runs with a judge at an address; tests/engines and tests/rewards run them."""
 
 
 def documents(root: Path) -> list[Path]:
@@ -45,6 +45,8 @@ def prepare(cwd: Path, found: list[Block], root: Path) -> None:
     if not (cwd / "pairs.jsonl").exists():
         pairs = ({"prompt": f"{n}+1=", "chosen": f"{n + 1}", "rejected": f"{n}"} for n in range(40))
         (cwd / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    said = ({"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"})
+    (cwd / "chats.jsonl").write_text(f"{json.dumps({'messages': said})}\n" * 40)
     (cwd / "conf").symlink_to(root / "conf")
     (cwd / "path" / "to" / "a").mkdir(parents=True)
     (cwd / "path" / "to" / "a" / "model").symlink_to(root / "lit_rl" / "models" / "tiny")
@@ -109,7 +111,7 @@ def test_the_commands_of_a_document_run(name: str, root: Path, cwd: Path, train:
         line = " ".join(words)
         match words:
             case ["python", "train.py", *overrides] if (
-                away & set(words) or {*PROCESSES, SERVER} & set(words) or "=owner/" in line
+                away & set(words) or {*PROCESSES, SERVER} & set(words) or "=owner/" in line or ".base_url=" in line
             ):
                 composes(overrides)
             case ["python", "train.py", *overrides]:
