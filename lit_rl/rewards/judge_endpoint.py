@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import string
 import time
 import warnings
@@ -26,7 +27,7 @@ from lit_rl.ops.ranges import AtLeastOne, AtLeastZero, NotNegative, Portion, Pos
 from lit_rl.rewards.caller import ScoreCache
 from lit_rl.rewards.contract import content_of
 from lit_rl.rewards.jobs import TooManyFailures
-from lit_rl.rewards.remote_reward import RemoteReward, RequestFailed, back_off
+from lit_rl.rewards.remote_reward import RemoteReward, RequestFailed, back_off, wait_after
 
 _FREE_FAILURES = 8
 _REFUSES_ALL = (401, 403, 404)
@@ -97,7 +98,8 @@ class JudgeEndpoint:
             good (a status of the 400s other than 408, 409, 425 and 429: no such key, no such model, a text too long).
         backoff: Seconds of the first wait after a failed request; doubled every time up to 30, and shortened by up to
             half at random.
-        patience: Seconds that a request may wait for a server that asks to be left alone, which uses up no attempt.
+        patience: Seconds from the first time that the server asks to be left alone in which a request may wait for it,
+            each time what it asks for and no less than after a failure; this uses up no attempt.
         temperature: Of the judge's own sampling; 0 is greedy.
         max_tokens: Longest answer, in tokens. Models that think before they answer need more.
         extra_body: Further fields of each request, such as ``{seed: 1}``; a null leaves a field out:
@@ -242,8 +244,8 @@ class JudgeEndpoint:
         """Send one request until it is answered, within `attempts` and `patience`."""
         if self._free is None:
             self._free = asyncio.Semaphore(max(1, self.concurrency // _processes()))
-        sent = failures = 0
-        waited = 0.0
+        sent = failures = refusals = 0
+        waited, first_refusal = 0.0, math.inf
         while True:
             try:
                 async with self._free:
@@ -255,10 +257,14 @@ class JudgeEndpoint:
             except RequestFailed as error:
                 fault = error
             if fault.retry_after is not None and fault.status in (429, 503):
-                if waited + fault.retry_after <= self.patience:
-                    self._held_until = max(self._held_until, time.monotonic() + fault.retry_after)
+                now = time.monotonic()
+                first_refusal, refusals = min(first_refusal, now), refusals + 1
+                pause = wait_after(refusals, self.backoff, fault.retry_after)  # it may say 0, or a time that is past
+                if now - first_refusal + pause > self.patience:
+                    return Answer(fault=fault, requests=sent, waited=waited)
+                self._held_until = max(self._held_until, now + pause)
+                if pause:
                     continue
-                return Answer(fault=fault, requests=sent, waited=waited)
             failures += 1
             if fault.for_good or failures >= self.attempts:
                 return Answer(fault=fault, requests=sent, waited=waited)

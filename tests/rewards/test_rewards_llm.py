@@ -339,6 +339,16 @@ class TestEndpoint:
         assert values(scores) == [None] and len(server.asked) == 1
         assert scores.metrics["rewards/judge/unanswered"] == (1.0, 1)
 
+    @pytest.mark.filterwarnings("ignore:the judge")
+    @pytest.mark.parametrize("header", ["0", "Wed, 21 Oct 2015 07:28:00 GMT"])
+    def test_a_pause_of_no_seconds_is_as_long_as_after_a_failure(self, server: StandInJudge, header: str) -> None:
+        server.answer = lambda body, number: (429 if number < 60 else 400, b"", {"Retry-After": header})
+        scores = score(server, ["a"], {"answer": ["x"]}, reference="answer", patience=0.5, backoff=0.05)
+        assert values(scores) == [None] and 2 <= len(server.asked) <= 6  # 0.025 to 0.05 s, then twice that, ...
+        asked_before = len(server.asked)
+        score(server, ["a"], {"answer": ["x"]}, reference="answer", backoff=0.0, attempts=3)
+        assert len(server.asked) == asked_before + 3  # no wait at all uses up attempts
+
     def test_retry_after_is_seconds_or_a_date(self) -> None:
         assert seconds_until("2.5") == 2.5 and seconds_until("-1") == 0.0
         assert seconds_until("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
