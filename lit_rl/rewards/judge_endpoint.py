@@ -41,6 +41,8 @@ class Answer:
     value: Any = None
     """The result of the reader of the reply; None where there is no reply, or none in the asked form."""
     text: str = ""
+    cut: bool = False
+    """Whether the server ended the reply at its limit of tokens: what stands in it may be a draft, so it has no value."""
     fault: Exception | None = None
     """The reason why there is no reply: after all attempts, or a refusal that would stay one."""
     requests: int = 0
@@ -55,7 +57,10 @@ class Answer:
     @property
     def why(self) -> str:
         """The reason why there is no value, in words."""
-        return str(self.fault) if self.fault is not None else f"no verdict in the answer {self.text[-200:]!r}"
+        if self.fault is not None:
+            return str(self.fault)
+        cut = ", which the limit of its tokens cut off" if self.cut else ""
+        return f"no verdict in the answer {self.text[-200:]!r}{cut}"
 
     @property
     def costs(self) -> dict[str, float]:
@@ -84,7 +89,7 @@ class _Asking:
 class JudgeEndpoint:
     """Abstract base of judges behind an API for chat completions, such as OpenAI's or that of vLLM's server.
 
-    A reply is one that can be read in the asked form. Whatever else comes is a failure of the judge: it is counted and
+    A reply is one that is whole and can be read in the asked form. Whatever else comes is a failure of the judge: it is counted and
     gives no verdict, and more of it than `max_failures` ends the run: no verdict is ever made up. A server that asks to
     be left alone (a status of 429 or 503 with Retry-After) is not sent any request by this process until then.
 
@@ -235,7 +240,7 @@ class JudgeEndpoint:
         answer = await self._send(body)
         if answer.fault is None:
             self._answered += 1
-            answer = replace(answer, value=read(answer.text))
+            answer = replace(answer, value=None if answer.cut else read(answer.text))
         if answer.value is not None and self.cache:
             self._replies.put(key, answer.text)
         return answer
@@ -252,8 +257,8 @@ class JudgeEndpoint:
                     waited += await self._while_held()
                     sent += 1
                     reply = await self._server.post(self.url, body)
-                    text = parse_reply(reply)
-                return Answer(None, text, None, sent, *tokens_of(reply), waited)
+                    text, cut = parse_reply(reply)
+                return Answer(None, text, cut, None, sent, *tokens_of(reply), waited)
             except RequestFailed as error:
                 fault = error
             if fault.retry_after is not None and fault.status in (429, 503):
@@ -364,10 +369,14 @@ def prompt_text(prompt: Prompt, asker: str) -> str:
 # ---------------------------------------------------------------------- what is answered
 
 
-def parse_reply(answer: JSONValue) -> str:
-    """Return the text of a chat completion; empty if the model only thought, or called a tool."""
-    content = answer.part("choices").entry(0).part("message").part("content").value
-    return content if isinstance(content, str) else ""
+def parse_reply(answer: JSONValue) -> tuple[str, bool]:
+    """Return the text of a chat completion, and whether the limit of tokens ended it.
+
+    The text is empty if the model only thought, or called a tool.
+    """
+    choice = answer.part("choices").entry(0)
+    content = choice.part("message").part("content").value
+    return content if isinstance(content, str) else "", choice.value.get("finish_reason") == "length"
 
 
 def tokens_of(answer: JSONValue) -> tuple[int, int]:

@@ -150,15 +150,13 @@ class Rubric:
     def read(self, reply: str, shown: Sequence[str] = ()) -> list[Judgement] | None:
         """Return the verdicts in a reply, in the order of the criteria; None unless all are there, without doubt.
 
-        They are one JSON object, from the first brace of the reply to its last: prose may stand around it, and no
+        They are one JSON object, from the first brace behind the judge's thoughts to the last one: prose may stand around it, and no
         second object that the judge has quoted. One that stands in a text which it was shown is a quote too.
         """
-        spoken = reply.rpartition("</think>")[2]
-        whole = spoken[spoken.find("{") : spoken.rfind("}") + 1]
-        try:
-            entries = json.loads(whole, object_pairs_hook=_without_twins)
-        except (ValueError, RecursionError):
-            return None
+        spoken = without_thoughts(reply)
+        within = spoken[spoken.find("{") : spoken.rfind("}") + 1]
+        # A reply that is one object is no thought, even where a reason in it has the mark of one.
+        whole, entries = next(((text, read) for text in (reply, within) if (read := _object_in(text))), ("", {}))
         found = [_judgement(criterion, entries.get(criterion.name)) for criterion in self.criteria]
         is_quote = any(whole in text for text in shown)
         return None if is_quote or None in found else found  # pyright: ignore[reportReturnType]
@@ -246,6 +244,15 @@ def _judgement(criterion: Criterion, entry: Any) -> Judgement | None:
         return None
     score = criterion.score(entry.get("verdict"))
     return None if score is None else Judgement(criterion.name, str(entry["verdict"]).strip(), entry["reason"], score)
+
+
+def _object_in(text: str) -> dict[str, Any] | None:
+    """Return the one JSON object that a text is; None where it is anything else."""
+    try:
+        found = json.loads(text, object_pairs_hook=_without_twins)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

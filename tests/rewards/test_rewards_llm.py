@@ -199,6 +199,12 @@ class TestWhatIsNoVerdict:
         ),
         ("in a block of code", f"Here it is:\n```json\n{BEST}\n```", 1.0),
         ("behind a thought", f"<think>{reply(right='wrong', clear=1)}</think>{BEST}", 1.0),
+        ("in a thought that is left open", f"<think>\nA first guess: {BEST} but", None),
+        (
+            "a mark of thoughts in a reason",
+            BEST.replace("so right", "it has <think> and </think> and <think>"),
+            1.0,
+        ),
         ("with more", reply(right="right", clear=5, other="x"), 1.0),
     )
 
@@ -211,6 +217,13 @@ class TestWhatIsNoVerdict:
         assert scores.metrics["rewards/judge/unparsable"] == (float(value is None), 1)
         assert ("rewards/judge/right" in scores.metrics) == (value is not None)
         assert ("no verdict in the answer" in scores.extras["judge/verdicts"][0]) == (value is None)
+
+    @pytest.mark.filterwarnings("ignore:the judge")
+    def test_one_that_the_limit_of_tokens_ended_is_none(self, server: StandInJudge) -> None:
+        server.answer = lambda body, number: (200, json.dumps(chat(f"First, {BEST}", "length")).encode())
+        scores = score(server, ["a"], rubric=TWO)
+        assert values(scores) == [None] and scores.metrics["rewards/judge/unparsable"] == (1.0, 1)
+        assert "the limit of its tokens cut off" in scores.extras["judge/verdicts"][0]
 
     @pytest.mark.filterwarnings("ignore:the judge")
     def test_a_reply_that_is_not_in_form_is_not_kept(self, server: StandInJudge) -> None:
