@@ -319,7 +319,7 @@ class Caller:
                 f"reward.cache={self.settings.cache}: reward function {self.name!r} takes trainer_state, so its value "
                 "is not the same for the same completion. Set reward.cache=0."
             )
-        if self._cache is not None and self._compares_rows:
+        if self._cache is not None and self.compares_rows:
             raise ConfigError(
                 f"reward.cache={self.settings.cache}: reward function {self.name!r} compares the completions of a "
                 "prompt, and a cache would hide some of them from it. Set reward.cache=0."
@@ -327,9 +327,14 @@ class Caller:
         return wanted
 
     @property
-    def _compares_rows(self) -> bool:
+    def compares_rows(self) -> bool:
         """True if a value depends on the other completions of its prompt, so that none is scored alone."""
         return getattr(_inner(self.function), "compares_rows", False) is True
+
+    @property
+    def is_centred(self) -> bool:
+        """True if the mean of the values over the completions of a prompt is 0 by construction."""
+        return getattr(_inner(self.function), "is_centred", False) is True
 
     @cached_property
     def _is_async(self) -> bool:
@@ -489,7 +494,7 @@ class Caller:
         except CallFailed as failed:
             if self.settings.on_error is None or ends_the_run(failed.__cause__):
                 raise call_error(self.name, failed, job.rows, completions, self.settings) from failed.__cause__
-            if job.rows == 1 or self._compares_rows:
+            if job.rows == 1 or self.compares_rows:
                 return Outcome([failed.failure] * job.rows, output=failed.failure.output)
 
         async def alone(row: int) -> Outcome:

@@ -521,7 +521,10 @@ class GroupJudge(_TextJudge):
     never a 0; nor is a completion that is the only one of its prompt, or one whose reference is None or NaN. Where all
     completions are the same text, each is worth 0 and nothing is asked.
 
-    Logged are what requests cost and how they fail (`Answer.costs`), and for each completion the column
+    The mean over a prompt says nothing of how good its completions are, so it cannot decide on a curriculum, and groups
+    of one completion are refused; ``rewards/NAME/score`` is the mean of the scores before theirs is taken off.
+
+    Logged are also what requests cost and how they fail (`Answer.costs`), and for each completion the column
     ``NAME/verdicts``. As in `JudgeReward`, no completion can forge the marks around it.
 
     Args:
@@ -542,6 +545,7 @@ class GroupJudge(_TextJudge):
     """
 
     compares_rows = True
+    is_centred = True
 
     def __init__(
         self,
@@ -605,6 +609,8 @@ class GroupJudge(_TextJudge):
                 verdict = by_text.get(texts[row])
                 values[row] = None if verdict is None else verdict.score - mean
                 verdicts[row] = answer.why if verdict is None else f"{verdict.verdict} ({verdict.reason})"
+                if verdict is not None and (answer.requests or answer.text):
+                    log_metric(f"rewards/{self.log_name}/score", verdict.score)
         answers = [answer for answer, _ in replies if answer.requests or answer.text or answer.fault]
         self._log_costs(answers, len(texts), log_metric)
         log_extra(f"{self.log_name}/verdicts", verdicts)

@@ -301,6 +301,16 @@ class Rewards:
     def names(self) -> tuple[str, ...]:
         return tuple(self.functions)
 
+    @property
+    def comparing(self) -> tuple[str, ...]:
+        """The functions whose values depend on the other completions of a prompt."""
+        return tuple(name for name, caller in self._callers.items() if caller.compares_rows)
+
+    def has_level(self, metric: str | None = None) -> bool:
+        """Tell whether a prompt's mean reward can be another than 0: that of one function, or of the weighted sum."""
+        deciding = [name for name in self.names if self.weights.get(name, 1.0)] if metric is None else [metric]
+        return not all(self._callers[name].is_centred for name in deciding)
+
     def only(self, name: str) -> Rewards:
         """Return one of the functions, with weight 1. Models and workers of its calls are shared."""
         alone = copy.copy(self)

@@ -475,6 +475,9 @@ class TestGroups:
         assert len(server.asked) == 4
         assert sorted(len(listed(message)) for message in asked(server)[:2]) == [2, 3]  # equal ones are shown once
         assert values(found[0]) == values(found[1]) == [0.175, -0.125, -0.025, -0.025, -0.1, 0.1]
+        for scores, level in zip(found, (1.3 / 6, 1.3 / 6 + 0.4)):  # what is taken off stays a metric
+            total, completions_scored = scores.metrics["rewards/judge/score"]
+            assert completions_scored == 6 and total / 6 == pytest.approx(level)
         assert found[0].extras["judge/verdicts"][4] in ("10 (so 1)", "10 (so 2)")
 
     def test_the_order_of_the_completions_changes_nothing(self, server: StandInJudge) -> None:
@@ -491,6 +494,7 @@ class TestGroups:
         answers = ["x", "y", "y", None, None]
         scores = scored(rewards, ["a", "b", "b", "c", "cc"], prompts=["p", "q", "q", "r", "r"], answer=answers)
         assert values(scores) == [None, 0.0, 0.0, None, None] and not server.asked
+        assert "rewards/judge/score" not in scores.metrics
 
     @pytest.mark.filterwarnings("ignore:the judge")
     def test_a_reply_without_one_of_them_is_none_for_all(self, server: StandInJudge) -> None:
