@@ -180,14 +180,18 @@ class JudgeEndpoint:
         return f"{self.key}.{setting}" if self.key else setting
 
     def refuse_incomplete(self, template: str, parts: Sequence[str]) -> None:
-        """Refuse a template without one of these parts.
+        """Refuse a template without one of these parts, ``$name`` or ``${name}``.
 
         Raises:
             ConfigError: names the parts that it lacks.
         """
-        if missing := [f"${name}" for name in parts if f"${name}" not in template]:
+        found = string.Template(template).get_identifiers()
+        if missing := [f"${name}" for name in parts if name not in found]:
+            others = ", ".join(f"${name}" for name in found if name not in parts)
+            has = f" It has {others}." if others else ""
             raise ConfigError(
-                f"{self._key_of('template')} lacks {', '.join(missing)}: the judge would not see what it judges."
+                f"{self._key_of('template')} lacks {', '.join(missing)}: the judge would not see what it judges, or "
+                f"how to reply.{has} Put each in, such as {missing[0]}; a $ that is doubled stands for itself."
             )
 
     # ------------------------------------------------------------------ requests, on `HTTP_LOOP`
@@ -337,7 +341,7 @@ def fill(template: str, texts: Mapping[str, str], words: Mapping[str, str] | Non
     its mark, or open another: it would have to hold a digest of itself.
 
     Args:
-        template: With a ``$name`` for each part; other ``$`` stay.
+        template: With a ``$name`` or ``${name}`` for each part. ``$$`` becomes one ``$``, and any other ``$`` stays.
         texts: What is judged, by name.
         words: Parts of the question itself, by name, which stand there as they are.
     """

@@ -13,6 +13,7 @@ import inspect
 import json
 import math
 import re
+import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -333,7 +334,8 @@ class _TextJudge(JudgeEndpoint):
     def _template(self, given: str | None, default: str, parts: Sequence[str]) -> str:
         """Return the user's template, or the default, after a check that all of its parts are there."""
         if given is not None:
-            self.refuse_incomplete(given, [*parts, *(["reference"] if self.reference is not None else [])])
+            optional = {"reference": self.reference is not None, "form": not self.demand_form}
+            self.refuse_incomplete(given, [*parts, *(name for name, needed in optional.items() if needed)])
             return given
         return default.replace("$reference\n", f"{_REFERENCE}\n" if self.reference is not None else "\n")
 
@@ -412,7 +414,7 @@ class JudgeReward(_TextJudge):
         rubric_column: Column with a rubric for each row, a mapping or a text of JSON; where it is None, `rubric` holds.
             Such criteria have no metrics of their own.
         template: The message that is sent: ``$prompt``, ``$completion``, ``$criteria``, ``$form`` and with a reference
-            ``$reference`` are put in. None: one that ships.
+            ``$reference`` are put in, and needed; ``$form`` only where none is demanded. None: one that ships.
         cut_thoughts: Show the judge a completion without what stands up to its last ``</think>``.
         demand_form: Have the server enforce the form of the reply, by a JSON schema in ``response_format``, as those of
             OpenAI and vLLM do. False where a server refuses this field.
@@ -533,7 +535,8 @@ class GroupJudge(_TextJudge):
         criterion: What makes a completion better, in words for the judge.
         reference: Column of a reference answer, which the judge is shown as right. None: there is none.
         template: The message that is sent: ``$prompt``, ``$completions``, ``$criterion``, ``$form`` and with a
-            reference ``$reference`` are put in. None: one that ships.
+            reference ``$reference`` are put in, and needed; ``$form`` only where none is demanded. None: one that
+            ships.
         cut_thoughts: Show the judge a completion without what stands up to its last ``</think>``.
         demand_form: Have the server enforce the form of the reply, by a JSON schema in ``response_format``, as those of
             OpenAI and vLLM do. False where a server refuses this field.
@@ -570,7 +573,7 @@ class GroupJudge(_TextJudge):
             **endpoint,
         )
         self.criterion = criterion
-        self.template = self._template(template, GROUP_TEMPLATE, ("prompt", "completions"))
+        self.template = self._template(template, GROUP_TEMPLATE, ("prompt", "completions", "criterion"))
         columns = [] if reference is None else [reference]
         self.__signature__ = _signature(
             list(dict.fromkeys(("prompts", "completions", *columns, "log_metric", "log_extra")))
@@ -631,7 +634,9 @@ class GroupJudge(_TextJudge):
         shown = {f"completion_{number}": text for number, text in zip(numbers, different)}
         # One pass still: these words are of numbers alone.
         listed = "\n\n".join(f"Completion {number}:\n$completion_{number}" for number in numbers)
-        template = self.template.replace("$completions", listed)
+        template = string.Template.pattern.sub(
+            lambda part: listed if "completions" in (part["named"], part["braced"]) else part[0], self.template
+        )
         around = {"prompt": prompt} | ({} if reference is None else {"reference": reference})
         answer = await self._answer(rubric, template, around | shown, {"criterion": self.criterion})
         return answer, dict(zip(different, answer.value or ()))

@@ -416,6 +416,9 @@ class TestEndpoint:
             ({"max_failures": 2}, "^max_failures=2"),
             ({"max_tokens": 0}, "^max_tokens=0"),
             ({"template": "$prompt $completion"}, r"^template lacks \$criteria, \$reference"),
+            ({"template": "$prompts $completion $criteria $reference"}, r"lacks \$prompt:.*It has \$prompts\."),
+            ({"template": "$$prompt ${completion} $criteria $reference"}, r"lacks \$prompt:"),
+            ({"template": "$prompt $completion $criteria $reference", "demand_form": False}, r"lacks \$form:"),
         ],
     )
     def test_bad_settings_are_refused_with_their_key(self, given: dict[str, Any], words: str) -> None:
@@ -502,6 +505,17 @@ class TestGroups:
         scores = scored(Rewards({"judge": GroupJudge(server.url, "m")}), ["a", "b", "c", "d", "dd"], prompts=[*"ppprr"])
         assert [value is None for value in values(scores)] == [True] * 3 + [False] * 2
         assert scores.metrics["rewards/judge/unparsable"] == (0.5, 1)
+
+    def test_a_template_of_ones_own(self, server: StandInJudge) -> None:
+        server.answer = rated(len)
+        template = "$$5 is $5. ${prompt} $$completions ${completions} $criterion"
+        judge = GroupJudge(server.url, "m", template=template, criterion="Shorter.")
+        assert values(scored(Rewards({"judge": judge}), ["a", "bbb"])) == [-0.01, 0.01]
+        (message,) = asked(server)
+        assert message.startswith("$5 is $5. <prompt-") and message.endswith(" Shorter.") and len(listed(message)) == 2
+        assert message.count("$completions Completion 1:") == 1
+        with pytest.raises(ConfigError, match=r"^template lacks \$criterion"):  # which would say nothing
+            GroupJudge(server.url, "m", template="$prompt $completions", criterion="Shorter.")
 
     def test_a_forged_completion_stays_in_its_marks(self, server: StandInJudge) -> None:
         server.answer = rated(lambda text: 100 * (text == "good"))
