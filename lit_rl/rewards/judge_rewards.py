@@ -28,7 +28,7 @@ from lit_rl.core.episode import Prompt
 from lit_rl.core.errors import ConfigError, RewardError, did_you_mean
 from lit_rl.core.http_client import HTTP_LOOP
 from lit_rl.ops.ranges import AtLeastOne
-from lit_rl.rewards.contract import Completion, text_of
+from lit_rl.rewards.contract import Completion, text_of, turns_of
 from lit_rl.rewards.judge_endpoint import Answer, JudgeEndpoint, fill, prompt_text
 from lit_rl.rewards.judges import LogMetric
 from lit_rl.rewards.text_rewards import answer_text, without_thoughts
@@ -340,8 +340,7 @@ class _TextJudge(JudgeEndpoint):
         return default.replace("$reference\n", f"{_REFERENCE}\n" if self.reference is not None else "\n")
 
     def _text(self, completion: Completion) -> str:
-        text = text_of(completion)
-        return without_thoughts(text) if self.cut_thoughts else text
+        return "\n".join(map(without_thoughts, turns_of(completion))) if self.cut_thoughts else text_of(completion)
 
     def _reference_of(self, value: Any) -> str | None:
         """Return the reference as text; None where there is none.
@@ -415,7 +414,8 @@ class JudgeReward(_TextJudge):
             Such criteria have no metrics of their own.
         template: The message that is sent: ``$prompt``, ``$completion``, ``$criteria``, ``$form`` and with a reference
             ``$reference`` are put in, and needed; ``$form`` only where none is demanded. None: one that ships.
-        cut_thoughts: Show the judge a completion without what stands up to its last ``</think>``.
+        cut_thoughts: Show the judge a completion without what stands up to its last ``</think>``; of an episode each of
+            the policy's texts without what stands up to its own.
         demand_form: Have the server enforce the form of the reply, by a JSON schema in ``response_format``, as those of
             OpenAI and vLLM do. False where a server refuses this field.
         max_tokens: Longest reply, in tokens. Models that think before they answer need more.
@@ -537,7 +537,8 @@ class GroupJudge(_TextJudge):
         template: The message that is sent: ``$prompt``, ``$completions``, ``$criterion``, ``$form`` and with a
             reference ``$reference`` are put in, and needed; ``$form`` only where none is demanded. None: one that
             ships.
-        cut_thoughts: Show the judge a completion without what stands up to its last ``</think>``.
+        cut_thoughts: Show the judge a completion without what stands up to its last ``</think>``; of an episode each of
+            the policy's texts without what stands up to its own.
         demand_form: Have the server enforce the form of the reply, by a JSON schema in ``response_format``, as those of
             OpenAI and vLLM do. False where a server refuses this field.
         max_tokens: Longest reply, in tokens: it has a reason for each completion.

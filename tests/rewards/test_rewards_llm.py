@@ -449,6 +449,14 @@ class TestThoughts:
             score(server, [said], {"answer": ["x"]}, reference="answer", cut_thoughts=cut)
         assert [marked(message, "completion") for message in asked(server)] == ["<think>hm</think>7", "7"]
 
+    def test_of_each_text_of_an_episode(self, server: StandInJudge) -> None:
+        server.answer = lambda body, number: (200, reply(correct="yes"))
+        texts = ("<think>look it up</think>I look.", None, "<think>so</think>7", "And <think>hm")
+        said = [{"role": "assistant", "content": text} for text in texts]
+        said.insert(1, {"role": "tool", "content": "seven </think>"})
+        score(server, [said], {"answer": ["x"]}, reference="answer", cut_thoughts=True)
+        assert marked(asked(server)[0], "completion") == "I look.\n\n7\nAnd"
+
 
 def listed(message: str) -> list[str]:
     """The completions of a message, by their numbers."""
