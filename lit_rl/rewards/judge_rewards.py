@@ -369,11 +369,14 @@ class _TextJudge(JudgeEndpoint):
         return await asyncio.wrap_future(HTTP_LOOP.submit(self.ask(message, read, form)))
 
     def _log_costs(self, answers: Sequence[Answer], rows: int, log_metric: LogMetric) -> None:
-        """Log failures as shares of the answers, and all that is summed as a mean over the completions."""
-        for name in answers[0].costs if answers else ():
-            share = name in ("unanswered", "unparsable", "cached")
-            total = math.fsum(answer.costs[name] for answer in answers)
-            log_metric(f"rewards/{self.log_name}/{name}", total / (len(answers) if share else rows))
+        """Log failures once for each answer, and what is summed once for each completion, 0 where nothing was asked."""
+        costs = [answer.costs for answer in answers]
+        for name in Answer().costs:
+            values = [each[name] for each in costs]
+            if name not in ("unanswered", "unparsable", "cached"):
+                values = [math.fsum(values) / rows] * rows
+            for value in values:
+                log_metric(f"rewards/{self.log_name}/{name}", value)
 
 
 def _signature(arguments: Sequence[str]) -> inspect.Signature:
@@ -494,6 +497,7 @@ class JudgeReward(_TextJudge):
         if self.reference is not None:
             reference = self._reference_of(columns[self.reference])
             if reference is None:
+                self._log_costs([], 1, log_metric)
                 return None
             texts["reference"] = reference
         rubric = self.rubric

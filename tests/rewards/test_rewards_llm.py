@@ -156,6 +156,7 @@ class TestReference:
         assert values(scores) == [1.0, 0.0, None]
         assert len(server.asked) == 2  # a row without a reference costs nothing, and is no failure
         assert scores.metrics["rewards/judge/unanswered"] == (0.0, 2)
+        assert scores.metrics["rewards/judge/requests"] == (2.0, 3)  # so the mean times the completions is the sum
 
     def test_an_empty_one_is_refused_before_anything_is_asked(self, server: StandInJudge) -> None:
         with pytest.raises(RewardError, match="'answer' has an empty reference"):
@@ -506,13 +507,15 @@ class TestGroups:
         scores = scored(rewards, ["a", "b", "b", "c", "cc"], prompts=["p", "q", "q", "r", "r"], answer=answers)
         assert values(scores) == [None, 0.0, 0.0, None, None] and not server.asked
         assert "rewards/judge/score" not in scores.metrics
+        assert scores.metrics["rewards/judge/requests"] == (0.0, 5)
 
     @pytest.mark.filterwarnings("ignore:the judge")
     def test_a_reply_without_one_of_them_is_none_for_all(self, server: StandInJudge) -> None:
         server.answer = lambda body, number: (200, reply(**{"1": 5, "2": 7}))
         scores = scored(Rewards({"judge": GroupJudge(server.url, "m")}), ["a", "b", "c", "d", "dd"], prompts=[*"ppprr"])
         assert [value is None for value in values(scores)] == [True] * 3 + [False] * 2
-        assert scores.metrics["rewards/judge/unparsable"] == (0.5, 1)
+        assert scores.metrics["rewards/judge/unparsable"] == (1.0, 2)
+        assert scores.metrics["rewards/judge/requests"] == pytest.approx((2.0, 5))
 
     def test_a_template_of_ones_own(self, server: StandInJudge) -> None:
         server.answer = rated(len)
