@@ -185,10 +185,9 @@ def call_error(
     memory = limit if failure.kind == "MemoryError" else ""
     cause = failed.__cause__
     kind = type(cause) if isinstance(cause, LitRLError) else RewardError
-    return kind(
-        f"reward function {name!r} raised {failure.kind} {when}: {failure.text}{place}{quote_output(failure.output)}."
-        f"{memory}"
-    )
+    said = f"{failure.text}{place}{quote_output(failure.output)}"
+    end = "" if said.endswith((".", "?")) else "."
+    return kind(f"reward function {name!r} raised {failure.kind} {when}: {said}{end}{memory}")
 
 
 RowsOutcome = tuple[Sequence[int], Outcome]

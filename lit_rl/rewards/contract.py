@@ -107,10 +107,12 @@ class LooksAtData(Protocol):
 
 
 @runtime_checkable
-class LogsByName(Protocol):
-    """A reward function that logs metrics under the name that it has among the functions of a `Rewards`."""
+class TakesRewardName(Protocol):
+    """A reward function that logs, and speaks of its settings, under its name among the functions of a `Rewards`."""
 
-    log_name: str
+    def take_reward_name(self, name: str) -> None:
+        """Take the name."""
+        ...
 
 
 _RENAME = "Rename the argument, or the column with data.rename."

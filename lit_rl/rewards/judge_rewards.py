@@ -316,7 +316,7 @@ class _TextJudge(JudgeEndpoint):
     """Abstract base of both rewards: the form of replies, references, and what is logged."""
 
     log_name = "judge"
-    """The name under which it logs: that of the function, which `Rewards` sets."""
+    """The name under which it logs: that of the function."""
 
     def __init__(
         self,
@@ -331,6 +331,10 @@ class _TextJudge(JudgeEndpoint):
         super().__init__(base_url, model, **endpoint)
         self.reference, self.cut_thoughts, self.demand_form = reference, cut_thoughts, demand_form
 
+    def take_reward_name(self, name: str) -> None:
+        """Log under the name that it has in a `Rewards`, and name settings by their keys there."""
+        self.log_name, self.key = name, f"reward.functions.{name}"
+
     def _template(self, given: str | None, default: str, parts: Sequence[str]) -> str:
         """Return the user's template, or the default, after a check that all of its parts are there."""
         if given is not None:
@@ -342,23 +346,23 @@ class _TextJudge(JudgeEndpoint):
     def _text(self, completion: Completion) -> str:
         return "\n".join(map(without_thoughts, turns_of(completion))) if self.cut_thoughts else text_of(completion)
 
-    def _reference_of(self, value: Any) -> str | None:
+    def _reference_of(self, value: Any, row: int | None = None) -> str | None:
         """Return the reference as text; None where there is none.
 
         Raises:
-            RewardError: it is empty.
+            RewardError: it is empty; names the row of the data, where one is given.
         """
         text = text_of(value) if isinstance(value, list | tuple) else answer_text(value)
         if text is not None and not text.strip():
             raise RewardError(
-                f"the column {self.reference!r} has an empty reference: whoever says nothing would be right. Fill it "
+                f"the column {self.reference!r} has an empty reference{'' if row is None else f' in row {row}'}: whoever says nothing would be right. Fill it "
                 "in, remove the row, or make it None (null in JSON) for a row that this reward is not to score."
             )
         return text
 
     def _check_references(self, columns: Mapping[str, Sequence[Any]]) -> None:
-        for value in columns.get(self.reference, ()) if self.reference is not None else ():
-            self._reference_of(value)
+        for row, value in enumerate(columns.get(self.reference, ()) if self.reference is not None else ()):
+            self._reference_of(value, row)
 
     async def _answer(
         self, rubric: Rubric, template: str, texts: Mapping[str, str], words: Mapping[str, str]
@@ -588,7 +592,7 @@ class GroupJudge(_TextJudge):
         """Refuse rows with an empty reference before a run begins.
 
         Raises:
-            RewardError: names the column.
+            RewardError: names the column and the row.
         """
         self._check_references(columns)
 

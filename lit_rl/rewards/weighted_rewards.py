@@ -32,9 +32,9 @@ from lit_rl.rewards.contract import (
     Completion,
     Function,
     FunctionFromPath,
-    LogsByName,
     LooksAtData,
     Part,
+    TakesRewardName,
     check_callable,
     check_extra_names,
     columns_read,
@@ -291,8 +291,8 @@ class Rewards:
         self._callers = {name: Caller(name, function, settings) for name, function in self.functions.items()}
         self._watches = {name: ValueWatch(name, constant_limit) for name in self.functions}
         for name, function in self.functions.items():
-            if isinstance(function, LogsByName):
-                function.log_name = name
+            if isinstance(function, TakesRewardName):
+                function.take_reward_name(name)
 
     def __repr__(self) -> str:
         return f"Rewards({', '.join(f'{weight:g} * {name}' for name, weight in self.weights.items())})"

@@ -159,8 +159,8 @@ class TestReference:
         assert scores.metrics["rewards/judge/requests"] == (2.0, 3)  # so the mean times the completions is the sum
 
     def test_an_empty_one_is_refused_before_anything_is_asked(self, server: StandInJudge) -> None:
-        with pytest.raises(RewardError, match="'answer' has an empty reference"):
-            score(server, ["x"], {"answer": [" "]}, reference="answer")
+        with pytest.raises(RewardError, match="'answer' has an empty reference in row 1:"):
+            score(server, ["x", "x"], {"answer": ["7", " "]}, reference="answer")
         with pytest.raises(RewardError, match="'answer', which is no column"):
             score(server, ["x"], {}, reference="answer")
         assert not server.asked
@@ -240,9 +240,10 @@ class TestWhatIsNoVerdict:
             rewards = Rewards({"judge": judge}, on_error=on_error)
             with pytest.warns(UserWarning, match=r"no verdict for 1 of 1 completions: no verdict.*no idea"):
                 assert values(scored(rewards, [str(i) for i in range(8)])) == [None] * 8  # which are forgiven
-            with pytest.raises(RewardError, match=r"(9|1\d) of \d+ completions, more than max_failures=0.5") as caught:
+            with pytest.raises(RewardError, match=r"(9|1\d) of \d+ completions, more than reward.functions.judge.max_failures=0.5") as caught:
                 scored(rewards, [str(i) for i in range(8, 16)])
             assert caught.value.exit_code == 4
+            assert str(caught.value).endswith("does the model follow reward.functions.judge.template?")
 
     def test_a_wrong_key_ends_the_run_at_once(self, server: StandInJudge) -> None:
         server.answer = lambda body, number: (401, b"no such key")
