@@ -29,6 +29,9 @@ from lit_rl.rewards.contract import content_of
 from lit_rl.rewards.jobs import TooManyFailures
 from lit_rl.rewards.remote_reward import RemoteReward, RequestFailed, back_off, wait_after
 
+QUOTED = object()
+"""The value of a reply that stands word for word in what the judge was shown."""
+
 _FREE_FAILURES = 8
 _REFUSES_ALL = (401, 403, 404)
 """Statuses that say nothing about one request: no such key, not allowed, no such model or address."""
@@ -43,6 +46,8 @@ class Answer:
     text: str = ""
     cut: bool = False
     """Whether the server ended the reply at its limit of tokens: what stands in it may be a draft, so it has no value."""
+    quoted: bool = False
+    """Whether the reply has the asked form, but may be a quote of what the judge was shown; then it has no value."""
     fault: Exception | None = None
     """The reason why there is no reply: after all attempts, or a refusal that would stay one."""
     requests: int = 0
@@ -60,6 +65,8 @@ class Answer:
         if self.fault is not None:
             return str(self.fault)
         cut = ", which the limit of its tokens cut off" if self.cut else ""
+        if self.quoted:
+            cut = ", which stands word for word in what the judge was shown and so may be a quote"
         return f"no verdict in the answer {self.text[-200:]!r}{cut}"
 
     @property
@@ -67,7 +74,7 @@ class Answer:
         """Metrics of this request, by their last names."""
         return {
             "unanswered": float(self.fault is not None),
-            "unparsable": float(self.fault is None and self.value is None),
+            "unparsable": float(self.fault is None and self.value is None and not self.quoted),
             "cached": float(self.fault is None and not self.requests),
             "requests": float(self.requests),
             "prompt_tokens": float(self.prompt_tokens),
@@ -209,7 +216,8 @@ class JudgeEndpoint:
 
         Args:
             message: Sent as the user's.
-            read: Returns the value of a reply, and None for one that is not in the asked form.
+            read: Returns the value of a reply, None for one that is not in the asked form, and `QUOTED` for one that is
+                but may be a quote.
             form: Fields of the request that demand the form.
         """
         fields = {
@@ -244,7 +252,8 @@ class JudgeEndpoint:
         answer = await self._send(body)
         if answer.fault is None:
             self._answered += 1
-            answer = replace(answer, value=None if answer.cut else read(answer.text))
+            value = None if answer.cut else read(answer.text)
+            answer = replace(answer, value=None if value is QUOTED else value, quoted=value is QUOTED)
         if answer.value is not None and self.cache:
             self._replies.put(key, answer.text)
         return answer
@@ -262,7 +271,8 @@ class JudgeEndpoint:
                     sent += 1
                     reply = await self._server.post(self.url, body)
                     text, cut = parse_reply(reply)
-                return Answer(None, text, cut, None, sent, *tokens_of(reply), waited)
+                tokens = dict(zip(("prompt_tokens", "completion_tokens"), tokens_of(reply), strict=True))
+                return Answer(text=text, cut=cut, requests=sent, **tokens, waited=waited)
             except RequestFailed as error:
                 fault = error
             if fault.retry_after is not None and fault.status in (429, 503):

@@ -29,13 +29,13 @@ from lit_rl.core.errors import ConfigError, RewardError, did_you_mean
 from lit_rl.core.http_client import HTTP_LOOP
 from lit_rl.ops.ranges import AtLeastOne
 from lit_rl.rewards.contract import Completion, text_of, turns_of
-from lit_rl.rewards.judge_endpoint import Answer, JudgeEndpoint, fill, prompt_text
+from lit_rl.rewards.judge_endpoint import QUOTED, Answer, JudgeEndpoint, fill, prompt_text
 from lit_rl.rewards.judges import LogMetric
 from lit_rl.rewards.text_rewards import answer_text, without_thoughts
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _SHIPPED = Path(__file__).parent / "rubrics"
-_TAKEN = {"mean", "std", "failure_ratio", "timeout_ratio", "cache_hit_ratio", *Answer().costs}
+_TAKEN = {"mean", "std", "failure_ratio", "timeout_ratio", "cache_hit_ratio", "quoted", *Answer().costs}
 """Names under which a judge and the run log something else."""
 
 # ---------------------------------------------------------------------- rubrics
@@ -148,19 +148,21 @@ class Rubric:
         weights = [criterion.weight for criterion in self.criteria]
         return math.fsum(w * v.score for w, v in zip(weights, verdicts, strict=True)) / math.fsum(weights)
 
-    def read(self, reply: str, shown: Sequence[str] = ()) -> list[Judgement] | None:
-        """Return the verdicts in a reply, in the order of the criteria; None unless all are there, without doubt.
+    def read(self, reply: str, shown: Sequence[str] = ()) -> Any:
+        """Return the verdicts in a reply, in the order of the criteria; None unless all are there.
 
         They are one JSON object, from the first brace behind the judge's thoughts to the last one: prose may stand around it, and no
-        second object that the judge has quoted. One that stands in a text which it was shown is a quote too.
+        second object that the judge has quoted. One that stands in a text which it was shown may be a quote, `QUOTED`.
         """
         spoken = without_thoughts(reply)
         within = spoken[spoken.find("{") : spoken.rfind("}") + 1]
         # A reply that is one object is no thought, even where a reason in it has the mark of one.
         whole, entries = next(((text, read) for text in (reply, within) if (read := _object_in(text))), ("", {}))
         found = [_judgement(criterion, entries.get(criterion.name)) for criterion in self.criteria]
+        if None in found:
+            return None
         is_quote = any(whole in text for text in shown)
-        return None if is_quote or None in found else found  # pyright: ignore[reportReturnType]
+        return QUOTED if is_quote else found
 
     @property
     def questions(self) -> str:
@@ -374,10 +376,10 @@ class _TextJudge(JudgeEndpoint):
 
     def _log_costs(self, answers: Sequence[Answer], rows: int, log_metric: LogMetric) -> None:
         """Log failures once for each answer, and what is summed once for each completion, 0 where nothing was asked."""
-        costs = [answer.costs for answer in answers]
-        for name in Answer().costs:
+        costs = [{**answer.costs, "quoted": float(answer.quoted)} for answer in answers]
+        for name in (*Answer().costs, "quoted"):
             values = [each[name] for each in costs]
-            if name not in ("unanswered", "unparsable", "cached"):
+            if name not in ("unanswered", "unparsable", "quoted", "cached"):
                 values = [math.fsum(values) / rows] * rows
             for value in values:
                 log_metric(f"rewards/{self.log_name}/{name}", value)
