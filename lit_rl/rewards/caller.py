@@ -278,6 +278,9 @@ GRACE = 5.0
 
 _PLURAL = {"prompt": "prompts", "completion": "completions"}
 
+GROUPS = "*group_ids"
+"""Key of the groups of a rollout among the inputs. No column: no function can name it."""
+
 
 EarlyRows = tuple[EarlyCalls, Collection[int]]
 """Calls that began before the batch was complete, and the rows for which they are valid."""
@@ -346,13 +349,16 @@ class Caller:
 
     def job(self, inputs: Mapping[str, Sequence[Any] | None], rows: int, state: TrainerState) -> Job:
         """Return the job of a call, made of all columns under their plural names."""
-        standard = ("prompts", "completions", "completion_ids")
+        standard = ("prompts", "completions", "completion_ids", GROUPS)
         wanted = self.bind([key for key in inputs if key not in standard])
         per_sample = is_per_sample(self.name, self.function)
         plural = _PLURAL if per_sample else {}
+        given = {key: inputs[plural.get(key, key)] for key in wanted if key not in SERVICES}
+        if self.compares_rows and "group_ids" in argument_names(self.name, self.function):
+            given["group_ids"] = inputs.get(GROUPS)
         return Job(
             numbers=range(rows),
-            inputs={key: inputs[plural.get(key, key)] for key in wanted if key not in SERVICES},
+            inputs=given,
             services=tuple(key for key in wanted if key in SERVICES),
             trainer_state=state,
             per_sample=per_sample,

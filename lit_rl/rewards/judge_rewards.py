@@ -385,9 +385,11 @@ class _TextJudge(JudgeEndpoint):
                 log_metric(f"rewards/{self.log_name}/{name}", value)
 
 
-def _signature(arguments: Sequence[str]) -> inspect.Signature:
+def _signature(arguments: Sequence[str], optional: Sequence[str] = ()) -> inspect.Signature:
     """Return a signature of these keywords, so that a missing column is found before anything is loaded."""
-    return inspect.Signature([inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in arguments])
+    needed = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in arguments]
+    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in optional]
+    return inspect.Signature([*needed, *more])
 
 
 def _digest(*texts: str) -> bytes:
@@ -587,7 +589,7 @@ class GroupJudge(_TextJudge):
         self.template = self._template(template, GROUP_TEMPLATE, ("prompt", "completions", "criterion"))
         columns = [] if reference is None else [reference]
         self.__signature__ = _signature(
-            list(dict.fromkeys(("prompts", "completions", *columns, "log_metric", "log_extra")))
+            list(dict.fromkeys(("prompts", "completions", *columns, "log_metric", "log_extra"))), ("group_ids",)
         )
 
     def check_columns(self, columns: Mapping[str, Sequence[Any]], given: Sequence[str] = ()) -> None:
@@ -604,6 +606,7 @@ class GroupJudge(_TextJudge):
         completions: Sequence[Completion],
         log_metric: LogMetric,
         log_extra: Callable[[str, Any], None],
+        group_ids: Sequence[int] | None = None,
         **columns: Any,
     ) -> list[float | None]:
         texts = [self._text(completion) for completion in completions]
@@ -613,8 +616,9 @@ class GroupJudge(_TextJudge):
         whole = [(prompt_text(prompt, "reward=judge_group"), each) for prompt, each in zip(prompts, references)]
         values: list[float | None] = [None] * len(texts)
         verdicts: list[str | None] = [None] * len(texts)
-        # completions of a prompt are neighbours
-        groups = [list(rows) for _, rows in groupby(range(len(texts)), key=lambda row: whole[row])]
+        # completions of a prompt are neighbours; of one that was drawn twice only the run tells them apart
+        ids = group_ids or [0] * len(texts)
+        groups = [list(rows) for _, rows in groupby(range(len(texts)), key=lambda row: (ids[row], whole[row]))]
         asked = [rows for rows in groups if len(rows) > 1 and not (self.reference and whole[rows[0]][1] is None)]
         replies = await asyncio.gather(*(self._compare(*whole[rows[0]], [texts[i] for i in rows]) for rows in asked))
         for rows, (answer, by_text) in zip(asked, replies):

@@ -26,7 +26,7 @@ from lit_rl.core.episode import Prompt
 from lit_rl.core.errors import ConfigError, RewardError
 from lit_rl.core.user_functions import weights_by_name
 from lit_rl.ops.ranges import AtLeastOne, AtLeastZero, Positive
-from lit_rl.rewards.caller import Caller, CallSettings, EarlyCalls, EarlyRows, FunctionScores
+from lit_rl.rewards.caller import GROUPS, Caller, CallSettings, EarlyCalls, EarlyRows, FunctionScores
 from lit_rl.rewards.classifiers import Classifier, OnRunDevice
 from lit_rl.rewards.contract import (
     Completion,
@@ -428,6 +428,7 @@ class Rewards:
         trainer_state: TrainerState | None = None,
         begun: PendingRewards | None = None,
         rows: Sequence[int] | None = None,
+        group_ids: Sequence[int] | None = None,
     ) -> Scores:
         """Call every function on copies of the inputs, check the results and sum them up.
 
@@ -439,12 +440,15 @@ class Rewards:
             trainer_state: None is the state before the first step.
             begun: The result of `begin`, to which completions of this batch were passed.
             rows: The completions to score; the others are unscored. None: all.
+            group_ids: The same number for the completions of one draw of a prompt, for functions that compare them.
+                None: not known; such a function then goes by equal prompts.
 
         Raises:
             RewardError: a function raised, hung or ended its process while ``on_error`` is None, or returned anything
                 but one finite number, list of spans or None a completion.
         """
         inputs = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
+        inputs[GROUPS] = group_ids
         for key, values in inputs.items():
             if values is not None and len(values) != len(completions):
                 raise RewardError(

@@ -198,6 +198,16 @@ def means_of(feedback: CurriculumFeedback, said: Any, group_size: int) -> list[f
     return feedback.draws._means[[2, 0]].tolist()
 
 
+def test_a_reward_that_compares_completions_is_told_the_groups_of_the_run(tmp_path):
+    def grouped(completions, group_ids=None):
+        seen.append(group_ids)
+        return [float(len(completion)) for completion in completions]
+
+    grouped.compares_rows, seen = True, list[Any]()  # pyright: ignore[reportFunctionMemberAccess]
+    fitted(tmp_path, module_of(reward={"grouped": grouped}), steps=1)
+    assert seen == [[0] * 4 + [1] * 4 + [2] * 4 + [3] * 4]
+
+
 def test_what_is_0_in_the_mean_over_each_prompt_cannot_decide():
     for names, settings in ((["centred"], {}), (["centred", "right"], {"metric": "centred"})):
         with pytest.raises(ConfigError, match=r"data\.curriculum\.metric=.*mean is 0 for every prompt.*centred"):

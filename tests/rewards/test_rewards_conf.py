@@ -124,7 +124,12 @@ def test_a_rubric_may_stand_in_the_config(reward):
 def test_what_a_constructor_refuses_is_named_by_its_whole_key(reward):
     for setting, words in (("rubric=nope", r"rubric='nope': there is no"), ("template=x", r"template lacks \$prompt")):
         with pytest.raises(ConfigError, match=rf"^reward\.functions\.judge\.{words}"):
-            reward("judge", *VALUES["judge"][:2], "reward.functions.judge.rubric=helpful", f"reward.functions.judge.{setting}")
+            reward(
+                "judge",
+                *VALUES["judge"][:2],
+                "reward.functions.judge.rubric=helpful",
+                f"reward.functions.judge.{setting}",
+            )
     with pytest.raises(ConfigError, match="^rubric, rubric_column and reference are null"):
         reward("judge", *VALUES["judge"][:2])
 

@@ -240,7 +240,9 @@ class TestWhatIsNoVerdict:
             rewards = Rewards({"judge": judge}, on_error=on_error)
             with pytest.warns(UserWarning, match=r"no verdict for 1 of 1 completions: no verdict.*no idea"):
                 assert values(scored(rewards, [str(i) for i in range(8)])) == [None] * 8  # which are forgiven
-            with pytest.raises(RewardError, match=r"(9|1\d) of \d+ completions, more than reward.functions.judge.max_failures=0.5") as caught:
+            with pytest.raises(
+                RewardError, match=r"(9|1\d) of \d+ completions, more than reward.functions.judge.max_failures=0.5"
+            ) as caught:
                 scored(rewards, [str(i) for i in range(8, 16)])
             assert caught.value.exit_code == 4
             assert str(caught.value).endswith("does the model follow reward.functions.judge.template?")
@@ -495,6 +497,17 @@ class TestGroups:
             total, completions_scored = scores.metrics["rewards/judge/score"]
             assert completions_scored == 6 and total / 6 == pytest.approx(level)
         assert found[0].extras["judge/verdicts"][4] in ("10 (so 1)", "10 (so 2)")
+
+    def test_a_prompt_that_is_drawn_twice_is_two_groups(self, server: StandInJudge) -> None:
+        server.answer = rated(lambda text: 10 * len(text))
+        judge = Rewards({"judge": GroupJudge(server.url, "m")})
+        judge.bind(["group_ids"])
+        column = {"group_ids": ["the user's own"] * 4}
+        for ids, expected in (([7, 7, 8, 8], [-0.05, 0.05, -0.05, 0.05]), (None, [-0.15, -0.05, 0.05, 0.15])):
+            scores = judge.score(["p"] * 4, ["a", "aa", "aaa", "aaaa"], column, group_ids=ids)
+            assert values(scores) == expected
+        picked = judge.score(["p"] * 4, ["a", "aa", "aaa", "aaaa"], {}, group_ids=[7, 8, 8, 8], rows=[0, 1, 3])
+        assert values(picked) == [None, -0.1, None, 0.1]
 
     def test_the_order_of_the_completions_changes_nothing(self, server: StandInJudge) -> None:
         server.answer = rated(len)
