@@ -98,9 +98,9 @@ _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 def line_of(error: BaseException) -> str:
     """Return ``line 3 of FILE``: the place where the user's own code raised, or called the code that did.
 
-    Where none of the lines is of the user's, it is the first one outside of this package, and empty for an error of this
-    package, which says all in its text. A user's line is the last one
-    that is neither in this package, nor in Python's library, nor in an installed package.
+    Where none of the lines is of the user's, it is the first one outside of this package, and empty for an error of
+    this package, which says all in its text. A user's line is the last one that is neither in this package, nor in
+    Python's library, nor in an installed package.
     """
     frames = traceback.extract_tb(error.__traceback__)
     others = [frame for frame in frames if not frame.filename.startswith(_OURS)]

@@ -45,7 +45,7 @@ class Answer:
     """The result of the reader of the reply; None where there is no reply, or none in the asked form."""
     text: str = ""
     cut: bool = False
-    """Whether the server ended the reply at its limit of tokens: what stands in it may be a draft, so it has no value."""
+    """Whether the server ended the reply at its limit of tokens: it may be a draft, and has no value."""
     quoted: bool = False
     """Whether the reply has the asked form, but may be a quote of what the judge was shown; then it has no value."""
     fault: Exception | None = None
@@ -96,7 +96,7 @@ class _Asking:
 class JudgeEndpoint:
     """Abstract base of judges behind an API for chat completions, such as OpenAI's or that of vLLM's server.
 
-    A reply is one that is whole and can be read in the asked form. Whatever else comes is a failure of the judge: it is counted and
+    A reply is one that is whole and in the asked form. Whatever else comes is a failure of the judge: it is counted and
     gives no verdict, and more of it than `max_failures` ends the run: no verdict is ever made up. A server that asks to
     be left alone (a status of 429 or 503 with Retry-After) is not sent any request by this process until then.
 

@@ -151,8 +151,9 @@ class Rubric:
     def read(self, reply: str, shown: Sequence[str] = ()) -> Any:
         """Return the verdicts in a reply, in the order of the criteria; None unless all are there.
 
-        They are one JSON object, from the first brace behind the judge's thoughts to the last one: prose may stand around it, and no
-        second object that the judge has quoted. One that stands in a text which it was shown may be a quote, `QUOTED`.
+        They are one JSON object, from the first brace behind the judge's thoughts to the last one: prose may stand
+        around it, and no second object that the judge has quoted. One that stands in a text which it was shown may be a
+        quote: `QUOTED`.
         """
         spoken = without_thoughts(reply)
         within = spoken[spoken.find("{") : spoken.rfind("}") + 1]
@@ -356,9 +357,10 @@ class _TextJudge(JudgeEndpoint):
         """
         text = text_of(value) if isinstance(value, list | tuple) else answer_text(value)
         if text is not None and not text.strip():
+            where = "" if row is None else f" in row {row}"
             raise RewardError(
-                f"the column {self.reference!r} has an empty reference{'' if row is None else f' in row {row}'}: whoever says nothing would be right. Fill it "
-                "in, remove the row, or make it None (null in JSON) for a row that this reward is not to score."
+                f"the column {self.reference!r} has an empty reference{where}: whoever says nothing would be right. "
+                "Fill it in, remove the row, or make it None (null in JSON) for a row that this reward is not to score."
             )
         return text
 

@@ -44,9 +44,9 @@ class LLMJudge(JudgeEndpoint):
     """An LLM as the judge of which completion is better (2306.05685), each pair in both orders.
 
     The two answers of a pair are averaged, so that a liking for the first place cancels out: a pair of which the same
-    place wins twice is a tie. Behind its thoughts, an answer is read from its last "verdict: A", "verdict: B" or "verdict: tie", or is one
-    of these words alone. Where one of the two cannot be read, or never comes, the pair has no verdict. That is counted
-    (``judge/unparsable`` and ``judge/unanswered``, shares of the requests).
+    place wins twice is a tie. Behind its thoughts, an answer is read from its last "verdict: A", "verdict: B" or
+    "verdict: tie", or is one of these words alone. Where one of the two cannot be read, is cut off, or never comes, the
+    pair has no verdict. That is counted (``judge/unparsable`` and ``judge/unanswered``, shares of the requests).
 
     Args:
         base_url: Where the API is, such as https://host/v1 or http://127.0.0.1:8000/v1; ``/chat/completions`` is added.
@@ -104,7 +104,7 @@ class LLMJudge(JudgeEndpoint):
 
 
 def verdict_of(answer: str) -> Verdict:
-    """Return the probability that A is better by a judge's answer without its thoughts; None where it cannot be read."""
+    """Return the probability that A is better by what a judge answers behind its thoughts; None if that is unclear."""
     answer = without_thoughts(answer)
     found = _VERDICT.findall(answer)
     if found:

@@ -369,6 +369,12 @@ class TestEndpoint:
         score(server, ["a"], {"answer": ["x"]}, reference="answer", backoff=0.0, attempts=3)
         assert len(server.asked) == asked_before + 3  # no wait at all uses up attempts
 
+    @pytest.mark.filterwarnings("ignore:the judge")
+    def test_patience_is_counted_from_the_first_refusal(self, server: StandInJudge) -> None:
+        server.answer = lambda body, number: (429, b"", {"Retry-After": "0.1"})
+        score(server, ["a"], {"answer": ["x"]}, reference="answer", patience=0.35)
+        assert 2 <= len(server.asked) <= 4
+
     def test_retry_after_is_seconds_or_a_date(self) -> None:
         assert seconds_until("2.5") == 2.5 and seconds_until("-1") == 0.0
         assert seconds_until("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
