@@ -45,9 +45,9 @@ class Answer:
     """The result of the reader of the reply; None where there is no reply, or none in the asked form."""
     text: str = ""
     cut: bool = False
-    """Whether the server ended the reply at its limit of tokens: it may be a draft, and has no value."""
+    """True if the server ended the reply at its limit of tokens: it may be a draft, and has no value."""
     quoted: bool = False
-    """Whether the reply has the asked form, but may be a quote of what the judge was shown; then it has no value."""
+    """True if the reply has the asked form, but may be a quote of what the judge was shown; then it has no value."""
     fault: Exception | None = None
     """The reason why there is no reply: after all attempts, or a refusal that would stay one."""
     requests: int = 0

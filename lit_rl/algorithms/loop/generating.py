@@ -313,7 +313,7 @@ class GeneratingModule(PolicyModule):
         leave = nullcontext() if self.reward_functions.waits_for_ranks else interruptible()
         with self.stopwatch.measure("reward"), leave:
             prompts, answers, columns = as_reward_input(batch, texts, episodes)
-            group_size = len(texts) // len(batch)
+            group_size = len(texts) // len(batch.prompts)
             return self.reward_functions.score(
                 prompts,
                 answers,
