@@ -71,9 +71,10 @@ class StandInJudge:
         self.http.server_close()
 
 
-def chat(text: str | None) -> dict[str, Any]:
+def chat(text: str | None, finish_reason: str = "stop") -> dict[str, Any]:
     usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
-    return {"choices": [{"message": {"role": "assistant", "content": text}}], "usage": usage}
+    choice = {"message": {"role": "assistant", "content": text}, "finish_reason": finish_reason}
+    return {"choices": [choice], "usage": usage}
 
 
 @contextmanager

@@ -117,7 +117,7 @@ def build(tree: Any) -> Any:
     except InstantiationException as error:
         cause = error.__cause__ or error.__context__
         if isinstance(cause, LitRLError) and not isinstance(cause, UnknownKeyword):
-            raise cause from error
+            raise _with_whole_key(tree, error, cause) from error
         if isinstance(cause, ImportError):
             raise BackendError(f"What the config builds cannot be imported: {cause}") from error
         text = str(cause or error)
@@ -127,6 +127,22 @@ def build(tree: Any) -> Any:
                 "'lit-rl[deepspeed]', or take strategy=fsdp."
             ) from error
         raise ConfigError(_refusal(tree, error, cause or error)) from error
+
+
+def _with_whole_key(tree: dict[str, Any], error: Exception, cause: LitRLError) -> LitRLError:
+    """Return the error of a constructor, with the whole key where it begins with the setting alone: ``rubric=...``.
+
+    Only of a reward function: a config may have it under any name, so that its class does not know the key.
+    """
+    _, _, key = str(error).partition("full_key: ")
+    node: Any = tree
+    for part in key.split(".") if key else ():
+        node = node.get(part) if isinstance(node, dict) else None
+    setting = re.match(r"(\w+)(?==| lacks )", str(cause))
+    is_reward = re.fullmatch(r"(reward\.)?functions\.[^.]+", key) is not None
+    if setting is None or not isinstance(node, dict) or setting[1] not in node or not is_reward:
+        return cause
+    return type(cause)(f"reward.{key.removeprefix('reward.')}.{cause}")
 
 
 def _refusal(tree: dict[str, Any], error: Exception, cause: BaseException) -> str:

@@ -98,12 +98,15 @@ _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 def line_of(error: BaseException) -> str:
     """Return ``line 3 of FILE``: the place where the user's own code raised, or called the code that did.
 
-    Where none of the lines is of the user's, it is the first one outside of this package. A user's line is the last one
-    that is neither in this package, nor in Python's library, nor in an installed package.
+    Where none of the lines is of the user's, it is the first one outside of this package, and empty for an error of
+    this package, which says all in its text. A user's line is the last one that is neither in this package, nor in
+    Python's library, nor in an installed package.
     """
     frames = traceback.extract_tb(error.__traceback__)
     others = [frame for frame in frames if not frame.filename.startswith(_OURS)]
     users = [f for f in others if not f.filename.startswith(_LIBRARIES) and not _INSTALLED.search(f.filename)]
+    if not users and isinstance(error, LitRLError):
+        return ""
     frame = next(iter(users[-1:] or others[:1] or frames[1:][-1:]), None)  # the first of ours is the call
     return "" if frame is None else f"line {frame.lineno} of {frame.filename}"
 

@@ -185,10 +185,9 @@ def call_error(
     memory = limit if failure.kind == "MemoryError" else ""
     cause = failed.__cause__
     kind = type(cause) if isinstance(cause, LitRLError) else RewardError
-    return kind(
-        f"reward function {name!r} raised {failure.kind} {when}: {failure.text}{place}{quote_output(failure.output)}."
-        f"{memory}"
-    )
+    said = f"{failure.text}{place}{quote_output(failure.output)}"
+    end = "" if said.endswith((".", "?")) else "."
+    return kind(f"reward function {name!r} raised {failure.kind} {when}: {said}{end}{memory}")
 
 
 RowsOutcome = tuple[Sequence[int], Outcome]
@@ -279,6 +278,9 @@ GRACE = 5.0
 
 _PLURAL = {"prompt": "prompts", "completion": "completions"}
 
+GROUPS = "*group_ids"
+"""Key of the groups of a rollout among the inputs. No column: no function can name it."""
+
 
 EarlyRows = tuple[EarlyCalls, Collection[int]]
 """Calls that began before the batch was complete, and the rows for which they are valid."""
@@ -319,7 +321,7 @@ class Caller:
                 f"reward.cache={self.settings.cache}: reward function {self.name!r} takes trainer_state, so its value "
                 "is not the same for the same completion. Set reward.cache=0."
             )
-        if self._cache is not None and self._compares_rows:
+        if self._cache is not None and self.compares_rows:
             raise ConfigError(
                 f"reward.cache={self.settings.cache}: reward function {self.name!r} compares the completions of a "
                 "prompt, and a cache would hide some of them from it. Set reward.cache=0."
@@ -327,9 +329,14 @@ class Caller:
         return wanted
 
     @property
-    def _compares_rows(self) -> bool:
+    def compares_rows(self) -> bool:
         """True if a value depends on the other completions of its prompt, so that none is scored alone."""
         return getattr(_inner(self.function), "compares_rows", False) is True
+
+    @property
+    def is_centred(self) -> bool:
+        """True if the mean of the values over the completions of a prompt is 0 by construction."""
+        return getattr(_inner(self.function), "is_centred", False) is True
 
     @cached_property
     def _is_async(self) -> bool:
@@ -342,13 +349,16 @@ class Caller:
 
     def job(self, inputs: Mapping[str, Sequence[Any] | None], rows: int, state: TrainerState) -> Job:
         """Return the job of a call, made of all columns under their plural names."""
-        standard = ("prompts", "completions", "completion_ids")
+        standard = ("prompts", "completions", "completion_ids", GROUPS)
         wanted = self.bind([key for key in inputs if key not in standard])
         per_sample = is_per_sample(self.name, self.function)
         plural = _PLURAL if per_sample else {}
+        given = {key: inputs[plural.get(key, key)] for key in wanted if key not in SERVICES}
+        if self.compares_rows and "group_ids" in argument_names(self.name, self.function):
+            given["group_ids"] = inputs.get(GROUPS)
         return Job(
             numbers=range(rows),
-            inputs={key: inputs[plural.get(key, key)] for key in wanted if key not in SERVICES},
+            inputs=given,
             services=tuple(key for key in wanted if key in SERVICES),
             trainer_state=state,
             per_sample=per_sample,
@@ -489,7 +499,7 @@ class Caller:
         except CallFailed as failed:
             if self.settings.on_error is None or ends_the_run(failed.__cause__):
                 raise call_error(self.name, failed, job.rows, completions, self.settings) from failed.__cause__
-            if job.rows == 1 or self._compares_rows:
+            if job.rows == 1 or self.compares_rows:
                 return Outcome([failed.failure] * job.rows, output=failed.failure.output)
 
         async def alone(row: int) -> Outcome:

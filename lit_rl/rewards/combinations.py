@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lit_rl.core.errors import ConfigError, RewardError, did_you_mean
 from lit_rl.core.user_functions import check_weights
-from lit_rl.rewards.caller import Caller, EarlyRows, FunctionScores
+from lit_rl.rewards.caller import GROUPS, Caller, EarlyRows, FunctionScores
 from lit_rl.rewards.contract import Completion, load_function
 from lit_rl.rewards.jobs import Job, TrainerState
 from lit_rl.rewards.weighted_rewards import Rewards
@@ -96,7 +96,7 @@ class RewardRecipes(Rewards):
     def _recipes(self, inputs: Mapping[str, Any]) -> list[dict[str, float]]:
         """Return the recipe of each row."""
         if self.column not in inputs:
-            self.bind([name for name in inputs if name not in ("prompts", "completions", "completion_ids")])
+            self.bind([name for name in inputs if name not in ("prompts", "completions", "completion_ids", GROUPS)])
         recipes: list[dict[str, float]] = []
         for row, value in enumerate(inputs[self.column]):
             name = self.default if value is None or str(value) not in self.recipes else str(value)

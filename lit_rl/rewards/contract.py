@@ -33,17 +33,26 @@ def text_of(completion: Completion) -> str:
     Text of others between them earns no reward.
 
     Raises:
+        RewardError: see `turns_of`.
+    """
+    return "\n".join(turns_of(completion))
+
+
+def turns_of(completion: Completion) -> list[str]:
+    """Return the text of a completion alone, or that of each of its assistant messages.
+
+    Raises:
         RewardError: it is neither text nor messages with text (None counts as empty: a message that only calls a tool).
     """
     if isinstance(completion, str):
-        return completion
+        return [completion]
     if not isinstance(completion, list | tuple):
         raise RewardError(f"a completion must be a text or a list of messages, not a {type(completion).__name__}.")
-    return "\n".join(
+    return [
         content_of(message)
         for message in completion
         if not isinstance(message, dict) or message.get("role", "assistant") == "assistant"
-    )
+    ]
 
 
 def content_of(message: Message) -> str:
@@ -98,10 +107,12 @@ class LooksAtData(Protocol):
 
 
 @runtime_checkable
-class LogsByName(Protocol):
-    """A reward function that logs metrics under the name that it has among the functions of a `Rewards`."""
+class TakesRewardName(Protocol):
+    """A reward function that logs, and speaks of its settings, under its name among the functions of a `Rewards`."""
 
-    log_name: str
+    def take_reward_name(self, name: str) -> None:
+        """Take the name."""
+        ...
 
 
 _RENAME = "Rename the argument, or the column with data.rename."

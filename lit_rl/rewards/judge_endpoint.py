@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import string
 import time
 import warnings
@@ -26,7 +27,10 @@ from lit_rl.ops.ranges import AtLeastOne, AtLeastZero, NotNegative, Portion, Pos
 from lit_rl.rewards.caller import ScoreCache
 from lit_rl.rewards.contract import content_of
 from lit_rl.rewards.jobs import TooManyFailures
-from lit_rl.rewards.remote_reward import RemoteReward, RequestFailed, back_off
+from lit_rl.rewards.remote_reward import RemoteReward, RequestFailed, back_off, wait_after
+
+QUOTED = object()
+"""The value of a reply that stands word for word in what the judge was shown."""
 
 _FREE_FAILURES = 8
 _REFUSES_ALL = (401, 403, 404)
@@ -40,6 +44,10 @@ class Answer:
     value: Any = None
     """The result of the reader of the reply; None where there is no reply, or none in the asked form."""
     text: str = ""
+    cut: bool = False
+    """True if the server ended the reply at its limit of tokens: it may be a draft, and has no value."""
+    quoted: bool = False
+    """True if the reply has the asked form, but may be a quote of what the judge was shown; then it has no value."""
     fault: Exception | None = None
     """The reason why there is no reply: after all attempts, or a refusal that would stay one."""
     requests: int = 0
@@ -54,14 +62,19 @@ class Answer:
     @property
     def why(self) -> str:
         """The reason why there is no value, in words."""
-        return str(self.fault) if self.fault is not None else f"no verdict in the answer {self.text[-200:]!r}"
+        if self.fault is not None:
+            return str(self.fault)
+        cut = ", which the limit of its tokens cut off" if self.cut else ""
+        if self.quoted:
+            cut = ", which stands word for word in what the judge was shown and so may be a quote"
+        return f"no verdict in the answer {self.text[-200:]!r}{cut}"
 
     @property
     def costs(self) -> dict[str, float]:
         """Metrics of this request, by their last names."""
         return {
             "unanswered": float(self.fault is not None),
-            "unparsable": float(self.fault is None and self.value is None),
+            "unparsable": float(self.fault is None and self.value is None and not self.quoted),
             "cached": float(self.fault is None and not self.requests),
             "requests": float(self.requests),
             "prompt_tokens": float(self.prompt_tokens),
@@ -83,7 +96,7 @@ class _Asking:
 class JudgeEndpoint:
     """Abstract base of judges behind an API for chat completions, such as OpenAI's or that of vLLM's server.
 
-    A reply is one that can be read in the asked form. Whatever else comes is a failure of the judge: it is counted and
+    A reply is one that is whole and in the asked form. Whatever else comes is a failure of the judge: it is counted and
     gives no verdict, and more of it than `max_failures` ends the run: no verdict is ever made up. A server that asks to
     be left alone (a status of 429 or 503 with Retry-After) is not sent any request by this process until then.
 
@@ -97,7 +110,8 @@ class JudgeEndpoint:
             good (a status of the 400s other than 408, 409, 425 and 429: no such key, no such model, a text too long).
         backoff: Seconds of the first wait after a failed request; doubled every time up to 30, and shortened by up to
             half at random.
-        patience: Seconds that a request may wait for a server that asks to be left alone, which uses up no attempt.
+        patience: Seconds from the first time that the server asks to be left alone in which a request may wait for it,
+            each time what it asks for and no less than after a failure; this uses up no attempt.
         temperature: Of the judge's own sampling; 0 is greedy.
         max_tokens: Longest answer, in tokens. Models that think before they answer need more.
         extra_body: Further fields of each request, such as ``{seed: 1}``; a null leaves a field out:
@@ -173,14 +187,18 @@ class JudgeEndpoint:
         return f"{self.key}.{setting}" if self.key else setting
 
     def refuse_incomplete(self, template: str, parts: Sequence[str]) -> None:
-        """Refuse a template without one of these parts.
+        """Refuse a template without one of these parts, ``$name`` or ``${name}``.
 
         Raises:
             ConfigError: names the parts that it lacks.
         """
-        if missing := [f"${name}" for name in parts if f"${name}" not in template]:
+        found = string.Template(template).get_identifiers()
+        if missing := [f"${name}" for name in parts if name not in found]:
+            others = ", ".join(f"${name}" for name in found if name not in parts)
+            has = f" It has {others}." if others else ""
             raise ConfigError(
-                f"{self._key_of('template')} lacks {', '.join(missing)}: the judge would not see what it judges."
+                f"{self._key_of('template')} lacks {', '.join(missing)}: the judge would not see what it judges, or "
+                f"how to reply.{has} Put each in, such as {missing[0]}; a $ that is doubled stands for itself."
             )
 
     # ------------------------------------------------------------------ requests, on `HTTP_LOOP`
@@ -198,7 +216,8 @@ class JudgeEndpoint:
 
         Args:
             message: Sent as the user's.
-            read: Returns the value of a reply, and None for one that is not in the asked form.
+            read: Returns the value of a reply, None for one that is not in the asked form, and `QUOTED` for one that is
+                but may be a quote.
             form: Fields of the request that demand the form.
         """
         fields = {
@@ -233,7 +252,8 @@ class JudgeEndpoint:
         answer = await self._send(body)
         if answer.fault is None:
             self._answered += 1
-            answer = replace(answer, value=read(answer.text))
+            value = None if answer.cut else read(answer.text)
+            answer = replace(answer, value=None if value is QUOTED else value, quoted=value is QUOTED)
         if answer.value is not None and self.cache:
             self._replies.put(key, answer.text)
         return answer
@@ -242,23 +262,28 @@ class JudgeEndpoint:
         """Send one request until it is answered, within `attempts` and `patience`."""
         if self._free is None:
             self._free = asyncio.Semaphore(max(1, self.concurrency // _processes()))
-        sent = failures = 0
-        waited = 0.0
+        sent = failures = refusals = 0
+        waited, first_refusal = 0.0, math.inf
         while True:
             try:
                 async with self._free:
                     waited += await self._while_held()
                     sent += 1
                     reply = await self._server.post(self.url, body)
-                    text = parse_reply(reply)
-                return Answer(None, text, None, sent, *tokens_of(reply), waited)
+                    text, cut = parse_reply(reply)
+                tokens = dict(zip(("prompt_tokens", "completion_tokens"), tokens_of(reply), strict=True))
+                return Answer(text=text, cut=cut, requests=sent, **tokens, waited=waited)
             except RequestFailed as error:
                 fault = error
             if fault.retry_after is not None and fault.status in (429, 503):
-                if waited + fault.retry_after <= self.patience:
-                    self._held_until = max(self._held_until, time.monotonic() + fault.retry_after)
+                now = time.monotonic()
+                first_refusal, refusals = min(first_refusal, now), refusals + 1
+                pause = wait_after(refusals, self.backoff, fault.retry_after)  # it may say 0, or a time that is past
+                if now - first_refusal + pause > self.patience:
+                    return Answer(fault=fault, requests=sent, waited=waited)
+                self._held_until = max(self._held_until, now + pause)
+                if pause:
                     continue
-                return Answer(fault=fault, requests=sent, waited=waited)
             failures += 1
             if fault.for_good or failures >= self.attempts:
                 return Answer(fault=fault, requests=sent, waited=waited)
@@ -326,7 +351,7 @@ def fill(template: str, texts: Mapping[str, str], words: Mapping[str, str] | Non
     its mark, or open another: it would have to hold a digest of itself.
 
     Args:
-        template: With a ``$name`` for each part; other ``$`` stay.
+        template: With a ``$name`` or ``${name}`` for each part. ``$$`` becomes one ``$``, and any other ``$`` stays.
         texts: What is judged, by name.
         words: Parts of the question itself, by name, which stand there as they are.
     """
@@ -358,10 +383,14 @@ def prompt_text(prompt: Prompt, asker: str) -> str:
 # ---------------------------------------------------------------------- what is answered
 
 
-def parse_reply(answer: JSONValue) -> str:
-    """Return the text of a chat completion; empty if the model only thought, or called a tool."""
-    content = answer.part("choices").entry(0).part("message").part("content").value
-    return content if isinstance(content, str) else ""
+def parse_reply(answer: JSONValue) -> tuple[str, bool]:
+    """Return the text of a chat completion, and whether the limit of tokens ended it.
+
+    The text is empty if the model only thought, or called a tool.
+    """
+    choice = answer.part("choices").entry(0)
+    content = choice.part("message").part("content").value
+    return content if isinstance(content, str) else "", choice.value.get("finish_reason") == "length"
 
 
 def tokens_of(answer: JSONValue) -> tuple[int, int]:

@@ -13,6 +13,7 @@ import inspect
 import json
 import math
 import re
+import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,14 +28,14 @@ from lit_rl.core.episode import Prompt
 from lit_rl.core.errors import ConfigError, RewardError, did_you_mean
 from lit_rl.core.http_client import HTTP_LOOP
 from lit_rl.ops.ranges import AtLeastOne
-from lit_rl.rewards.contract import Completion, text_of
-from lit_rl.rewards.judge_endpoint import Answer, JudgeEndpoint, fill, prompt_text
+from lit_rl.rewards.contract import Completion, text_of, turns_of
+from lit_rl.rewards.judge_endpoint import QUOTED, Answer, JudgeEndpoint, fill, prompt_text
 from lit_rl.rewards.judges import LogMetric
 from lit_rl.rewards.text_rewards import answer_text, without_thoughts
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _SHIPPED = Path(__file__).parent / "rubrics"
-_TAKEN = {"mean", "std", "failure_ratio", "timeout_ratio", "cache_hit_ratio", *Answer().costs}
+_TAKEN = {"mean", "std", "failure_ratio", "timeout_ratio", "cache_hit_ratio", "quoted", *Answer().costs}
 """Names under which a judge and the run log something else."""
 
 # ---------------------------------------------------------------------- rubrics
@@ -147,21 +148,22 @@ class Rubric:
         weights = [criterion.weight for criterion in self.criteria]
         return math.fsum(w * v.score for w, v in zip(weights, verdicts, strict=True)) / math.fsum(weights)
 
-    def read(self, reply: str, shown: Sequence[str] = ()) -> list[Judgement] | None:
-        """Return the verdicts in a reply, in the order of the criteria; None unless all are there, without doubt.
+    def read(self, reply: str, shown: Sequence[str] = ()) -> Any:
+        """Return the verdicts in a reply, in the order of the criteria; None unless all are there.
 
-        They are one JSON object, from the first brace of the reply to its last: prose may stand around it, and no
-        second object that the judge has quoted. One that stands in a text which it was shown is a quote too.
+        They are one JSON object, from the first brace behind the judge's thoughts to the last one: prose may stand
+        around it, and no second object that the judge has quoted. One that stands in a text which it was shown may be a
+        quote: `QUOTED`.
         """
-        spoken = reply.rpartition("</think>")[2]
-        whole = spoken[spoken.find("{") : spoken.rfind("}") + 1]
-        try:
-            entries = json.loads(whole, object_pairs_hook=_without_twins)
-        except (ValueError, RecursionError):
-            return None
+        spoken = without_thoughts(reply)
+        within = spoken[spoken.find("{") : spoken.rfind("}") + 1]
+        # A reply that is one object is no thought, even where a reason in it has the mark of one.
+        whole, entries = next(((text, read) for text in (reply, within) if (read := _object_in(text))), ("", {}))
         found = [_judgement(criterion, entries.get(criterion.name)) for criterion in self.criteria]
+        if None in found:
+            return None
         is_quote = any(whole in text for text in shown)
-        return None if is_quote or None in found else found  # pyright: ignore[reportReturnType]
+        return QUOTED if is_quote else found
 
     @property
     def questions(self) -> str:
@@ -248,6 +250,15 @@ def _judgement(criterion: Criterion, entry: Any) -> Judgement | None:
     return None if score is None else Judgement(criterion.name, str(entry["verdict"]).strip(), entry["reason"], score)
 
 
+def _object_in(text: str) -> dict[str, Any] | None:
+    """Return the one JSON object that a text is; None where it is anything else."""
+    try:
+        found = json.loads(text, object_pairs_hook=_without_twins)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len({name for name, _ in pairs}) < len(pairs):
         raise ValueError("a key stands twice")
@@ -308,7 +319,7 @@ class _TextJudge(JudgeEndpoint):
     """Abstract base of both rewards: the form of replies, references, and what is logged."""
 
     log_name = "judge"
-    """The name under which it logs: that of the function, which `Rewards` sets."""
+    """The name under which it logs: that of the function."""
 
     def __init__(
         self,
@@ -323,34 +334,39 @@ class _TextJudge(JudgeEndpoint):
         super().__init__(base_url, model, **endpoint)
         self.reference, self.cut_thoughts, self.demand_form = reference, cut_thoughts, demand_form
 
+    def take_reward_name(self, name: str) -> None:
+        """Log under the name that it has in a `Rewards`, and name settings by their keys there."""
+        self.log_name, self.key = name, f"reward.functions.{name}"
+
     def _template(self, given: str | None, default: str, parts: Sequence[str]) -> str:
         """Return the user's template, or the default, after a check that all of its parts are there."""
         if given is not None:
-            self.refuse_incomplete(given, [*parts, *(["reference"] if self.reference is not None else [])])
+            optional = {"reference": self.reference is not None, "form": not self.demand_form}
+            self.refuse_incomplete(given, [*parts, *(name for name, needed in optional.items() if needed)])
             return given
         return default.replace("$reference\n", f"{_REFERENCE}\n" if self.reference is not None else "\n")
 
     def _text(self, completion: Completion) -> str:
-        text = text_of(completion)
-        return without_thoughts(text) if self.cut_thoughts else text
+        return "\n".join(map(without_thoughts, turns_of(completion))) if self.cut_thoughts else text_of(completion)
 
-    def _reference_of(self, value: Any) -> str | None:
+    def _reference_of(self, value: Any, row: int | None = None) -> str | None:
         """Return the reference as text; None where there is none.
 
         Raises:
-            RewardError: it is empty.
+            RewardError: it is empty; names the row of the data, where one is given.
         """
         text = text_of(value) if isinstance(value, list | tuple) else answer_text(value)
         if text is not None and not text.strip():
+            where = "" if row is None else f" in row {row}"
             raise RewardError(
-                f"the column {self.reference!r} has an empty reference: whoever says nothing would be right. Fill it "
-                "in, remove the row, or make it None (null in JSON) for a row that this reward is not to score."
+                f"the column {self.reference!r} has an empty reference{where}: whoever says nothing would be right. "
+                "Fill it in, remove the row, or make it None (null in JSON) for a row that this reward is not to score."
             )
         return text
 
     def _check_references(self, columns: Mapping[str, Sequence[Any]]) -> None:
-        for value in columns.get(self.reference, ()) if self.reference is not None else ():
-            self._reference_of(value)
+        for row, value in enumerate(columns.get(self.reference, ()) if self.reference is not None else ()):
+            self._reference_of(value, row)
 
     async def _answer(
         self, rubric: Rubric, template: str, texts: Mapping[str, str], words: Mapping[str, str]
@@ -361,16 +377,21 @@ class _TextJudge(JudgeEndpoint):
         return await asyncio.wrap_future(HTTP_LOOP.submit(self.ask(message, read, form)))
 
     def _log_costs(self, answers: Sequence[Answer], rows: int, log_metric: LogMetric) -> None:
-        """Log failures as shares of the answers, and all that is summed as a mean over the completions."""
-        for name in answers[0].costs if answers else ():
-            share = name in ("unanswered", "unparsable", "cached")
-            total = math.fsum(answer.costs[name] for answer in answers)
-            log_metric(f"rewards/{self.log_name}/{name}", total / (len(answers) if share else rows))
+        """Log failures once for each answer, and what is summed once for each completion, 0 where nothing was asked."""
+        costs = [{**answer.costs, "quoted": float(answer.quoted)} for answer in answers]
+        for name in (*Answer().costs, "quoted"):
+            values = [each[name] for each in costs]
+            if name not in ("unanswered", "unparsable", "quoted", "cached"):
+                values = [math.fsum(values) / rows] * rows
+            for value in values:
+                log_metric(f"rewards/{self.log_name}/{name}", value)
 
 
-def _signature(arguments: Sequence[str]) -> inspect.Signature:
+def _signature(arguments: Sequence[str], optional: Sequence[str] = ()) -> inspect.Signature:
     """Return a signature of these keywords, so that a missing column is found before anything is loaded."""
-    return inspect.Signature([inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in arguments])
+    needed = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in arguments]
+    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in optional]
+    return inspect.Signature([*needed, *more])
 
 
 def _digest(*texts: str) -> bytes:
@@ -405,8 +426,9 @@ class JudgeReward(_TextJudge):
         rubric_column: Column with a rubric for each row, a mapping or a text of JSON; where it is None, `rubric` holds.
             Such criteria have no metrics of their own.
         template: The message that is sent: ``$prompt``, ``$completion``, ``$criteria``, ``$form`` and with a reference
-            ``$reference`` are put in. None: one that ships.
-        cut_thoughts: Show the judge a completion without what stands up to its last ``</think>``.
+            ``$reference`` are put in, and needed; ``$form`` only where none is demanded. None: one that ships.
+        cut_thoughts: Show the judge a completion without what stands up to its last ``</think>``; of an episode each of
+            the policy's texts without what stands up to its own.
         demand_form: Have the server enforce the form of the reply, by a JSON schema in ``response_format``, as those of
             OpenAI and vLLM do. False where a server refuses this field.
         max_tokens: Longest reply, in tokens. Models that think before they answer need more.
@@ -485,6 +507,7 @@ class JudgeReward(_TextJudge):
         if self.reference is not None:
             reference = self._reference_of(columns[self.reference])
             if reference is None:
+                self._log_costs([], 1, log_metric)
                 return None
             texts["reference"] = reference
         rubric = self.rubric
@@ -514,7 +537,10 @@ class GroupJudge(_TextJudge):
     never a 0; nor is a completion that is the only one of its prompt, or one whose reference is None or NaN. Where all
     completions are the same text, each is worth 0 and nothing is asked.
 
-    Logged are what requests cost and how they fail (`Answer.costs`), and for each completion the column
+    The mean over a prompt says nothing of how good its completions are, so it cannot decide on a curriculum, and groups
+    of one completion are refused; ``rewards/NAME/score`` is the mean of the scores before theirs is taken off.
+
+    Logged are also what requests cost and how they fail (`Answer.costs`), and for each completion the column
     ``NAME/verdicts``. As in `JudgeReward`, no completion can forge the marks around it.
 
     Args:
@@ -523,8 +549,10 @@ class GroupJudge(_TextJudge):
         criterion: What makes a completion better, in words for the judge.
         reference: Column of a reference answer, which the judge is shown as right. None: there is none.
         template: The message that is sent: ``$prompt``, ``$completions``, ``$criterion``, ``$form`` and with a
-            reference ``$reference`` are put in. None: one that ships.
-        cut_thoughts: Show the judge a completion without what stands up to its last ``</think>``.
+            reference ``$reference`` are put in, and needed; ``$form`` only where none is demanded. None: one that
+            ships.
+        cut_thoughts: Show the judge a completion without what stands up to its last ``</think>``; of an episode each of
+            the policy's texts without what stands up to its own.
         demand_form: Have the server enforce the form of the reply, by a JSON schema in ``response_format``, as those of
             OpenAI and vLLM do. False where a server refuses this field.
         max_tokens: Longest reply, in tokens: it has a reason for each completion.
@@ -535,6 +563,7 @@ class GroupJudge(_TextJudge):
     """
 
     compares_rows = True
+    is_centred = True
 
     def __init__(
         self,
@@ -559,17 +588,17 @@ class GroupJudge(_TextJudge):
             **endpoint,
         )
         self.criterion = criterion
-        self.template = self._template(template, GROUP_TEMPLATE, ("prompt", "completions"))
+        self.template = self._template(template, GROUP_TEMPLATE, ("prompt", "completions", "criterion"))
         columns = [] if reference is None else [reference]
         self.__signature__ = _signature(
-            list(dict.fromkeys(("prompts", "completions", *columns, "log_metric", "log_extra")))
+            list(dict.fromkeys(("prompts", "completions", *columns, "log_metric", "log_extra"))), ("group_ids",)
         )
 
     def check_columns(self, columns: Mapping[str, Sequence[Any]], given: Sequence[str] = ()) -> None:
         """Refuse rows with an empty reference before a run begins.
 
         Raises:
-            RewardError: names the column.
+            RewardError: names the column and the row.
         """
         self._check_references(columns)
 
@@ -579,6 +608,7 @@ class GroupJudge(_TextJudge):
         completions: Sequence[Completion],
         log_metric: LogMetric,
         log_extra: Callable[[str, Any], None],
+        group_ids: Sequence[int] | None = None,
         **columns: Any,
     ) -> list[float | None]:
         texts = [self._text(completion) for completion in completions]
@@ -588,8 +618,9 @@ class GroupJudge(_TextJudge):
         whole = [(prompt_text(prompt, "reward=judge_group"), each) for prompt, each in zip(prompts, references)]
         values: list[float | None] = [None] * len(texts)
         verdicts: list[str | None] = [None] * len(texts)
-        # completions of a prompt are neighbours
-        groups = [list(rows) for _, rows in groupby(range(len(texts)), key=lambda row: whole[row])]
+        # completions of a prompt are neighbours; of one that was drawn twice only the run tells them apart
+        ids = group_ids or [0] * len(texts)
+        groups = [list(rows) for _, rows in groupby(range(len(texts)), key=lambda row: (ids[row], whole[row]))]
         asked = [rows for rows in groups if len(rows) > 1 and not (self.reference and whole[rows[0]][1] is None)]
         replies = await asyncio.gather(*(self._compare(*whole[rows[0]], [texts[i] for i in rows]) for rows in asked))
         for rows, (answer, by_text) in zip(asked, replies):
@@ -598,6 +629,8 @@ class GroupJudge(_TextJudge):
                 verdict = by_text.get(texts[row])
                 values[row] = None if verdict is None else verdict.score - mean
                 verdicts[row] = answer.why if verdict is None else f"{verdict.verdict} ({verdict.reason})"
+                if verdict is not None and (answer.requests or answer.text):
+                    log_metric(f"rewards/{self.log_name}/score", verdict.score)
         answers = [answer for answer, _ in replies if answer.requests or answer.text or answer.fault]
         self._log_costs(answers, len(texts), log_metric)
         log_extra(f"{self.log_name}/verdicts", verdicts)
@@ -618,7 +651,9 @@ class GroupJudge(_TextJudge):
         shown = {f"completion_{number}": text for number, text in zip(numbers, different)}
         # One pass still: these words are of numbers alone.
         listed = "\n\n".join(f"Completion {number}:\n$completion_{number}" for number in numbers)
-        template = self.template.replace("$completions", listed)
+        template = string.Template.pattern.sub(
+            lambda part: listed if "completions" in (part["named"], part["braced"]) else part[0], self.template
+        )
         around = {"prompt": prompt} | ({} if reference is None else {"reference": reference})
         answer = await self._answer(rubric, template, around | shown, {"criterion": self.criterion})
         return answer, dict(zip(different, answer.value or ()))

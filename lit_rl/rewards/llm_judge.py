@@ -14,6 +14,7 @@ from lit_rl.rewards.jobs import TrainerState
 from lit_rl.rewards.judge_endpoint import JudgeEndpoint, fill, prompt_text
 from lit_rl.rewards.judges import LogMetric, Verdict, average_orders, check_judge_columns
 from lit_rl.rewards.remote_reward import RequestFailed
+from lit_rl.rewards.text_rewards import without_thoughts
 
 TEMPLATE = """\
 Two assistants, A and B, answered the same request. Decide which answer serves the person who asked better. Weigh \
@@ -43,9 +44,9 @@ class LLMJudge(JudgeEndpoint):
     """An LLM as the judge of which completion is better (2306.05685), each pair in both orders.
 
     The two answers of a pair are averaged, so that a liking for the first place cancels out: a pair of which the same
-    place wins twice is a tie. An answer is read from its last "verdict: A", "verdict: B" or "verdict: tie", or is one
-    of these words alone. Where one of the two cannot be read, or never comes, the pair has no verdict. That is counted
-    (``judge/unparsable`` and ``judge/unanswered``, shares of the requests).
+    place wins twice is a tie. Behind its thoughts, an answer is read from its last "verdict: A", "verdict: B" or
+    "verdict: tie", or is one of these words alone. Where one of the two cannot be read, is cut off, or never comes, the
+    pair has no verdict. That is counted (``judge/unparsable`` and ``judge/unanswered``, shares of the requests).
 
     Args:
         base_url: Where the API is, such as https://host/v1 or http://127.0.0.1:8000/v1; ``/chat/completions`` is added.
@@ -103,9 +104,10 @@ class LLMJudge(JudgeEndpoint):
 
 
 def verdict_of(answer: str) -> Verdict:
-    """Return the probability that A is better by a judge's answer; None where it cannot be read."""
+    """Return the probability that A is better by what a judge answers behind its thoughts; None if that is unclear."""
+    answer = without_thoughts(answer)
     found = _VERDICT.findall(answer)
     if found:
         return _WINS[found[-1].lower()]
-    bare = _BARE.fullmatch(answer.strip())
+    bare = _BARE.fullmatch(answer)
     return None if bare is None else _WINS[bare.group(1).lower()]

@@ -153,8 +153,13 @@ async def back_off(failures: int, first: float, at_least: float = 0.0) -> None:
 
     Never shorter than `at_least` seconds.
     """
-    wait = min(_LONGEST_WAIT, first * 2 ** (failures - 1)) * random.uniform(0.5, 1)
-    await asyncio.sleep(max(at_least, wait))
+    await asyncio.sleep(wait_after(failures, first, at_least))
+
+
+def wait_after(failures: int, first: float, at_least: float = 0.0) -> float:
+    """Return the seconds that `back_off` waits."""
+    doubled = first * 2 ** min(failures - 1, 60)  # beyond 2^1023 it would be no float
+    return max(at_least, min(_LONGEST_WAIT, doubled) * random.uniform(0.5, 1))
 
 
 class RequestFailed(Exception):

@@ -26,15 +26,15 @@ from lit_rl.core.episode import Prompt
 from lit_rl.core.errors import ConfigError, RewardError
 from lit_rl.core.user_functions import weights_by_name
 from lit_rl.ops.ranges import AtLeastOne, AtLeastZero, Positive
-from lit_rl.rewards.caller import Caller, CallSettings, EarlyCalls, EarlyRows, FunctionScores
+from lit_rl.rewards.caller import GROUPS, Caller, CallSettings, EarlyCalls, EarlyRows, FunctionScores
 from lit_rl.rewards.classifiers import Classifier, OnRunDevice
 from lit_rl.rewards.contract import (
     Completion,
     Function,
     FunctionFromPath,
-    LogsByName,
     LooksAtData,
     Part,
+    TakesRewardName,
     check_callable,
     check_extra_names,
     columns_read,
@@ -291,8 +291,8 @@ class Rewards:
         self._callers = {name: Caller(name, function, settings) for name, function in self.functions.items()}
         self._watches = {name: ValueWatch(name, constant_limit) for name in self.functions}
         for name, function in self.functions.items():
-            if isinstance(function, LogsByName):
-                function.log_name = name
+            if isinstance(function, TakesRewardName):
+                function.take_reward_name(name)
 
     def __repr__(self) -> str:
         return f"Rewards({', '.join(f'{weight:g} * {name}' for name, weight in self.weights.items())})"
@@ -300,6 +300,16 @@ class Rewards:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self.functions)
+
+    @property
+    def comparing(self) -> tuple[str, ...]:
+        """The functions whose values depend on the other completions of a prompt."""
+        return tuple(name for name, caller in self._callers.items() if caller.compares_rows)
+
+    def has_level(self, metric: str | None = None) -> bool:
+        """Tell whether a prompt's mean reward can be another than 0: that of one function, or of the weighted sum."""
+        deciding = [name for name in self.names if self.weights.get(name, 1.0)] if metric is None else [metric]
+        return not all(self._callers[name].is_centred for name in deciding)
 
     def only(self, name: str) -> Rewards:
         """Return one of the functions, with weight 1. Models and workers of its calls are shared."""
@@ -418,6 +428,7 @@ class Rewards:
         trainer_state: TrainerState | None = None,
         begun: PendingRewards | None = None,
         rows: Sequence[int] | None = None,
+        group_ids: Sequence[int] | None = None,
     ) -> Scores:
         """Call every function on copies of the inputs, check the results and sum them up.
 
@@ -429,12 +440,15 @@ class Rewards:
             trainer_state: None is the state before the first step.
             begun: The result of `begin`, to which completions of this batch were passed.
             rows: The completions to score; the others are unscored. None: all.
+            group_ids: The same number for the completions of one draw of a prompt, for functions that compare them.
+                None: not known; such a function then goes by equal prompts.
 
         Raises:
             RewardError: a function raised, hung or ended its process while ``on_error`` is None, or returned anything
                 but one finite number, list of spans or None a completion.
         """
         inputs = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
+        inputs[GROUPS] = group_ids
         for key, values in inputs.items():
             if values is not None and len(values) != len(completions):
                 raise RewardError(

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rl.algorithms import GRPO, PPO
+from lit_rl.algorithms import GRPO, PPO, Reinforce
 from lit_rl.algorithms.checks import policy_gradient_checks as estimator_checks
 from lit_rl.algorithms.checks.policy_gradient_checks import check_ranges
 from lit_rl.algorithms.terms.credit import RunningNorm
@@ -25,6 +25,7 @@ from lit_rl.generation.native import NativeGenerator
 from lit_rl.ops import advantages, engine_mismatch, policy_losses, returns
 from lit_rl.ops import advantages as shaping
 from lit_rl.ops.traits import AdvantageTraits, CorrectionTraits, traits_of
+from lit_rl.rewards import GroupJudge
 
 partial = functools.partial
 
@@ -236,6 +237,15 @@ def test_a_users_estimator_of_rewards_alone_is_tried_out_where_it_would_teach_no
     with pytest.raises(ConfigError, match=r"algo/groups=best.*compares several"):
         GRPO("tiny", len, advantage=minus_mean_of_group, groups=BestOfGroup())
     GRPO("tiny", len, advantage=lambda rewards, group_id: rewards, group_size=1)
+
+
+def test_a_reward_that_compares_completions_needs_several():
+    judge = GroupJudge("https://h/v1", "m")
+    with pytest.raises(ConfigError, match=r"'group_judge' compares.*and there is one, which has no reward.*2 or more"):
+        PPO("tiny", judge, group_size=1)
+    with pytest.raises(ConfigError, match=r"'group_judge' compares.*greedy completion.*Take another algo.advantage"):
+        Reinforce("tiny", judge, advantage=advantages.remax, group_size=4)
+    assert PPO("tiny", judge, group_size=2).group_size == 2
 
 
 def test_what_a_users_estimator_declares_is_taken_at_its_word():

@@ -180,7 +180,15 @@ def feedback_of(names: list[str], **settings: Any) -> CurriculumFeedback:
     opponent = settings.pop("opponent_writes", False)
     data = PromptSet([f"prompt {i}" for i in range(4)], [[i] for i in range(4)], {})
     draws = RowDraws(Curriculum(**settings), data, RolloutOrder((4,), 2))
-    return CurriculumFeedback(draws, names, opponent_writes=opponent)
+    functions = {name: centred if name == "centred" else len for name in names} or None
+    return CurriculumFeedback(draws, Rewards(functions), opponent_writes=opponent)
+
+
+def centred(prompts: list[str], completions: list[str]) -> list[float]:
+    return [0.0] * len(completions)
+
+
+centred.is_centred = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def means_of(feedback: CurriculumFeedback, said: Any, group_size: int) -> list[float]:
@@ -188,6 +196,26 @@ def means_of(feedback: CurriculumFeedback, said: Any, group_size: int) -> list[f
     feedback.begin(Scored(batch([2, 0]), drawn, said), Ranks())
     feedback.end(Ranks())
     return feedback.draws._means[[2, 0]].tolist()
+
+
+def test_a_reward_that_compares_completions_is_told_the_groups_of_the_run(tmp_path):
+    def grouped(completions, group_ids=None):
+        seen.append(group_ids)
+        return [float(len(completion)) for completion in completions]
+
+    grouped.compares_rows, seen = True, list[Any]()  # pyright: ignore[reportFunctionMemberAccess]
+    fitted(tmp_path, module_of(reward={"grouped": grouped}), steps=1)
+    assert seen == [[0] * 4 + [1] * 4 + [2] * 4 + [3] * 4]
+
+
+def test_what_is_0_in_the_mean_over_each_prompt_cannot_decide():
+    for names, settings in ((["centred"], {}), (["centred", "right"], {"metric": "centred"})):
+        with pytest.raises(ConfigError, match=r"data\.curriculum\.metric=.*mean is 0 for every prompt.*centred"):
+            feedback_of(names, **settings)
+    feedback_of(["centred", "right"])
+    with pytest.raises(ConfigError, match="one pool"):  # a weight of 0 adds nothing to the sum
+        draws = feedback_of(["right"]).draws
+        CurriculumFeedback(draws, Rewards({"centred": centred, "right": len}, {"right": 0.0}))
 
 
 def test_the_named_function_decides_before_its_weight_and_unscored_completions_are_left_out():

@@ -87,6 +87,11 @@ TASK_SETS = {"train/verifiers/<name>"}
 """Logged by tasks of verifiers alone, which needs an environment of its own: tests/agents/test_verifiers_runs.py."""
 
 
+_OF_REQUESTS = "unanswered unparsable cached requests prompt_tokens completion_tokens rate_limit_seconds"
+JUDGES = {f"train/rewards/<fn>/{name}" for name in f"score quoted {_OF_REQUESTS}".split()}
+"""Logged by judges behind an API alone: tests/rewards/test_rewards_llm.py."""
+
+
 def documented(root: Path) -> dict[str, re.Pattern[str]]:
     """The first column of every table with a third for TRL, as patterns: `<fn>` stands for one part of a name."""
     names = [row[0].strip("`") for row in table_rows(root / "docs" / "metrics.md") if len(row) == 3]
@@ -148,4 +153,5 @@ def test_every_name_is_documented_and_every_documented_name_is_logged(names: set
         *ENGINES,
         *CARDS,
         *TASK_SETS,
+        *JUDGES,
     }

@@ -121,6 +121,19 @@ def test_a_rubric_may_stand_in_the_config(reward):
         reward("judge", *VALUES["judge"][:2], f"reward.functions.judge.rubric={rubric.replace('0, 3', '3, 1')}")
 
 
+def test_what_a_constructor_refuses_is_named_by_its_whole_key(reward):
+    for setting, words in (("rubric=nope", r"rubric='nope': there is no"), ("template=x", r"template lacks \$prompt")):
+        with pytest.raises(ConfigError, match=rf"^reward\.functions\.judge\.{words}"):
+            reward(
+                "judge",
+                *VALUES["judge"][:2],
+                "reward.functions.judge.rubric=helpful",
+                f"reward.functions.judge.{setting}",
+            )
+    with pytest.raises(ConfigError, match="^rubric, rubric_column and reference are null"):
+        reward("judge", *VALUES["judge"][:2])
+
+
 def test_no_reward_is_none():
     assert prune(OmegaConf.to_container(OmegaConf.load(FOLDER / "none.yaml"))) is None
 

@@ -13,7 +13,7 @@ no row is left out.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -272,6 +272,26 @@ def check_group_size(algorithm: str, group_size: int, *, compares_completions: C
         raise ConfigError(
             f"algo.group_size={group_size}: this advantage compares completions of one prompt, so {algorithm} needs "
             "2 or more (8 is usual). For one completion a prompt take algo=reinforce_pp or algo=remax."
+        )
+
+
+def check_comparing_rewards(comparing: Sequence[str], group_size: int, *, greedy: bool = False) -> None:
+    """Refuse reward functions that compare the completions of a prompt where one is scored alone.
+
+    Args:
+        comparing: Names of such functions.
+        group_size: Completions of a prompt.
+        greedy: Whether the advantage asks for the reward of the greedy completion of each prompt.
+
+    Raises:
+        ConfigError: names the function.
+    """
+    if comparing and (group_size < 2 or greedy):
+        where = "this advantage scores the greedy completion of a prompt alone" if greedy else "there is one"
+        fix = "Take another algo.advantage" if greedy else "Set it to 2 or more (8 is usual)"
+        raise ConfigError(
+            f"algo.group_size={group_size}: the reward function {comparing[0]!r} compares the completions of a prompt "
+            f"with each other, and {where}, which has no reward. {fix}, or a reward such as reward=judge."
         )
 
 

@@ -353,6 +353,10 @@ class PolicyGradient(OnPolicyModule, ABC):
             self.policy_loss, self.selection.choose, self.engine_correction, self.credit.shaping
         )
         policy_gradient_checks.check_group_size(name, self.group_size, compares_completions=self.compares_completions)
+        asks_greedy = "greedy_rewards" in parameters(self.advantage)
+        policy_gradient_checks.check_comparing_rewards(
+            self.reward_functions.comparing, self.group_size, greedy=asks_greedy
+        )
         if self.groups is not None:
             self.groups.check_fits(self.group_size, compares_completions=self.compares_completions)
             self.groups.check_rewards(self.reward_functions.names)

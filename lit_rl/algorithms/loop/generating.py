@@ -313,6 +313,7 @@ class GeneratingModule(PolicyModule):
         leave = nullcontext() if self.reward_functions.waits_for_ranks else interruptible()
         with self.stopwatch.measure("reward"), leave:
             prompts, answers, columns = as_reward_input(batch, texts, episodes)
+            group_size = len(texts) // len(batch.prompts)
             return self.reward_functions.score(
                 prompts,
                 answers,
@@ -321,6 +322,7 @@ class GeneratingModule(PolicyModule):
                 trainer_state=self.state_at(batch),
                 rows=None if episodes is None else sound_rows(episodes),
                 begun=begun,
+                group_ids=[row // group_size for row in range(len(texts))],
             )
 
     @property

@@ -21,7 +21,7 @@ from lit_rl.algorithms.checks import data_and_trainer, episode_checks, model_siz
 from lit_rl.algorithms.checks.memory import REWARD_MODELS, RowLengths
 from lit_rl.algorithms.checks.micro_batching import StepRows
 from lit_rl.algorithms.checks.model_sizes import StepFacts
-from lit_rl.algorithms.checks.policy_gradient_checks import check_weight_copies
+from lit_rl.algorithms.checks.policy_gradient_checks import check_comparing_rewards, check_weight_copies
 from lit_rl.algorithms.checks.strategy_checks import Feature
 from lit_rl.algorithms.data_parallel import data_world_size
 from lit_rl.algorithms.evaluation.validation import MOST_ROWS, entropies
@@ -71,6 +71,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         self.minibatches, self.iterations = settings.minibatches, settings.iterations
         self.micro_batches.split_groups = settings.split_groups
         self.group_size, self.groups = settings.group_size, settings.groups
+        check_comparing_rewards(self.reward_functions.comparing, settings.group_size)
         self.feedback: CurriculumFeedback | None = None
         """The link to the data's curriculum; None without one."""
         self.plan: BatchPlan | None = None
@@ -338,8 +339,8 @@ class OnPolicyModule(GeneratingModule, ABC):
             self.interaction = self._interaction_with(self.env, data, stage)
         self._check_data(data, stage)
         if stage == "fit":
-            draws, names = getattr(data, "draws", None), self.reward_functions.names
-            self.feedback = draws and CurriculumFeedback(draws, names, opponent_writes=self.opponent_writes)
+            draws, rewards = getattr(data, "draws", None), self.reward_functions
+            self.feedback = draws and CurriculumFeedback(draws, rewards, opponent_writes=self.opponent_writes)
         self.load_rewards()
         if stage == "fit":
             check_weight_copies(self.generator, self.trainer)

@@ -26,7 +26,7 @@ from lit_rl.generation.generator import InProcessGenerator
 from lit_rl.generation.native import for_another_policy
 from lit_rl.models.sharding import unsharded
 from lit_rl.ops.reductions import Metrics
-from lit_rl.rewards.weighted_rewards import Scores
+from lit_rl.rewards.weighted_rewards import Rewards, Scores
 
 
 @dataclass(frozen=True)
@@ -144,20 +144,27 @@ class CurriculumFeedback:
 
     Args:
         draws: The draws of the data module.
-        names: Names of the reward functions.
+        rewards: The reward functions.
         opponent_writes: Whether every second completion is an opponent's, which does not count.
 
     Raises:
-        ConfigError: there is no reward function, or none of the name that decides.
+        ConfigError: there is no reward function, none of the name that decides, or one whose mean is always 0.
     """
 
-    def __init__(self, draws: RowDraws, names: Sequence[str], *, opponent_writes: bool = False) -> None:
+    def __init__(self, draws: RowDraws, rewards: Rewards, *, opponent_writes: bool = False) -> None:
         self.draws, self._every = draws, 2 if opponent_writes else 1
         self._outcomes: list[RowOutcome] = []
+        names, metric = rewards.names, draws.curriculum.metric
         if not names:
             raise ConfigError("data.curriculum draws rows by their rewards, and there is no reward function. Set one.")
-        if draws.curriculum.metric is not None:
-            check_reward_name("data.curriculum.metric", draws.curriculum.metric, names)
+        if metric is not None:
+            check_reward_name("data.curriculum.metric", metric, names)
+        if not rewards.has_level(metric):
+            raise ConfigError(
+                f"data.curriculum.metric={metric or 'null'}: what decides compares the completions of a prompt with "
+                "each other, so its mean is 0 for every prompt and would put all rows into one pool. Name a reward "
+                f"function that scores each completion for itself; there are: {', '.join(names)}."
+            )
 
     def begin(self, scored: Scored, ranks: Ranks) -> Metrics:
         """Note the prompts of a rollout as it was drawn, and return the metrics of the draw."""
