@@ -65,7 +65,8 @@ def test_columns_that_nothing_reads_are_named(made, module, row, unread, tmp_pat
     caplog.set_level(logging.INFO)
     logging.getLogger("lightning.pytorch").propagate = True
     trainer(tmp_path, max_steps=0).fit(made(), datamodule=module([row] * 4, val_fraction=0.0))
-    told = [each.getMessage() for each in caplog.records if "nothing reads" in each.getMessage()]
+    records = {id(each): each for each in caplog.records}  # one that passes two loggers with the handler comes twice
+    told = [each.getMessage() for each in records.values() if "nothing reads" in each.getMessage()]
     assert told == ([f"Columns that nothing reads: {unread}."] if unread else [])
 
 
