@@ -315,7 +315,7 @@ class RolloutLoader(SlottedLoader[PromptBatch]):
 
     def _upcoming(self, number: int) -> tuple[PromptBatch, ...]:
         """Return this rank's prompts of the next `ahead` rollouts, over epochs; fewer where the run ends before."""
-        size, steps = self.order.prompts_per_rollout, self.order.rollouts_per_epoch
+        steps = self.order.rollouts_per_epoch
         used = -(-self._last // self.slots)  # of an epoch that `limit_train_batches` cuts
         (epoch, index), (rollouts, epochs), found = divmod(number, steps), self.run, []
         for _ in range(self.ahead):
@@ -324,7 +324,7 @@ class RolloutLoader(SlottedLoader[PromptBatch]):
                 break
             number = epoch * steps + index
             if self.draws is None:
-                rows = self.order.epoch(epoch)[index * size : (index + 1) * size]
+                (rows,) = self.rows_of_steps(epoch, range(index, index + 1))
             else:
                 rows = self.draws.rows(number)
             found.append(self._batch(rows, number))

@@ -64,10 +64,12 @@ class Answer:
         """The reason why there is no value, in words."""
         if self.fault is not None:
             return str(self.fault)
-        cut = ", which the limit of its tokens cut off" if self.cut else ""
-        if self.quoted:
-            cut = ", which stands word for word in what the judge was shown and so may be a quote"
-        return f"no verdict in the answer {self.text[-200:]!r}{cut}"
+        reason = ""
+        if self.cut:
+            reason = ", which the limit of its tokens cut off"
+        elif self.quoted:
+            reason = ", which stands word for word in what the judge was shown and so may be a quote"
+        return f"no verdict in the answer {self.text[-200:]!r}{reason}"
 
     @property
     def costs(self) -> dict[str, float]:
@@ -303,14 +305,14 @@ class JudgeEndpoint:
         """Tell whether the server refuses whatever it is asked: it has answered nothing, and does not mind the text."""
         return not self._answered and isinstance(answer.fault, RequestFailed) and answer.fault.status in _REFUSES_ALL
 
-    def count(self, asked: int, lost: int, why: str, of: str, *, refused: bool) -> None:
+    def count(self, asked: int, lost: int, why: str, unit: str, *, refused: bool) -> None:
         """Count verdicts that were asked for, and those that did not come.
 
         Args:
             asked: Verdicts that were asked for now.
             lost: Of these, those without an answer in form.
             why: The reason of one of them.
-            of: What a verdict is about: ``pairs``.
+            unit: The noun of what a verdict is about, in the plural: ``pairs``.
             refused: Whether the server would refuse all others too.
 
         Raises:
@@ -324,13 +326,13 @@ class JudgeEndpoint:
             if not self._warned:
                 self._warned = True
                 warnings.warn(
-                    f"the judge {self.model} at {self.url} gave no verdict for {lost} of {asked} {of}: {why}. This "
+                    f"the judge {self.model} at {self.url} gave no verdict for {lost} of {asked} {unit}: {why}. This "
                     "warning is not repeated; the metrics unanswered and unparsable count all.",
                     stacklevel=3,
                 )
             return
         raise TooManyFailures(
-            f"the judge {self.model} at {self.url} gave no verdict for {self._failed} of {self._asked} {of}, more "
+            f"the judge {self.model} at {self.url} gave no verdict for {self._failed} of {self._asked} {unit}, more "
             f"than {self._key_of('max_failures')}={self.max_failures:g}. One of them: {why}. Is the server running, "
             f"does the key fit ({self._key_of('key_env')}), may the answer be longer ({self._key_of('max_tokens')}), "
             f"does the model follow {self._key_of('template')}?"

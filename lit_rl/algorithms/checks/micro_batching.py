@@ -339,6 +339,19 @@ def too_large_warning(step: StepRows, memory: Memory, budget: int, count: int, l
 # ---------------------------------------------------------------------- the micro-batches of a run
 
 
+def check_whole_groups(name: str, split_groups: int | Literal["auto"]) -> None:
+    """Refuse to cut the groups of a method or a loss that compares the completions of a prompt.
+
+    Raises:
+        ConfigError: `algo.split_groups` would cut them.
+    """
+    if split_groups not in (1, "auto"):
+        raise ConfigError(
+            f"algo.split_groups={split_groups}: {name} compares completions of one prompt inside a micro-batch. Leave "
+            "it at 1; a smaller algo.group_size needs less memory."
+        )
+
+
 class MicroBatches:
     """The micro-batches of a run: what the user set about them, what memory allows, and what the Trainer is given.
 

@@ -275,23 +275,35 @@ def check_group_size(algorithm: str, group_size: int, *, compares_completions: C
         )
 
 
-def check_comparing_rewards(comparing: Sequence[str], group_size: int, *, greedy: bool = False) -> None:
-    """Refuse reward functions that compare the completions of a prompt where one is scored alone.
+def check_comparing_rewards(comparing: Sequence[str], group_size: int) -> None:
+    """Refuse reward functions that compare the completions of a prompt where there is one.
 
     Args:
         comparing: Names of such functions.
         group_size: Completions of a prompt.
-        greedy: Whether the advantage asks for the reward of the greedy completion of each prompt.
 
     Raises:
         ConfigError: names the function.
     """
-    if comparing and (group_size < 2 or greedy):
-        where = "this advantage scores the greedy completion of a prompt alone" if greedy else "there is one"
-        fix = "Take another algo.advantage" if greedy else "Set it to 2 or more (8 is usual)"
+    if comparing and group_size < 2:
         raise ConfigError(
             f"algo.group_size={group_size}: the reward function {comparing[0]!r} compares the completions of a prompt "
-            f"with each other, and {where}, which has no reward. {fix}, or a reward such as reward=judge."
+            "with each other, and there is one, which has no reward. Set it to 2 or more (8 is usual), or a reward "
+            "such as reward=judge."
+        )
+
+
+def check_greedy_rewards(estimator: Estimator, comparing: Sequence[str]) -> None:
+    """Refuse reward functions that compare the completions of a prompt where the greedy one is scored alone.
+
+    Raises:
+        ConfigError: names the estimator and the function.
+    """
+    if comparing and "greedy_rewards" in parameters(estimator):
+        raise ConfigError(
+            f"The reward function {comparing[0]!r} compares the completions of a prompt with each other, and "
+            f"algo.advantage={name_of(estimator)} scores the greedy completion alone, which has no reward. Take "
+            "another algo.advantage, or a reward such as reward=judge."
         )
 
 
@@ -349,19 +361,6 @@ def _weighs_rows(correction: Callable[..., Tensor]) -> bool:
 
 _CUTTING = ("top_p", "top_k", "min_p")
 """Settings that rule out tokens by probability: engine and training may rule out different ones."""
-
-
-def check_whole_groups(loss: Callable, split_groups: int | str) -> None:
-    """Refuse to cut the groups of a loss that compares the completions of a prompt.
-
-    Raises:
-        ConfigError: the loss names `group_id`, and its groups would be cut.
-    """
-    if "group_id" in parameters(loss) and split_groups not in (1, "auto"):
-        raise ConfigError(
-            f"algo.split_groups={split_groups}: algo/loss={name_of(loss)} compares the completions of one prompt "
-            "inside a micro-batch. Leave it at 1; a smaller algo.group_size needs less memory."
-        )
 
 
 def check_sampling(sampling: Sampling, generator: Generator, *, weighted: bool) -> None:

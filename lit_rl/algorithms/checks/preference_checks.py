@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_rl.algorithms.checks.argument_checks import try_settings
+from lit_rl.algorithms.checks.micro_batching import check_whole_groups
 from lit_rl.algorithms.chosen_functions import name_of, unwrap
 from lit_rl.algorithms.terms.groups import BestOfGroup, DynamicSampling, GroupSelection
 from lit_rl.core.declared_settings import annotated_metadata, annotations_of
@@ -162,11 +163,7 @@ def check_compared_groups(
     Raises:
         ConfigError: fewer than two completions of a prompt stand side by side in a micro-batch.
     """
-    if split_groups not in (1, "auto"):
-        raise ConfigError(
-            f"algo.split_groups={split_groups}: {name} compares completions of one prompt inside a micro-batch, "
-            "and learns from two of them however many were drawn. Leave it at 1."
-        )
+    check_whole_groups(name, split_groups)
     if isinstance(groups, BestOfGroup):
         raise ConfigError(
             f"algo/groups=best keeps one completion of each prompt, but {name} learns from two that were compared, so "

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lit_rl.algorithms.checks import argument_checks, policy_gradient_checks
 from lit_rl.algorithms.checks.memory import AuxiliaryTexts
+from lit_rl.algorithms.checks.micro_batching import check_whole_groups
 from lit_rl.algorithms.checks.model_sizes import StepFacts
 from lit_rl.algorithms.checks.policy_gradient_checks import check_lag, check_sampling
 from lit_rl.algorithms.checks.strategy_checks import Feature
@@ -90,18 +91,17 @@ class PolicyGradient(OnPolicyModule, ABC):
         decay = settings.ptx_decay_steps, settings.ptx_final_coef
         self.supervised = SupervisedTerm(settings.ptx, settings.ptx_coef, settings.ptx_loss, *decay)
         self.learns_text = settings.ptx is not None
+        self._loss_reads = tuple(name for name in ("weights", "step") if reads_column(settings.loss, name))
+        if "group_id" in parameters(settings.loss):  # asked for by name: it makes micro-batches of whole groups
+            self._loss_reads, self.compares_in_step = (*self._loss_reads, "group_id"), True
         self._check_terms()
         self.needs_reference = self.kl.needs_reference
         self.needs_greedy_rewards = "greedy_rewards" in parameters(settings.advantage)
         self.needs_gradient_norms = "gradient_norms" in parameters(settings.advantage)
         reads_step = reads_column(settings.loss, "step") or self.selection.needs_step
         self.needs_step = reads_step or (settings.selection is not None and settings.entropy is not None)
-        made_of_old = self.kl.needs_old_logprobs, self.engine_correction.needs_old_logprobs, settings.replay
-        made_of_old = *made_of_old, self.needs_gradient_norms
-        self._reads_old_logprobs = not self.ratio_is_one or any(made_of_old)
-        self._loss_reads = tuple(name for name in ("weights", "step") if reads_column(settings.loss, name))
-        if "group_id" in parameters(settings.loss):  # asked for by name: it makes micro-batches of whole groups
-            self._loss_reads, self.compares_in_step = (*self._loss_reads, "group_id"), True
+        made_of_old = self.kl.needs_old_logprobs, self.engine_correction.needs_old_logprobs, self.needs_gradient_norms
+        self._reads_old_logprobs = not self.ratio_is_one or settings.replay is not None or any(made_of_old)
         self._loss_multiplies_weights = multiplies_weights(settings.loss)
         self.skip_zero_advantages = settings.skip_zero_advantages
         self._zero_advantages_teach_nothing = policy_gradient_checks.can_skip_zero_advantages(
@@ -347,16 +347,14 @@ class PolicyGradient(OnPolicyModule, ABC):
         check_lag(self.generator, weighted=weighted)
         self.check_advantage()
         policy_gradient_checks.check_ranges(self.policy_loss, "algo.loss")
-        policy_gradient_checks.check_whole_groups(self.policy_loss, self.micro_batches.split_groups)
+        if self.compares_in_step:
+            check_whole_groups(f"algo/loss={name_of(self.policy_loss)}", self.micro_batches.split_groups)
         policy_gradient_checks.check_declared_weights(self.policy_loss)
         policy_gradient_checks.check_term_settings(
             self.policy_loss, self.selection.choose, self.engine_correction, self.credit.shaping
         )
         policy_gradient_checks.check_group_size(name, self.group_size, compares_completions=self.compares_completions)
-        asks_greedy = "greedy_rewards" in parameters(self.advantage)
-        policy_gradient_checks.check_comparing_rewards(
-            self.reward_functions.comparing, self.group_size, greedy=asks_greedy
-        )
+        policy_gradient_checks.check_greedy_rewards(self.advantage, self.reward_functions.comparing)
         if self.groups is not None:
             self.groups.check_fits(self.group_size, compares_completions=self.compares_completions)
             self.groups.check_rewards(self.reward_functions.names)
