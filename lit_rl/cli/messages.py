@@ -19,7 +19,7 @@ from typing import Any
 from lit_rl.cli.aliases import check_spaces, of_other_choices
 from lit_rl.cli.listing import neighbouring_keys, no_choice_message
 from lit_rl.cli.typed_words import ambiguous
-from lit_rl.core import other_names, upstream
+from lit_rl.core import other_names, signals, upstream
 from lit_rl.core.durable_files import is_failing, is_full
 from lit_rl.core.errors import (
     INTERRUPTED,
@@ -64,6 +64,8 @@ def report_errors(function: Callable[[], int | None]) -> int:
     except SystemExit as leave:
         return leave.code if isinstance(leave.code, int) else int(leave.code is not None)
     except Exception as error:
+        if (requeued := signals.exit_code_of_requeue()) is not None:
+            return requeued
         ours = as_lit_rl_error(error)
         if ours is None:
             traceback.print_exc()

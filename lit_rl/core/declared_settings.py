@@ -65,7 +65,9 @@ class Allowed:
     def record(self) -> dict[str, Any]:
         """The same as plain data, from which `restore` makes it."""
         bounds = {} if self.range is None else vars(self.range)
-        given = {name: value for name, value in bounds.items() if value is not False and value != inf}
+        # `typing` gives equal annotations one object: whether a bound is 0 or 0.0 would depend on the order of imports.
+        numbers = {name: value if isinstance(value, bool) else float(value) for name, value in bounds.items()}
+        given = {name: value for name, value in numbers.items() if value is not False and value != inf}
         flags = {name: True for name in ("null", "many") if getattr(self, name)}
         return given | ({"words": list(self.words)} if self.words else {}) | flags
 

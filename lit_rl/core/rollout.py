@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from lit_rl.core.errors import ConfigError, check_strings, in_range
 from lit_rl.core.other_names import reject_unknown_keywords
 from lit_rl.core.transfers import CopiedToHost, HostCopy, to_device
 from lit_rl.core.vision_inputs import PromptVision, Vision
-from lit_rl.ops.ranges import AtLeastOne, AtLeastZero, Portion, Positive, Range, Share
+from lit_rl.ops.ranges import AtLeastOne, AtLeastZero, Finite, Portion, Positive, Share
 from lit_rl.ops.sampling_distribution import Truncation
 
 _LARGEST_BIAS = 100.0
@@ -187,7 +187,7 @@ class Sampling:
             (vllm, vllm_server) can keep one.
     """
 
-    temperature: Annotated[float, Range(0, open_high=True)] = 1.0
+    temperature: Finite = 1.0
     top_p: Share = 1.0
     top_k: AtLeastZero = 0
     min_p: Portion = 0.0

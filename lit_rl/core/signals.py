@@ -249,6 +249,8 @@ def requeue_if_asked(number: int | None, trainer: L.Trainer) -> None:
 
 _process = 0
 """The process that `_requeue_and_exit` is for: one that is forked from it inherits the handler."""
+_requeued_by: int | None = None
+"""The signal at which `_requeue_and_exit` was called."""
 
 
 def requeue_before_training() -> None:
@@ -269,13 +271,24 @@ def remove_requeue_handler() -> None:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
+def exit_code_of_requeue() -> int | None:
+    """Return the exit code of a process that a signal has requeued before its training, None where none has.
+
+    The exit may have been lost in an import that it interrupted: torch drops what NumPy's raises, and a later import of
+    NumPy then fails.
+    """
+    return None if _requeued_by is None else SIGNALLED + _requeued_by
+
+
 def _requeue_and_exit(number: int, frame: Any) -> None:
+    global _requeued_by
     if os.getpid() != _process:
         signal.signal(number, signal.SIG_DFL)
         return signal.raise_signal(number)
     signal.signal(number, signal.SIG_IGN)
     if is_rank_zero():
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{_requeue_job()[1]}\n".encode())
+    _requeued_by = number
     raise SystemExit(SIGNALLED + number)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lit_rl.core.declared_settings import checked
 from lit_rl.core.episode import Prompt
 from lit_rl.core.errors import ConfigError, RewardError, StorageError
-from lit_rl.ops.ranges import AtLeastOne, Range
+from lit_rl.ops.ranges import AtLeastOne, PositiveFinite, Range
 from lit_rl.rewards.classifiers import OnRunDevice
 from lit_rl.rewards.contract import Completion, content_of, text_of
 from lit_rl.rewards.jobs import TrainerState
@@ -61,7 +61,7 @@ class PairRMJudge(OnRunDevice):
         name: str,
         *,
         both_orders: bool = True,
-        temperature: Annotated[float, Range(0, open_low=True, open_high=True)] = 1.0,
+        temperature: PositiveFinite = 1.0,
         revision: str | None = None,
         dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto",
         device: str | None = None,

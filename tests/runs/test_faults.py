@@ -23,6 +23,8 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from runs_helpers import SMALL, assert_same_run, whole_step
 
 from lit_rl.callbacks import GracefulStop
+from lit_rl.cli.messages import report_errors
+from lit_rl.core import signals
 from lit_rl.core.signals import requeue_before_training, requeue_signal
 from lit_rl.runs import train
 
@@ -247,8 +249,22 @@ def _handles() -> bool:
     return signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL
 
 
+def test_an_exit_that_an_interrupted_import_drops_still_decides_the_exit_code(tmp_path, monkeypatch, handler_as_before):
+    _stand_in_for_scontrol(tmp_path, monkeypatch)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    signals.requeue_before_training()
+
+    def load() -> int:
+        with contextlib.suppress(SystemExit):
+            signal.raise_signal(signal.SIGUSR1)
+        raise ImportError("cannot load module more than once per process")
+
+    assert report_errors(load) == 128 + signal.SIGUSR1 and (tmp_path / "asked").exists()
+
+
 @pytest.fixture
-def handler_as_before():
+def handler_as_before(monkeypatch):
+    monkeypatch.setattr(signals, "_requeued_by", None)
     before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGUSR1, before)
