@@ -216,6 +216,12 @@ def test_one_number_or_one_for_each_epoch():
             allowed.check("algo.mixture_coef", value)
 
 
+def test_a_bound_has_one_form():
+    """`typing` keeps one object for equal annotations: the one that was made first."""
+    whole, real = (repr(Allowed(Range(low, 2 * low + 1)).record) for low in (0, 0.0))
+    assert whole == real == "{'low': 0.0, 'high': 1.0}"
+
+
 def test_a_record_makes_what_it_was_made_of():
     kinds = (AtLeastOne, Portion | None, Literal["a", "b"], AtLeastOne | Literal["auto"] | None, PER_EPOCH | None)
     for annotation in kinds:
