@@ -198,6 +198,7 @@ class PPO(PolicyGradient):
     def check_advantage(self) -> None:
         policy_gradient_checks.require_estimator(self.advantage, such_as="gae")
         policy_gradient_checks.check_token_estimator(self.advantage, self.whitening)
+        policy_gradient_checks.check_role_is_read(self.advantage, self.credit.roles)
 
     def _check(self) -> None:
         self.value_function.check(self.model)

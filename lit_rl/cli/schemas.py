@@ -61,6 +61,7 @@ TARGETS = {
     "TopOfGroup": "lit_rl.algorithms.terms.groups.TopOfGroup",
     "GroupReplay": "lit_rl.algorithms.terms.groups.GroupReplay",
     "RunningNorm": "lit_rl.algorithms.terms.credit.RunningNorm",
+    "RoleBaseline": "lit_rl.algorithms.terms.credit.RoleBaseline",
     "Evaluation": "lit_rl.algorithms.Evaluation",
     "AdamW": "lit_rl.algorithms.optim.optimizers.AdamW",
     "AdamW8bit": "lit_rl.algorithms.optim.optimizers.AdamW8bit",

@@ -27,7 +27,7 @@ from objective_terms import TWO_STEPS, EngineWithOtherLogprobs, fresh
 from lit_rl.algorithms import BCO, DPO, GRPO, KTO, PPO, Constant, Reinforce, RewardModeling
 from lit_rl.algorithms.optim.optimizers import ByPath
 from lit_rl.algorithms.optim.strategies import FSDP2Strategy
-from lit_rl.algorithms.terms.credit import RunningNorm
+from lit_rl.algorithms.terms.credit import RoleBaseline, RunningNorm
 from lit_rl.algorithms.terms.groups import DynamicSampling
 from lit_rl.algorithms.terms.regularizers import AdaptiveEntropy, AdaptiveKL
 from lit_rl.algorithms.terms.verdict_terms import DensityRatio
@@ -361,6 +361,11 @@ TERMS = {
         Reinforce,
         lambda: {"iterations": 2, "reward_beta": 0.2, "reward_norm": RunningNorm()},
         shown=_other_widths,
+    ),
+    "baselines of roles": term(
+        Reinforce,
+        lambda: {"iterations": 2, "advantage": RoleBaseline(0.5), "role": "answer"},
+        shown=metric("role/7/baseline", lambda earned: earned > 0),
     ),
     "vespo": term(
         GRPO,

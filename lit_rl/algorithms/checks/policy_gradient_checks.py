@@ -29,7 +29,7 @@ from lit_rl.algorithms.chosen_functions import (
     setting_of,
 )
 from lit_rl.algorithms.optim.strategies import flattens_weights, shards_weights
-from lit_rl.algorithms.terms.credit import CreditAssignment, Whitening
+from lit_rl.algorithms.terms.credit import CreditAssignment, Roles, Whitening
 from lit_rl.algorithms.terms.regularizers import KLControl
 from lit_rl.algorithms.terms.token_weights import EngineCorrection
 from lit_rl.core.declared_settings import Allowed, annotated_metadata, annotations_of
@@ -47,7 +47,7 @@ Estimator = Callable[..., Any]
 _BY_POSITION = ("rewards", "group_id")
 _COLUMNS = (
     *("values", "weights", "lengths", "greedy_rewards", "gradient_norms", "token_rewards", "mask", "step_ends"),
-    *("turn", "state"),
+    *("turn", "state", "role"),
 )
 """Columns that an estimator of rows may name."""
 
@@ -102,6 +102,22 @@ def check_estimator_inputs(
             "KL in the loss, set algo.beta."
         )
     whitening.check_fits(of_tokens=traits.of_tokens)
+
+
+def check_role_is_read(estimator: Estimator, roles: Roles | None) -> None:
+    """Refuse roles that the estimator neither reads nor compares within.
+
+    Raises:
+        ConfigError: names estimators that do.
+    """
+    traits = traits_of(estimator, AdvantageTraits)
+    if roles is None or traits is None or traits.compares_group or "role" in parameters(estimator):
+        return
+    raise ConfigError(
+        f"algo.role={roles.column!r}: algo/advantage={name_of(estimator)} compares no completions of a prompt and "
+        "keeps no baseline of roles, so it would have no effect. Set algo/advantage=role_baseline (algo=rae), or one "
+        "that compares within groups, such as group_normalized (algo=grpo); or leave algo.role out."
+    )
 
 
 def check_norms_are_known(estimator: Estimator, sampling: Sampling) -> None:

@@ -44,7 +44,7 @@ from lit_rl.algorithms.chosen_functions import (
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
 from lit_rl.algorithms.rollouts import checkpoints
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.algorithms.terms.credit import AdvantageClip, CreditAssignment, TurnRewardWarning, Whitening
+from lit_rl.algorithms.terms.credit import AdvantageClip, CreditAssignment, Roles, TurnRewardWarning, Whitening
 from lit_rl.algorithms.terms.groups import check_group_has_spread
 from lit_rl.algorithms.terms.regularizers import (
     EntropyBonus,
@@ -70,7 +70,8 @@ class PolicyGradient(OnPolicyModule, ABC):
     def __init__(self, settings: PolicyGradientConfig) -> None:
         argument_checks.check_environment(settings.env)
         super().__init__(config=settings)
-        self.credit = CreditAssignment(settings.shaping, settings.reward_norm, settings.reward_clip)
+        roles = None if settings.role is None else Roles(settings.role)
+        self.credit = CreditAssignment(settings.shaping, settings.reward_norm, settings.reward_clip, roles)
         self.turn_rewards = TurnRewardWarning(settings.advantage)
         self.kl = ReferenceKL(
             in_reward=KLPenalty("algo.reward_beta", settings.reward_beta, settings.reward_kl),
@@ -141,6 +142,8 @@ class PolicyGradient(OnPolicyModule, ABC):
         )
         self.kl.update(old, ref, sampled, self.ranks)
         rollout, weighing = self.engine_correction.at_rollout(rollout, self.global_step)
+        if self.credit.roles is not None:
+            distances = distances | self.credit.roles.metrics(scored, getattr(self.advantage, "baseline", None))
         return rollout, distances | weighing
 
     def loss_mask(self, scored: Scored) -> Tensor:
@@ -331,6 +334,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         terms = {
             "kl_control": self.kl.control,
             "reward_norm": self.credit.norm,
+            "advantage": self.advantage if hasattr(self.advantage, "load_state") else None,
             "entropy": self.entropy and self.entropy.control,
             "groups": self.groups,
             "replay": self.replay,
@@ -338,6 +342,14 @@ class PolicyGradient(OnPolicyModule, ABC):
         return {name: term for name, term in terms.items() if term is not None}
 
     # ------------------------------------------------------------------ checks
+
+    def _check_data(self, data: Any, stage: str) -> None:
+        super()._check_data(data, stage)
+        if self.credit.roles is not None and stage == "fit":
+            self.credit.roles.check(data.columns_of_sets()[0], () if self.env is None else self.env.columns)
+
+    def columns_read(self, columns: Sequence[str]) -> set[str]:
+        return super().columns_read(columns) | (set() if self.credit.roles is None else {self.credit.roles.column})
 
     def _check_terms(self) -> None:
         """Refuse incompatible terms before anything is loaded; each term has already checked its own settings."""
@@ -370,4 +382,5 @@ class PolicyGradient(OnPolicyModule, ABC):
         policy_gradient_checks.require_estimator(self.advantage, such_as="group_normalized")
         policy_gradient_checks.check_row_estimator(self.advantage, type(self).__name__)
         policy_gradient_checks.check_estimator_inputs(self.advantage, self.credit, self.reward_beta, self.whitening)
+        policy_gradient_checks.check_role_is_read(self.advantage, self.credit.roles)
         policy_gradient_checks.check_norms_are_known(self.advantage, self.sampling)
