@@ -130,8 +130,9 @@ class PPO(PolicyGradient):
     # ------------------------------------------------------------------ loss
 
     def token_scores(self, completions: Completions) -> TokenScores:
+        read = completions.with_observations if self.echo_coef else completions
         scores, values = self.value_function.scores_and_values(
-            self.policy, self.critic, completions, self.sampling, **self.score_terms
+            self.policy, self.critic, read, self.sampling, **self.score_terms
         )
         return replace(scores, values=values)
 

@@ -63,6 +63,7 @@ _OF_NO_USE = (
     "ptx_loss",
     "ptx_decay_steps",
     "ptx_final_coef",
+    "echo_coef",
 )
 """Parts that a replay never uses, or that the saved rollout holds."""
 

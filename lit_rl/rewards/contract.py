@@ -331,7 +331,7 @@ _IN_GROUPS = {
     "": (
         "reward reward_std frac_reward_zero_std frac_rows_skipped num_tokens num_input_tokens_seen loss entropy "
         "kl ratio_mean approx_kl cispo_clip_ratio off_policy_kept policy_loss entropy_coef kl_coef reward_kl_coef "
-        "ptx_loss ptx_coef lr_critic grad_norm skipped_steps lr contain_eos_token model_contain_eos_token "
+        "ptx_loss ptx_coef echo_loss lr_critic grad_norm skipped_steps lr contain_eos_token model_contain_eos_token "
         "ref_contain_eos_token beta alpha mixture_coef aux_loss"
     ),
     "completions": (

@@ -165,6 +165,9 @@ class PolicyGradientConfig(OnPolicyConfig):
     """Optimizer steps over which the weight goes to `ptx_final_coef` in a straight line. None: it stays."""
     ptx_final_coef: NotNegative = 0.0
     """Weight of the supervised loss after `ptx_decay_steps`."""
+    echo_coef: NotNegative = 0.0
+    """Weight of the cross-entropy of the tokens that tools or an environment wrote, a model of the world (ECHO;
+    prime-rl takes 0.1). Only with `env`."""
     skip_zero_advantages: bool = True
     """Leave rows whose advantages are all 0 out of the training's forward pass, if that changes no gradient: if
     no other term learns from them, and loss and reduction declare that (`lit_rl.ops.traits`)."""

@@ -484,10 +484,10 @@ def _turns_differ_and_one_rank_fails(left: Any) -> bool:
     return uneven and failing == {KINDS.index("fails")}
 
 
-def episodes(make: Callable[[], Any], reward: Any, shown: Shown | None = None) -> Case:
+def episodes(make: Callable[[], Any], reward: Any, shown: Shown | None = None, **settings: Any) -> Case:
     def made(_: Path) -> tuple[Any, Any]:
         module = GRPO("tiny", reward, env=make(), optimizer=ByPath("torch.optim.SGD", lr=0.03), scheduler=Constant(),
-                      sampling=Sampling(max_new_tokens=4), group_size=4)  # fmt: skip
+                      sampling=Sampling(max_new_tokens=4), group_size=4, **settings)  # fmt: skip
         rows = [{"prompt": f"{place}=", "kind": kind} for place, kind in enumerate(KINDS)]
         return module, RolloutDataModule(rows=rows, prompts_per_rollout=4, val_fraction=0.0)
 
@@ -502,6 +502,7 @@ def _game() -> CustomEnvironment:
 
 EPISODES = {
     "episodes-game": episodes(_game, environment, _turns_differ_and_one_rank_fails),
+    "episodes-echo": episodes(_game, environment, metric("echo_loss", lambda loss: loss > 0), echo_coef=0.3),
     "episodes-function": episodes(lambda: RolloutFunction(goes_on, max_tokens=16), characters),
 }
 

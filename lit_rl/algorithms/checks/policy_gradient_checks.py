@@ -35,6 +35,7 @@ from lit_rl.algorithms.terms.token_weights import EngineCorrection
 from lit_rl.core.declared_settings import Allowed, annotated_metadata, annotations_of
 from lit_rl.core.errors import ConfigError, check_draws, in_range
 from lit_rl.core.rollout import Sampling
+from lit_rl.environments.environment_base import Interactive
 from lit_rl.generation.generator import Generator
 from lit_rl.ops.ranges import Above, Pair, Range
 from lit_rl.ops.traits import AdvantageTraits, CorrectionTraits, PolicyLossTraits, ReductionTraits, traits_of
@@ -370,6 +371,32 @@ def _weighs_rows(correction: Callable[..., Tensor]) -> bool:
         return traits.of_rows
     weights = correction(torch.tensor([[0.0, 0.5]]), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool))
     return bool(weights[0, 0] == weights[0, 1])
+
+
+def check_observations(coef: float, env: Interactive | None, sampling: Sampling) -> None:
+    """Refuse to learn what an environment writes where nothing does, or where its log-probs would be of something else.
+
+    Args:
+        coef: Weight of the term; 0: none.
+        env: The environment.
+        sampling: Sampling of the training.
+
+    Raises:
+        ConfigError: names the setting and the fix.
+    """
+    if not coef:
+        return
+    if env is None:
+        raise ConfigError(
+            f"algo.echo_coef={coef}: the term learns the tokens that tools or an environment write, and nothing "
+            "answers the policy. Set env, such as env=tools, or leave it out."
+        )
+    if sampling.reshaped:
+        keys = ", ".join(f"sampling.{name}={getattr(sampling, name)}" for name in sampling.reshaped)
+        raise ConfigError(
+            f"{keys}: algo.echo_coef={coef} learns what an environment wrote under softmax(logits / temperature), and "
+            "these change the distribution that the policy writes from. Leave one of them out."
+        )
 
 
 # ---------------------------------------------------------------------- sampling and lag
