@@ -337,6 +337,16 @@ class CPOConfig(PairConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TPOConfig(PairConfig):
+    """Settings of triple preference optimisation."""
+
+    beta: Positive = 0.01
+    """Scale of the reward beta log pi, above 0. Losses of the log-prob per token need a larger one."""
+    nll_coef: Positive = 1.0
+    """Weight of the negative log-likelihood of the references, above 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ORPOConfig(OfflinePolicyConfig):
     """Settings of odds ratio preference optimisation."""
 
