@@ -154,6 +154,7 @@ OFFLINE = {
     "kto": offline("algo=kto", cut=CUT["kto"]),
     "bco": offline("algo=bco"),
     "cpo": offline("algo=cpo"),
+    "tpo": offline("algo=tpo", "algo.beta=0.1"),
     "simpo": offline("algo=simpo", ddp=False),
     "orpo": offline("algo=orpo"),
     "reward-model": offline("algo=reward_model"),
