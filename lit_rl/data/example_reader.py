@@ -187,7 +187,7 @@ class ExampleReader(SetReader[Example, tuple[ExampleRecord, tuple[Encoded, ...]]
                 raise ConfigError(f"{where}: the row has images, and labelled steps are learned from text alone.")
             steps = [str(step) for step in parts]
             return (encoder.steps(prompt, steps, self.options.separator, where, tools=tools),)
-        if self.kind != "texts" and len(parts) > 1:
+        if self.kind != "texts" and (len(parts) == 2 or self.kind == "triples"):
             assert prompt is not None
             return encoder.pair(prompt, parts, where, tools=tools, images=record.images)
         whole = record.format.startswith("language")
@@ -223,7 +223,8 @@ class ExampleReader(SetReader[Example, tuple[ExampleRecord, tuple[Encoded, ...]]
         short = tuple(truncate(text, window) for text, window in zip(texts, kept))
         if not all(any(text.learned) for text in short):
             return "empty" if whole else "overlong", []
-        if len(short) > 1 and short[0].ids == short[1].ids:
+        pair = short[:2]
+        if len(pair) == 2 and pair[0].ids == pair[1].ids:
             return "equal", []
         prompt = record.prompt if short[0].prompt_tokens and not is_blank(record.prompt or "") else None
         if self.kind == "stepwise":

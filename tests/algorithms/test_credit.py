@@ -534,9 +534,9 @@ def test_numbers_are_equal_for_equal_prompts_and_roles_alone(rows):
 
 def test_roles_that_are_missing_or_none_are_refused_before_anything_is_loaded():
     roles = Roles("player")
-    with pytest.raises(ConfigError, match=r"algo.role='player' is no column.*Columns: plaier, episodes.*'plaier'"):
-        roles.check({"plaier": ["white"]}, ("episodes",))
-    roles.check({"answer": ["1"]}, ("episodes", "player"))
+    with pytest.raises(ConfigError, match=r"algo.role='player' is no column.*Columns: plaier, score.*'plaier'"):
+        roles.check({"plaier": ["white"]}, ("score",))
+    roles.check({"answer": ["1"]}, ("score", "player"))
     for empty in (None, "", " "):
         with pytest.raises(ConfigError, match="row 1 of the training rows has no value"):
             roles.check({"player": ["white", empty]}, ())

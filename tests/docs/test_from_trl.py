@@ -38,7 +38,13 @@ OFFLINE = {
 }
 ONLINE = {"OnlineDPOConfig": "algo=online_dpo"}
 ALL = ALGO | OFFLINE | ONLINE
-EXPERIMENTAL = {"CPOConfig": "cpo", "TPOConfig": "tpo", "ORPOConfig": "orpo", "GKDConfig": "gkd", "OnlineDPOConfig": "online_dpo"}
+EXPERIMENTAL = {
+    "CPOConfig": "cpo",
+    "TPOConfig": "tpo",
+    "ORPOConfig": "orpo",
+    "GKDConfig": "gkd",
+    "OnlineDPOConfig": "online_dpo",
+}
 PARENT = {"GKDConfig": "SFTConfig"}
 """Whose table holds for what is not in its own."""
 SHARED = {

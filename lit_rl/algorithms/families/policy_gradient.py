@@ -367,7 +367,8 @@ class PolicyGradient(OnPolicyModule, ABC):
                 "shows may be one, which no token predicts. Leave it out, or take a model over text."
             )
         if self.credit.roles is not None and stage == "fit":
-            self.credit.roles.check(data.columns_of_sets()[0], () if self.env is None else self.env.columns)
+            of_episodes = () if self.env is None else self.env.columns
+            self.credit.roles.check(data.columns_of_sets()[0], [name for name in of_episodes if name != "episodes"])
 
     def columns_read(self, columns: Sequence[str]) -> set[str]:
         return super().columns_read(columns) | (set() if self.credit.roles is None else {self.credit.roles.column})
