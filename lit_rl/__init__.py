@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # for type checkers and editors; `_PLACES` is the same for Py
     from lit_rl.algorithms import PPO as PPO
     from lit_rl.algorithms import RLOO as RLOO
     from lit_rl.algorithms import SFT as SFT
+    from lit_rl.algorithms import TPO as TPO
     from lit_rl.algorithms import XPO as XPO
     from lit_rl.algorithms import AdamW as AdamW
     from lit_rl.algorithms import Constant as Constant
@@ -86,12 +87,13 @@ if TYPE_CHECKING:  # for type checkers and editors; `_PLACES` is the same for Py
     from lit_rl.settings.algorithms import RewardModelingConfig as RewardModelingConfig
     from lit_rl.settings.algorithms import RLOOConfig as RLOOConfig
     from lit_rl.settings.algorithms import SFTConfig as SFTConfig
+    from lit_rl.settings.algorithms import TPOConfig as TPOConfig
     from lit_rl.settings.algorithms import XPOConfig as XPOConfig
 
 _PLACES = {
     "algorithms": (
         "AdamW BCO CPO Constant Cosine DPO Evaluation GKD GRPO KTO Linear NashMD ORPO OnlineDPO PPO "
-        "ProcessRewardModeling RLOO Reinforce RewardModeling SFT XPO"
+        "ProcessRewardModeling RLOO Reinforce RewardModeling SFT TPO XPO"
     ),
     "algorithms.rollouts.scored": "Scored",
     "callbacks": (
@@ -114,7 +116,8 @@ _PLACES = {
     "core.rollout": "Sampling",
     "settings.algorithms": (
         "BCOConfig CPOConfig DPOConfig GKDConfig GRPOConfig KTOConfig NashMDConfig ORPOConfig OnlineDPOConfig "
-        "PPOConfig ProcessRewardModelingConfig RLOOConfig ReinforceConfig RewardModelingConfig SFTConfig XPOConfig"
+        "PPOConfig ProcessRewardModelingConfig RLOOConfig ReinforceConfig RewardModelingConfig SFTConfig TPOConfig "
+        "XPOConfig"
     ),
 }
 """Public names, by the module under `lit_rl` that has them."""

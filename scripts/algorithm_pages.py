@@ -232,6 +232,7 @@ TRL = {
     "cpo": "`CPOConfig()`, experimental",
     "cpo_simpo": '`CPOConfig(loss_type="simpo")`, experimental',
     "simpo": '`CPOConfig(loss_type="simpo", cpo_alpha=0)`, experimental',
+    "tpo": "`TPOConfig()`, experimental",
     "orpo": "`ORPOConfig()`, experimental",
     "online_dpo": "`OnlineDPOConfig()`, experimental",
     "online_ipo": '`OnlineDPOConfig(loss_type="ipo")`, experimental',

@@ -142,7 +142,7 @@ def schemas_in(group: str) -> list[str]:
 
 ALGORITHMS = {
     "": ["GRPO", "RLOO", "Reinforce", "PPO"],
-    "methods that learn from a data set": ["SFT", "GKD", "DPO", "CPO", "ORPO", "KTO", "BCO"],
+    "methods that learn from a data set": ["SFT", "GKD", "DPO", "CPO", "TPO", "ORPO", "KTO", "BCO"],
     "online preference methods": ["OnlineDPO", "NashMD", "XPO"],
     "reward models": ["RewardModeling", "ProcessRewardModeling"],
 }

@@ -177,11 +177,11 @@ OFFLINE = {
 PRESETS = {
     f"{ROLLOUTS} {GRADED} trainer.max_steps=4": "bnpo cispo cispo_minimax clip_cov cpgd dppo_kl dppo_tv dr_grpo"
     " dro fipo gdpo gfpo gmpo gpg grpo_ps gspo_token high_entropy kl_cov lite_ppo luspo m2po opo"
-    " otb prime_rl raft real reinforce reinforce_pp_baseline remax sapo up_grpo vespo",
+    " otb prime_rl rae raft real reinforce reinforce_pp_baseline remax sapo up_grpo vespo",
     f"{ROLLOUTS} trainer.max_steps=8": "grpo_replay maxrl pass_at_k",
     f"{ROWS} trainer.max_steps=3": "alphapo aot_unpaired apo_down apo_zero apo_zero_unpaired bco_pair cdpo cpo"
     " cpo_simpo dft discopop dpo_norm exo hinge ipo ld_dpo mpo nca orpo process_reward_model robust_dpo rpo simpo sppo"
-    " tr_dpo wpo",
+    " tpo tr_dpo wpo",
     f"{PAIRED} {GRADED} trainer.max_steps=4": "iterative_dpo online_ipo",
 }
 TWO = "trainer.devices=2 data.prompts_per_rollout=8"

@@ -40,7 +40,7 @@ CONFIGS = {name: kind.__init__.settings for name, kind in METHODS.items()}
 
 
 def test_every_method_has_settings_of_its_own_name_which_lit_rl_exports():
-    assert len(METHODS) == 16
+    assert len(METHODS) == 17
     for name, config in CONFIGS.items():
         assert getattr(lit_rl, f"{name}Config") is config
 

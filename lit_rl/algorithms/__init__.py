@@ -20,4 +20,5 @@ from lit_rl.algorithms.reward_modeling import ProcessRewardModeling as ProcessRe
 from lit_rl.algorithms.reward_modeling import RewardModeling as RewardModeling
 from lit_rl.algorithms.rloo import RLOO as RLOO
 from lit_rl.algorithms.sft import SFT as SFT
+from lit_rl.algorithms.tpo import TPO as TPO
 from lit_rl.algorithms.xpo import XPO as XPO

@@ -12,20 +12,21 @@ sigmoid is - log sigma(beta (l_c - l_r)), eq. 4 of the paper. SimPO (2405.14734)
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.chosen_functions import setting_of, unwrap
-from lit_rl.algorithms.families.pairs import ChosenRejected, Columns, PairModule, pair_metrics, policy_columns
+from lit_rl.algorithms.families.pairs import (
+    Columns,
+    PairModule,
+    pair_metrics,
+    per_token_reward,
+    policy_columns,
+    rewards_of_likelihood,
+)
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.core.examples import PairBatch
 from lit_rl.models.forward import TextScores
-from lit_rl.ops.preference_losses import alpha_reward, alphapo
 from lit_rl.ops.reductions import Metrics
-from lit_rl.ops.traits import PreferenceTraits, traits_of
 from lit_rl.settings.algorithms import CPOConfig
 from lit_rl.settings.base import takes
 
@@ -37,7 +38,7 @@ class CPO(PairModule):
     def __init__(self, settings: CPOConfig) -> None:
         super().__init__(config=settings)
         self.nll_coef = settings.nll_coef
-        self.reward_of = _per_token_reward(list(self.preference.values()))
+        self.reward_of = per_token_reward(list(self.preference.values()))
 
     def columns(self, batch: PairBatch, scores: TextScores) -> Columns:
         columns = policy_columns(batch, scores)
@@ -52,20 +53,6 @@ class CPO(PairModule):
         if self.nll_coef:
             loss = loss + self.nll_coef * nll / max(1, batch.totals.tokens)
         loss, aux = self.with_aux(loss, scores.aux_loss, batch.totals)
-        # Rewards and log-probs as TRL logs them: per token if every loss is of log-probs per token.
-        logps = ChosenRejected(columns["chosen"], columns["rejected"])
-        if self.reward_of is not None:
-            lengths = columns["chosen_tokens"], columns["rejected_tokens"]
-            logps = ChosenRejected(*(logp / length.clamp(min=1) for logp, length in zip(logps, lengths)))
-        rewards = ChosenRejected(*(self.beta * (self.reward_of(logp) if self.reward_of else logp) for logp in logps))
+        rewards, logps = rewards_of_likelihood(columns, self.reward_of, self.beta)
         metrics = pair_metrics(rewards, logps, batch, scores)
         return loss, metrics | {"nll_loss": (nll.detach(), tokens)} | aux
-
-
-def _per_token_reward(preferences: list[Callable]) -> Callable[[Tensor], Tensor] | None:
-    """Return the reward of a log-prob per token, without beta; None if one of the losses reads sums over tokens."""
-    declared = [traits_of(function, PreferenceTraits) for function in preferences]
-    if not all(traits is not None and traits.per_token for traits in declared):
-        return None
-    is_alphapo = len(preferences) == 1 and unwrap(preferences[0]) is alphapo
-    return partial(alpha_reward, alpha=setting_of(preferences[0], "alpha")) if is_alphapo else lambda mean: mean

@@ -130,8 +130,9 @@ class PPO(PolicyGradient):
     # ------------------------------------------------------------------ loss
 
     def token_scores(self, completions: Completions) -> TokenScores:
+        read = completions.with_observations if self.echo_coef else completions
         scores, values = self.value_function.scores_and_values(
-            self.policy, self.critic, completions, self.sampling, **self.score_terms
+            self.policy, self.critic, read, self.sampling, **self.score_terms
         )
         return replace(scores, values=values)
 
@@ -198,6 +199,7 @@ class PPO(PolicyGradient):
     def check_advantage(self) -> None:
         policy_gradient_checks.require_estimator(self.advantage, such_as="gae")
         policy_gradient_checks.check_token_estimator(self.advantage, self.whitening)
+        policy_gradient_checks.check_role_is_read(self.advantage, self.credit.roles)
 
     def _check(self) -> None:
         self.value_function.check(self.model)

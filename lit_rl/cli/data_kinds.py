@@ -27,6 +27,7 @@ from lit_rl.data.splits import first_row
 GROUPS: dict[Kind | None, str] = {
     "texts": "texts",
     "pairs": "preferences",
+    "triples": "preferences",
     "verdicts": "preferences",
     "stepwise": "steps",
     None: "jsonl",
@@ -36,6 +37,7 @@ GROUPS: dict[Kind | None, str] = {
 COMPUTED: dict[Kind | None, str] = {
     "texts": "addition_text",
     "pairs": "addition_pairs",
+    "triples": "addition_triples",
     "verdicts": "addition_pairs",
     "stepwise": "addition_steps",
     None: "addition",
@@ -45,6 +47,7 @@ COMPUTED: dict[Kind | None, str] = {
 ALGORITHMS: dict[Kind | None, str] = {
     "texts": "sft",
     "pairs": "dpo",
+    "triples": "tpo",
     "verdicts": "kto",
     "stepwise": "process_reward_model",
 }
@@ -54,6 +57,7 @@ LEARNS_FROM: dict[str, Kind | None] = {
     **dict.fromkeys((f"lit_rl.algorithms.{name}" for name in ("SFT", "GKD")), "texts"),
     **dict.fromkeys((f"lit_rl.algorithms.{name}" for name in ("DPO", "CPO", "ORPO", "RewardModeling")), "pairs"),
     **dict.fromkeys((f"lit_rl.algorithms.{name}" for name in ("KTO", "BCO")), "verdicts"),
+    "lit_rl.algorithms.TPO": "triples",
     "lit_rl.algorithms.ProcessRewardModeling": "stepwise",
     **dict.fromkeys(DRAW),
 }
@@ -62,7 +66,7 @@ LEARNS_FROM: dict[str, Kind | None] = {
 SERVES: dict[str, tuple[Kind | None, ...]] = {
     "lit_rl.data.prompt_module.RolloutDataModule": (None,),
     "lit_rl.data.example_module.SupervisedDataModule": ("texts",),
-    "lit_rl.data.example_module.PreferenceDataModule": ("pairs", "verdicts"),
+    "lit_rl.data.example_module.PreferenceDataModule": ("pairs", "verdicts", "triples"),
     "lit_rl.data.example_module.StepwiseDataModule": ("stepwise",),
 }
 """Kinds that the shipped data modules make, as their `serves` says."""
@@ -182,6 +186,7 @@ def check_pair(config: DictConfig) -> None:
 _WORDS: dict[Kind | None, str] = {
     "texts": "texts to imitate",
     "pairs": "pairs of a chosen and a rejected completion",
+    "triples": "triples of a chosen, a rejected and a reference completion",
     "verdicts": "completions with a verdict",
     "stepwise": "steps with labels",
     None: "prompts to be answered",

@@ -30,6 +30,7 @@ from lit_rl.data.prompt_module import RolloutDataModule
 DATA_MODULES: dict[str, type[L.LightningDataModule]] = {
     "texts": SupervisedDataModule,
     "pairs": PreferenceDataModule,
+    "triples": PreferenceDataModule,
     "verdicts": PreferenceDataModule,
     "stepwise": StepwiseDataModule,
 }

@@ -13,6 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_class
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from lit_rl.algorithms.chosen_functions import name_of
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
 from lit_rl.algorithms.optim.master_weights import BF16, FLOAT32
 from lit_rl.algorithms.rollouts import checkpoints
@@ -62,6 +63,7 @@ _OF_NO_USE = (
     "ptx_loss",
     "ptx_decay_steps",
     "ptx_final_coef",
+    "echo_coef",
 )
 """Parts that a replay never uses, or that the saved rollout holds."""
 
@@ -239,6 +241,12 @@ def _module(name: str, algo: dict[str, Any], parts: dict[str, Any], rollout: Sav
         raise ConfigError(
             f"losses: {name} reads how large a gradient each token had when the rollout was taken, and this rollout "
             "does not say: only runs whose algo.advantage reads it do, such as algo=otb. Leave it out."
+        )
+    if module.credit.roles is not None or hasattr(module.advantage, "load_state"):
+        what = "algo.role" if module.credit.roles is not None else f"algo.advantage={name_of(module.advantage)}"
+        raise ConfigError(
+            f"losses: {name} has {what}, and a saved rollout holds neither the roles of its rows nor what earlier "
+            "rollouts earned. Leave it out."
         )
     if isinstance(module.groups, DynamicSampling):
         module.groups = DynamicSampling(

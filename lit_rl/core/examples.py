@@ -1,8 +1,8 @@
 """Batches of the methods that learn from a data set: one micro-batch of an optimizer step.
 
 Letters of shapes: ``b`` rows, ``s`` tokens of a row, padded on the right. Pairs are ``2 b`` rows: all chosen
-ones, then all rejected ones, in the same order. Dataclasses are not declared frozen because Lightning's
-precision plugins rebuild every batch field by field; treat them as frozen.
+ones, then all rejected ones, in the same order; triples ``3 b``, with the references behind. Dataclasses are not
+declared frozen because Lightning's precision plugins rebuild every batch field by field; treat them as frozen.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Totals:
     rows: int
     """Rows of the step: texts, packed rows, pairs or verdicts."""
     tokens: int
-    """Tokens that are learned: ``loss_mask``. Of pairs: those of the chosen texts."""
+    """Tokens that are learned: ``loss_mask``. Of pairs: those of the chosen texts; of triples: of the references."""
     attended: int
     """Tokens that are not padding, all texts together."""
     shares: int = 1
@@ -117,7 +117,7 @@ class ExampleBatch:
     """A micro-batch: the base of all kinds."""
 
     tokens: TokenBatch
-    """The policy's input: ``b`` rows, for pairs ``2 b``."""
+    """The policy's input: ``b`` rows, for pairs ``2 b``, for triples ``3 b``."""
     rows: list[int]
     """Index of each of the ``b`` rows in its data set."""
     totals: Totals
@@ -145,7 +145,8 @@ class TextBatch(ExampleBatch):
 
 @dataclass
 class PairBatch(ExampleBatch):
-    """Chosen and rejected completions of one prompt: rows ``i`` and ``b + i`` of `tokens`. Both are learned from."""
+    """Chosen and rejected completions of one prompt: rows ``i`` and ``b + i`` of `tokens`. Both are learned from. Of
+    triples row ``2 b + i`` is the reference."""
 
     margins: Tensor | None = None
     """Float32 ``(b,)``: by how much the chosen one is better, if the data have margins."""

@@ -366,6 +366,20 @@ class Completions(CopiedToHost):
         return self if self.episodes is None else dataclasses.replace(self, episodes=None)
 
     @property
+    def observed(self) -> Tensor:
+        """Bool ``(b, t)``: True on tokens that a tool or an environment wrote between turns."""
+        mask = self.response_mask
+        return torch.zeros_like(mask) if self.attended is None else self.attended & ~mask
+
+    @property
+    def with_observations(self) -> Completions:
+        """The same rows with what was observed counted as sampled, so that a forward pass scores these tokens too."""
+        if self.attended is None:
+            return self
+        found, host = dataclasses.replace(self, response_mask=self.attended), self.kept_on_host
+        return found.with_host(None if host is None else dataclasses.replace(host, response_mask=host.attended))
+
+    @property
     def lengths(self) -> Tensor:
         """Long ``(b,)``: sampled tokens a row, EOS included."""
         return self.response_mask.sum(1)

@@ -189,8 +189,9 @@ class ExampleRecord:
     """Name of the format, for messages and reports."""
     prompt: Prompt | None = None
     completions: tuple[Text, ...] = ()
-    """Texts after the prompt: one text; of a pair the chosen and the rejected one; of labelled steps all steps. Strings
-    where the prompt is a string, messages where it is messages; a whole text where the prompt is None."""
+    """Texts after the prompt: one text; of a pair the chosen and the rejected one, of a triple the reference too; of
+    labelled steps all steps. Strings where the prompt is a string, messages where it is messages; a whole text where
+    the prompt is None."""
     columns: dict[str, Any] = field(default_factory=dict)
     tools: list[Any] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -232,10 +233,10 @@ def read_record(
     columns = {**_rest(row, *COLUMNS[name], "prompt"), **({"tools": tools} if "tools" in row else {})}
     columns |= {KWARGS_COLUMN: own or None} if KWARGS_COLUMN in row else {}
     more: dict[str, Any] = {"columns": columns, "tools": tools, "template_kwargs": own}
-    if name == "preference":
+    if name in ("preference", "triple preference"):
         if kind == "pairs":
             more["margin"] = _margin(columns.pop("margin", None), f"{where}: margin")
-        record = _preference(found, where, system_prompt, more)
+        record = _preference(name, found, where, system_prompt, more)
     elif name.startswith("language"):
         record = _language(name, found, where, system_prompt, more)
     elif name == "stepwise":
@@ -317,22 +318,31 @@ def _language(
     return ExampleRecord(name, None, (text,), **more)
 
 
-def _preference(found: Mapping[str, Any], where: str, system: str | None, more: dict[str, Any]) -> ExampleRecord:
-    sides = {name: check_conversation(found[name], f"{where}: {name}") for name in ("chosen", "rejected")}
-    chosen, rejected = sides.values()
-    if type(chosen) is not type(rejected):
-        raise DataError(f"{where}: chosen and rejected are of two kinds: one is a string, one a list of messages.")
-    if "prompt" in found and not (isinstance(found["prompt"], str) and is_whole(chosen) and is_whole(rejected)):
+def _preference(
+    name: str, found: Mapping[str, Any], where: str, system: str | None, more: dict[str, Any]
+) -> ExampleRecord:
+    sides = {side: check_conversation(found[side], f"{where}: {side}") for side in COLUMNS[name]}
+    chosen, rejected, *_ = sides.values()
+    if len({type(text) for text in sides.values()}) > 1:
+        *first, last = sides
+        raise DataError(
+            f"{where}: {', '.join(first)} and {last} are of two kinds: one is a string, one a list of messages."
+        )
+    if "prompt" in found and not (isinstance(found["prompt"], str) and all(map(is_whole, sides.values()))):
         prompt, texts = check_completions(found["prompt"], sides, where, system)
-        return ExampleRecord(_format_title("preference", prompt), prompt, texts, **more)
+        return ExampleRecord(_format_title(name, prompt), prompt, texts, **more)
     if isinstance(chosen, list) and isinstance(rejected, list):
         count = shared_messages(chosen, rejected)
-        prompt: Prompt = chosen[:count]
-        texts: tuple[Text, ...] = (chosen[count:], rejected[count:])
     else:
         count = shared_text(str(chosen), str(rejected))
-        prompt, texts = chosen[:count], (chosen[count:], rejected[count:])
-    titled = _format_title("preference with implicit prompt", prompt)
+    prompt: Prompt = chosen[:count]
+    texts: tuple[Text, ...] = tuple(text[count:] for text in sides.values())
+    if other := next((side for side, text in sides.items() if text[:count] != prompt), None):
+        raise DataError(
+            f"{where}: {other} does not begin with the prompt that chosen and rejected have in common. Give the column "
+            "prompt, and completions without it."
+        )
+    titled = _format_title(f"{name} with implicit prompt", prompt)
     if system is not None and prompt:
         prompt, texts = as_messages(prompt, texts, system)
     return ExampleRecord(titled, prompt, texts, **more)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _LEARNERS: dict[Kind, str] = {
     "texts": "lit_rl.SFT(model)",
     "pairs": "lit_rl.DPO(model)",
+    "triples": "lit_rl.TPO(model)",
     "verdicts": "lit_rl.KTO(model)",
     "stepwise": "lit_rl.ProcessRewardModeling(model)",
 }
@@ -341,16 +342,17 @@ class SupervisedDataModule(ExampleDataModule):
 
 
 class PreferenceDataModule(ExampleDataModule):
-    """Pairs of a chosen and a rejected completion, or single completions with a verdict.
+    """Pairs of a chosen and a rejected completion, perhaps beside a reference, or single completions with a verdict.
 
-    Methods that learn from verdicts take pairs too: each gives two.
+    Methods that learn from verdicts take pairs too: each gives two. Those that learn from triples need the column
+    `reference` in every row; the others do not read it.
 
     Args:
         rows: The rows themselves. In Python also a `datasets.Dataset` or `IterableDataset`.
         shared: Further arguments of `ExampleDataModule`.
     """
 
-    serves = ("pairs", "verdicts")
+    serves = ("pairs", "verdicts", "triples")
 
     def __init__(self, rows: GivenRows | None = None, **shared: Any) -> None:
         super().__init__(rows, **shared)

@@ -25,6 +25,7 @@ from lit_rl.data.encode import (
 from lit_rl.data.example_formats import ExampleRecord, read_record
 from lit_rl.data.example_set import Encoded, Example, ExampleSet
 from lit_rl.data.kinds import Kind
+from lit_rl.data.message_forms import normalize_messages
 from lit_rl.data.rendering import KWARGS_COLUMN
 from lit_rl.data.rows import is_blank
 from lit_rl.data.set_reader import RowOptions, SetReader, list_counts, read_source
@@ -158,6 +159,10 @@ class ExampleReader(SetReader[Example, tuple[ExampleRecord, tuple[Encoded, ...]]
         """Return the row after `map_row` and `rename`, recognised and checked."""
         options = self.options
         row, images = self.take(row, where, "prompt", "messages", without=COMPLETIONS)
+        if self.kind == "triples":  # elsewhere the column may hold anything, for a reward
+            row, notes = normalize_messages(row, where, "reference")
+            for note in notes:
+                self.note(note, where)
         record = read_record(row, where, self.kind, system_prompt=options.system_prompt, learn=options.learn)
         self.note_system(record.prompt, where)
         record = replace(record, images=images) if images else record
@@ -182,7 +187,7 @@ class ExampleReader(SetReader[Example, tuple[ExampleRecord, tuple[Encoded, ...]]
                 raise ConfigError(f"{where}: the row has images, and labelled steps are learned from text alone.")
             steps = [str(step) for step in parts]
             return (encoder.steps(prompt, steps, self.options.separator, where, tools=tools),)
-        if self.kind != "texts" and len(parts) == 2:
+        if self.kind != "texts" and (len(parts) == 2 or self.kind == "triples"):
             assert prompt is not None
             return encoder.pair(prompt, parts, where, tools=tools, images=record.images)
         whole = record.format.startswith("language")
@@ -218,7 +223,8 @@ class ExampleReader(SetReader[Example, tuple[ExampleRecord, tuple[Encoded, ...]]
         short = tuple(truncate(text, window) for text, window in zip(texts, kept))
         if not all(any(text.learned) for text in short):
             return "empty" if whole else "overlong", []
-        if len(short) == 2 and short[0].ids == short[1].ids:
+        pair = short[:2]
+        if len(pair) == 2 and pair[0].ids == pair[1].ids:
             return "equal", []
         prompt = record.prompt if short[0].prompt_tokens and not is_blank(record.prompt or "") else None
         if self.kind == "stepwise":
@@ -293,7 +299,7 @@ def reason_to_drop(record: ExampleRecord, learn: Learn) -> str:
         sides = ([message for message in (*before, *sides[0]) if message["role"] == "assistant"],)
     if not sides or (all if steps else any)(map(is_blank, sides)):
         return "empty"
-    if record.format.startswith("preference") and len(sides) == 2 and sides[0] == sides[1]:
+    if "preference" in record.format and len(sides) > 1 and sides[0] == sides[1]:
         return "equal"
     if record.format.startswith("language") or not is_blank(record.prompt or ""):
         return ""

@@ -41,7 +41,8 @@ class Example:
     """One row that passed every filter."""
 
     texts: tuple[Encoded, ...]
-    """One text; of a pair the chosen one and the rejected one, which begin with the same prompt tokens."""
+    """One text; of a pair the chosen one and the rejected one, of a triple the reference too, which begin with the same
+    prompt tokens."""
     where: str
     """Place of the row, for messages."""
     prompt: Prompt | None = None
@@ -133,7 +134,8 @@ class ExampleSet:
     def totals(self, rows: Sequence[int], shares: int = 1) -> Totals:
         """Return the totals of an optimizer step of these rows."""
         texts = [self._pieces(row) for row in rows]
-        learned = [texts[i][:1] if self.kind == "pairs" else texts[i] for i in range(len(rows))]
+        which = {"pairs": slice(0, 1), "triples": slice(2, 3)}.get(self.kind, slice(None))
+        learned = [row[which] for row in texts]
         return Totals(
             rows=len(rows),
             tokens=sum(sum(text.learned) for row in learned for text in row),
@@ -180,7 +182,7 @@ class ExampleSet:
         examples = [self.examples[row] for row in rows]
         texts = [[text] for part in zip(*(example.texts for example in examples)) for text in part]
         tokens = replace(token_batch(texts, self.pad_id), vision=self._vision(rows, len(texts) // len(rows)))
-        if self.kind == "pairs":
+        if self.kind in ("pairs", "triples"):
             margins = [example.margin for example in examples]
             known = None if any(margin is None for margin in margins) else torch.tensor(margins)
             return PairBatch(tokens, **common, margins=known)

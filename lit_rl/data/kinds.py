@@ -1,12 +1,12 @@
-"""Infer the kind of examples (texts, pairs, verdicts, stepwise) from the names of a row's columns."""
+"""Infer the kind of examples (texts, pairs, triples, verdicts, stepwise) from the names of a row's columns."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Literal
 
-Kind = Literal["texts", "pairs", "verdicts", "stepwise"]
-"""The kind of examples that a method learns from. A pair also serves as two verdicts."""
+Kind = Literal["texts", "pairs", "triples", "verdicts", "stepwise"]
+"""The kind of examples that a method learns from. A pair also serves as two verdicts, and a triple as a pair."""
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "tokenised": ("input_ids",),
@@ -15,9 +15,10 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "prompt-completion": ("prompt", "completion"),
     "language modelling (messages)": ("messages",),
     "language modelling (text)": ("text",),
+    "triple preference": ("chosen", "rejected", "reference"),
     "preference": ("chosen", "rejected"),
 }
-"""Formats and the columns that they need. `preference` takes a `prompt` too; without one it is implicit."""
+"""Formats and the columns that they need. Those of preferences take a `prompt` too; without one it is implicit."""
 
 USABLE: dict[Kind, tuple[str, ...]] = {
     "texts": (
@@ -28,6 +29,7 @@ USABLE: dict[Kind, tuple[str, ...]] = {
         "preference",
     ),
     "pairs": ("preference",),
+    "triples": ("triple preference",),
     "verdicts": ("unpaired preference", "preference"),
     "stepwise": ("stepwise",),
 }

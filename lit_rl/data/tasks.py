@@ -113,6 +113,24 @@ class AdditionPairs(Addition):
         return rows
 
 
+class AdditionTriples(AdditionPairs):
+    """The same pairs beside the right answer, with a chosen one that is only nearer to it than the rejected one:
+
+    `{"prompt": "17+25=", "chosen": "41", "rejected": "32", "reference": "42", ...}`
+
+    The chosen one is 1 off, the rejected one 10.
+    """
+
+    def _rows(self) -> list[dict[str, Any]]:
+        rows = []
+        for row in super()._rows():
+            right = int(row["answer"])
+            side = 1 if right == 0 else random.Random(f"{self.seed} {row['prompt']}").choice((-1, 1))
+            far = right + 10 * (side if right >= 10 else 1)
+            rows.append({**row, "chosen": str(right + side), "rejected": str(far), "reference": row["answer"]})
+        return rows
+
+
 class AdditionSteps(Addition):
     """The same sums worked out digit by digit, from the right, each step labelled right or wrong:
 

@@ -188,6 +188,8 @@ class StepTotals:
     """Sums of the weights of an engine correction. None: they are normalised over the micro-batch at hand."""
     better_tokens: Tensor | int = 0
     """Loss tokens of the rows that a judge found better."""
+    observed_tokens: Tensor | int = 0
+    """Tokens that an environment wrote in rows with a loss token."""
 
     @classmethod
     def of(cls, mask: Bool[Tensor, "b t"]) -> "StepTotals":

@@ -331,7 +331,7 @@ _IN_GROUPS = {
     "": (
         "reward reward_std frac_reward_zero_std frac_rows_skipped num_tokens num_input_tokens_seen loss entropy "
         "kl ratio_mean approx_kl cispo_clip_ratio off_policy_kept policy_loss entropy_coef kl_coef reward_kl_coef "
-        "ptx_loss ptx_coef lr_critic grad_norm skipped_steps lr contain_eos_token model_contain_eos_token "
+        "ptx_loss ptx_coef echo_loss lr_critic grad_norm skipped_steps lr contain_eos_token model_contain_eos_token "
         "ref_contain_eos_token beta alpha mixture_coef aux_loss"
     ),
     "completions": (
@@ -368,8 +368,8 @@ RUN_METRICS = {f"{group}/{name}".lstrip("/") for group, names in _IN_GROUPS.item
 """Metrics that methods on rollouts log under ``train/``, whatever the settings of the run at hand: a `kl` that
 belongs to a reward would be read as the policy's. A test compares them with docs/metrics.md."""
 
-_WITH_OWN_NAMES = re.compile(r"rewards/.+/(mean|std|failure_ratio|timeout_ratio|cache_hit_ratio)|curriculum/.+")
-"""Metrics with the name of a function, or of a pool, in theirs."""
+_WITH_OWN_NAMES = re.compile(r"rewards/.+/(mean|std|failure_ratio|timeout_ratio|cache_hit_ratio)|curriculum/.+|role/.+")
+"""Metrics with the name of a function, of a pool or of a role in theirs."""
 
 SAMPLE_COLUMNS = {"step", "rank", "prompt", "completion", "reward", "advantage", "length", "ended"}
 SAMPLE_COLUMNS |= {"opponent", "opponent_reward", "win", "win_rate"}

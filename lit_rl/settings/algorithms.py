@@ -99,7 +99,11 @@ class PolicyGradientConfig(OnPolicyConfig):
 
     advantage: Callable = REQUIRED
     """`(rewards (n,), group_id (n,), ...) -> (n,) or (n, t)`; it may also name `values`, `weights`, `lengths`,
-    `greedy_rewards`, `gradient_norms`, `token_rewards`, `mask`, `step_ends`, `turn`, `state`."""
+    `greedy_rewards`, `gradient_norms`, `token_rewards`, `mask`, `step_ends`, `turn`, `state`, `role`. An object
+    with `state` and `load_state` is restored on resuming."""
+    role: str | None = None
+    """Column of the data, or of episodes, that names the role in which a completion was written. Completions of
+    a prompt are then compared with those of their role only. None: no roles."""
     loss: Callable = imported("lit_rl.ops.policy_losses.clipped_policy_loss")
     """`(logprobs, old_logprobs, advantages, mask) -> ((b, t), metrics)`: the loss of each token; it may also name
     `weights`, `step` and `group_id`, which keeps the completions of a prompt in one micro-batch."""
@@ -161,6 +165,9 @@ class PolicyGradientConfig(OnPolicyConfig):
     """Optimizer steps over which the weight goes to `ptx_final_coef` in a straight line. None: it stays."""
     ptx_final_coef: NotNegative = 0.0
     """Weight of the supervised loss after `ptx_decay_steps`."""
+    echo_coef: NotNegative = 0.0
+    """Weight of the cross-entropy of the tokens that tools or an environment wrote, a model of the world (ECHO;
+    prime-rl takes 0.1). Only with `env`."""
     skip_zero_advantages: bool = True
     """Leave rows whose advantages are all 0 out of the training's forward pass, if that changes no gradient: if
     no other term learns from them, and loss and reduction declare that (`lit_rl.ops.traits`)."""
@@ -327,6 +334,16 @@ class CPOConfig(PairConfig):
     """Scale of the reward beta log pi, above 0. Losses of the log-prob per token need a larger one."""
     nll_coef: NotNegative = 1.0
     """Weight of the negative log-likelihood of the chosen completions, at least 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TPOConfig(PairConfig):
+    """Settings of triple preference optimisation."""
+
+    beta: Positive = 0.01
+    """Scale of the reward beta log pi, above 0. Losses of the log-prob per token need a larger one."""
+    nll_coef: Positive = 1.0
+    """Weight of the negative log-likelihood of the references, above 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,6 +39,8 @@ PAIRS = [
     {"prompt": "4+4=", "chosen": "8", "rejected": "7"},
     {"prompt": "60+6=", "chosen": "66", "rejected": "67"},
 ]
+GOLD = ["2", "42, as asked", "10", "100", "9", "33 or so", "8", "66"]
+TRIPLES = [{**row, "reference": gold} for row, gold in zip(PAIRS, GOLD)]
 SWAPPED = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in PAIRS]
 
 CUTS = [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2)]

@@ -18,8 +18,9 @@ from transformers import PreTrainedTokenizerFast
 from lit_rl.algorithms import GRPO, RLOO, Reinforce
 from lit_rl.algorithms.evaluation.summary_statistics import Averages
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.algorithms.terms.credit import RunningNorm, states_of, token_rewards
+from lit_rl.algorithms.terms.credit import RoleBaseline, Roles, RunningNorm, states_of, token_rewards, within_roles
 from lit_rl.algorithms.terms.regularizers import AdaptiveKL, FixedEntropy
+from lit_rl.core.episode import Episode
 from lit_rl.core.errors import ConfigError, RewardError
 from lit_rl.core.rollout import Completions, Rollout, Sampling
 from lit_rl.data.prompt_module import RolloutDataModule
@@ -465,3 +466,79 @@ def test_turns_that_read_the_same_began_in_one_state(answers: list[list[int]], p
                 for place, text in enumerate(texts, start=1):
                     there_too = (turn[other] == place) & sampled[other].bool()
                     assert (found[row, at][0] == found[other, there_too][0]) == (answer == text)
+
+
+# ---------------------------------------------------------------------- roles
+
+
+def in_roles(roles: list[Any], said: Scores, *, group_size: int = 1, of_episodes: bool = False, **more: Any) -> Scored:
+    """Prompts with a column of roles, or episodes with one each."""
+    drawn = completions([2] * len(said.total), group_size)
+    if of_episodes:
+        episodes = (Episode(prompt="", messages=[], end="done", turns=1, extra={"player": each}) for each in roles)
+        return Scored(
+            batch(range(len(roles) // group_size)), dataclasses.replace(drawn, episodes=tuple(episodes)), said
+        )
+    prompts = dataclasses.replace(batch(range(len(roles))), columns={"player": roles})
+    return Scored(prompts, drawn, said, **more)
+
+
+def test_the_baseline_of_a_role_is_read_before_it_learns_of_the_rollout(monkeypatch):
+    """Two rollouts; the second begins with 0.25 (1 + 3) / 2 = 0.5 for white, and 0.25 (-2) = -0.5 for black."""
+    estimator = RoleBaseline(decay=0.75)
+    module = by_hand(monkeypatch, Reinforce, advantage=estimator, role="player", group_size=1)
+    first, metrics = module.advantages(in_roles(["white", "black", "white"], scores([1.0, -2.0, 3.0])))
+    assert first.advantages.tolist() == [1, -2, 3], "before the first rollout nothing was earned"
+    assert {name: value for name, value in logged(metrics).items() if name.startswith("role/")} == {
+        "role/white/reward": 2.0, "role/white/baseline": 0.5, "role/black/reward": -2.0, "role/black/baseline": -0.5,
+    }  # fmt: skip
+    saved = module.rank_state()["terms"]["advantage"]
+    second, metrics = module.advantages(in_roles(["black", "white", "black"], scores([1.0, 1.0, math.nan])))
+    assert second.advantages.tolist() == [1.5, 0.5, 0.0], "a row without a reward has no advantage"
+    found = logged(metrics)
+    assert found["role/black/baseline"] == pytest.approx(0.75 * -0.5 + 0.25 * 1), "and is in no average"
+    assert found["role/white/baseline"] == pytest.approx(0.75 * 0.5 + 0.25 * 1)
+    resumed = by_hand(monkeypatch, Reinforce, advantage=RoleBaseline(decay=0.75), role="player", group_size=1)
+    resumed.advantage.load_state(saved)
+    again = resumed.advantages(in_roles(["black", "white", "black"], scores([1.0, 1.0, math.nan])))[0]
+    assert torch.equal(again.advantages, second.advantages)
+
+
+def test_without_roles_there_is_one_baseline(monkeypatch):
+    module = by_hand(monkeypatch, Reinforce, advantage=RoleBaseline(decay=0.0), group_size=1)
+    module.advantages(in_roles(["white", "black"], scores([1.0, 3.0])))
+    assert module.advantages(in_roles(["white", "black"], scores([1.0, 5.0])))[0].advantages.tolist() == [-1, 3]
+
+
+def test_completions_are_compared_with_those_of_their_role_only(monkeypatch):
+    """Groups of four: in the first both roles, in the second one; shaping goes by them too."""
+    module = by_hand(monkeypatch, advantage=advantages.centered, role="player", group_size=4)
+    rewards = [1.0, 10.0, 3.0, 14.0, 1.0, 2.0, 3.0, 6.0]
+    roles = ["solver", "proposer", "solver", "proposer", *["solver"] * 4]
+    rollout = module.advantages(in_roles(roles, scores(rewards), group_size=4, of_episodes=True))[0]
+    assert rollout.advantages.tolist() == [-1, -2, 1, 2, -2, -1, 0, 3]
+    assert rollout.completions.group_id.tolist() == [0] * 4 + [1] * 4, "whole groups are learned together, as ever"
+    shaped = functools.partial(advantages.relative_length_penalty, weight=0.5)
+    module = by_hand(monkeypatch, role="player", group_size=4, shaping=shaped, advantage=advantages.leave_one_out)
+    rewards = module.advantages(in_roles(roles, scores(rewards), group_size=4, of_episodes=True))[0].rewards
+    assert rewards.tolist() == [0, 4, 2, 8, -0.5, 0.5, 1.5, 4.5], "less half of the mean of the role's rewards"
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**40), st.sampled_from(["a", "b", 3])), min_size=1, max_size=20))
+def test_numbers_are_equal_for_equal_prompts_and_roles_alone(rows):
+    groups, roles = zip(*rows)
+    numbers = Roles("player").numbers(in_roles(list(roles), scores([0.0] * len(rows))))
+    found = within_roles(torch.tensor(groups), numbers).tolist()
+    assert len(set(found)) == len(set(rows)) == len(set(zip(rows, found)))
+
+
+def test_roles_that_are_missing_or_none_are_refused_before_anything_is_loaded():
+    roles = Roles("player")
+    with pytest.raises(ConfigError, match=r"algo.role='player' is no column.*Columns: plaier, score.*'plaier'"):
+        roles.check({"plaier": ["white"]}, ("score",))
+    roles.check({"answer": ["1"]}, ("score", "player"))
+    for empty in (None, "", " "):
+        with pytest.raises(ConfigError, match="row 1 of the training rows has no value"):
+            roles.check({"player": ["white", empty]}, ())
+    with pytest.raises(ConfigError, match="more than 64 values"):
+        Roles("player").check({"player": range(65)}, ())

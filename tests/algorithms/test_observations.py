@@ -17,8 +17,11 @@ from small_rollouts import batch, scores
 from tiers import quick
 from torch import Tensor
 
+from lit_rl.algorithms import GRPO, PPO
+from lit_rl.algorithms.rollouts.rollout_plan import BatchPlan, micro_batch, rows_of_slots, step_counts, step_totals
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.core.rollout import Completions, Rollout
+from lit_rl.core.rollout import Completions, Rollout, Sampling
+from lit_rl.environments import CustomEnvironment
 from lit_rl.models.forward import TokenScores
 from lit_rl.ops.policy_losses import m2po_loss
 from lit_rl.ops.reductions import StepTotals, WeightTotals
@@ -146,3 +149,88 @@ def test_a_response_in_several_turns_is_learned_from_like_one_without_observatio
     torch.testing.assert_close(loss, moved[1])
     torch.testing.assert_close(gradient[completions.response_mask], moved[2][together.response_mask])
     same_metrics(metrics, moved[3])
+
+
+# ---------------------------------------------------------------------- ECHO, the one term that learns them
+
+
+class Echoes:
+    def reset(self, *, seed: int) -> None: ...
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        return action, 0.0, True
+
+
+def echo(coef: float, method: Any = GRPO, **settings: Any) -> Any:
+    env = CustomEnvironment(Echoes, max_turns=4, max_tokens=64)
+    return method("tiny", lambda completions: REWARDS, env=env, echo_coef=coef, **{"group_size": 4, **settings})
+
+
+def rollout_of(module: Any, completions: Completions, **more: Any) -> Rollout:
+    rewards = torch.tensor(REWARDS)
+    return Rollout(completions, rewards, rewards - 1, completions.response_mask, **more)
+
+
+def shares(module: Any, rollout: Rollout, logprobs: Tensor, plan: BatchPlan) -> tuple[Tensor, dict[str, list[Any]]]:
+    """The loss of a step, summed over its micro-batches, and the metrics of each."""
+    (counts,), total, metrics = step_counts(rollout, plan, seed=0, index=0), torch.zeros(()), {}
+    for rows in rows_of_slots(rollout, plan, seed=0, index=0):
+        part = micro_batch(rollout, rows)
+        scored = TokenScores(logprobs[rows, : part.loss_mask.shape[1]])
+        loss, found = module.loss(part, scored, step_totals(counts, plan))
+        total = total + loss
+        for name, metric in found.items():
+            metrics.setdefault(name, []).append(metric)
+    return total, metrics
+
+
+def test_echo_learns_what_was_observed_in_rows_that_are_learned_from():
+    """A row that is left out of the loss is left out of the term; its mean is over the whole step, however cut."""
+    completions = drawn()
+    left_out = torch.arange(8) == 3
+    mask = completions.response_mask & ~left_out[:, None]
+    observed = completions.observed & ~left_out[:, None]
+    assert observed.sum() == sum(row.count("o") for i, row in enumerate(TURNS) if i != 3) == 10
+    logprobs = numbers(1, mask.shape, -3, 0).requires_grad_()
+    found = {}
+    for accumulate in (1, 2):
+        plan = BatchPlan(2, 4, 1, 1, accumulate, 1)
+        for coef in (0.0, 0.1):
+            module = echo(coef)
+            rollout = dataclasses.replace(rollout_of(module, completions), loss_mask=mask)
+            loss, metrics = shares(module, rollout, logprobs, plan)
+            (gradient,) = torch.autograd.grad(loss, logprobs)
+            found[accumulate, coef] = loss.detach(), gradient
+        expected = found[accumulate, 0.0][0] - 0.1 * logprobs.detach()[observed].mean()
+        torch.testing.assert_close(found[accumulate, 0.1][0], expected)
+        slopes = found[accumulate, 0.1][1] - found[accumulate, 0.0][1]
+        torch.testing.assert_close(slopes, torch.where(observed, -0.1 / 10, 0.0))
+        above, below = (sum(float(pair[side]) for pair in metrics["echo_loss"]) for side in (0, 1))
+        assert above / below == pytest.approx(-float(logprobs.detach()[observed].mean()))
+    torch.testing.assert_close(found[1, 0.1], found[2, 0.1])
+
+
+@pytest.mark.parametrize("method", [GRPO, PPO])
+def test_echo_scores_observations_in_the_pass_of_what_was_sampled(method):
+    """At their own places, by the logits before them; what was sampled has the scores that it has without."""
+    module = echo(0.1, method, sampling=Sampling(temperature=0.5))
+    module.configure_model()
+    completions = drawn()
+    completions = dataclasses.replace(completions, response_ids=completions.response_ids % 200)
+    with torch.no_grad():
+        scores = module.token_scores(completions).logprobs
+        module.echo_coef = 0.0
+        plain = module.token_scores(completions).logprobs
+        ids = torch.cat([completions.prompt_ids, completions.response_ids], 1)
+        logits = module.policy(input_ids=ids, attention_mask=completions.attention_mask.long()).logits
+    expected = (logits[:, 1:-1] / 0.5).log_softmax(-1).gather(2, completions.response_ids[..., None])[..., 0]
+    there = completions.response_mask | completions.observed
+    torch.testing.assert_close(scores[there], expected[there], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(scores[completions.response_mask], plain[completions.response_mask])
+    if method is GRPO:
+        assert (
+            module.rows_that_teach(dataclasses.replace(rollout_of(module, completions), advantages=torch.zeros(8)))
+            is not None
+        )
+        module.echo_coef = 0.1
+        assert module.rows_that_teach(rollout_of(module, completions)) is None, "a row without an advantage teaches"

@@ -11,10 +11,10 @@ import pytest
 import torch
 from held_state import same, state_of
 from loss_laws import AddsInOneOrder
-from offline_cuts import MODEL, PAIRS, VERDICTS, assert_same_step, loaded, step_of
+from offline_cuts import MODEL, PAIRS, TRIPLES, VERDICTS, assert_same_step, loaded, step_of
 
 import lit_rl.algorithms
-from lit_rl.algorithms import BCO, CPO, DPO, GKD, KTO, ORPO, SFT, ProcessRewardModeling, RewardModeling
+from lit_rl.algorithms import BCO, CPO, DPO, GKD, KTO, ORPO, SFT, TPO, ProcessRewardModeling, RewardModeling
 from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.loop.offline import OfflineModule
 from lit_rl.algorithms.terms.verdict_terms import DensityRatio
@@ -41,6 +41,7 @@ METHODS: dict[str, Any] = {
     "dpo": lambda: DPO(MODEL),
     "dpo-of-all-terms": lambda: DPO(MODEL, preference={"a": aot, "b": sppo_hard}, tail_weight=0.5, reference=EMA(0.9)),
     "cpo": lambda: CPO(MODEL),
+    "tpo": lambda: TPO(MODEL),
     "orpo": lambda: ORPO(MODEL),
     "kto": lambda: KTO(MODEL),
     "bco": lambda: BCO(MODEL),
@@ -51,6 +52,7 @@ METHODS: dict[str, Any] = {
 ROWS: dict[str, tuple[Any, list[dict[str, Any]]]] = {
     "texts": (SupervisedDataModule, TEXTS),
     "pairs": (PreferenceDataModule, PAIRS),
+    "triples": (PreferenceDataModule, TRIPLES),
     "verdicts": (PreferenceDataModule, VERDICTS),
     "stepwise": (StepwiseDataModule, STEPS),
 }

@@ -9,18 +9,18 @@ import pytest
 from small_rollouts import trainer
 
 import lit_rl.algorithms
-from lit_rl.algorithms import BCO, CPO, DPO, GKD, KTO, ORPO, SFT, Evaluation, ProcessRewardModeling, RewardModeling
+from lit_rl.algorithms import BCO, CPO, DPO, GKD, KTO, ORPO, SFT, TPO, Evaluation, ProcessRewardModeling, RewardModeling
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.loop.offline import OfflineModule
 from lit_rl.algorithms.reward_modeling import ScalarModule
 from lit_rl.core.rollout import Sampling
 from lit_rl.data.example_module import PreferenceDataModule, StepwiseDataModule, SupervisedDataModule
-from lit_rl.data.tasks import AdditionPairs, AdditionSteps, AdditionText
+from lit_rl.data.tasks import AdditionPairs, AdditionSteps, AdditionText, AdditionTriples
 from lit_rl.rewards import exact_match
 
 METHODS: dict[type, dict[str, Any]] = {
-    **{method: {"sampling": Sampling(max_new_tokens=3)} for method in (SFT, DPO, CPO, ORPO, KTO, BCO)},
+    **{method: {"sampling": Sampling(max_new_tokens=3)} for method in (SFT, DPO, CPO, TPO, ORPO, KTO, BCO)},
     GKD: {"sampling": Sampling(max_new_tokens=3), "teacher": "tiny"},
     RewardModeling: {},
     ProcessRewardModeling: {},
@@ -31,6 +31,7 @@ SCORE = [RewardModeling, ProcessRewardModeling]
 DATA = {
     "texts": lambda: SupervisedDataModule(task=AdditionText(max_operand=9, val_rows=6)),
     "pairs": lambda: PreferenceDataModule(task=AdditionPairs(max_operand=9, val_rows=6)),
+    "triples": lambda: PreferenceDataModule(task=AdditionTriples(max_operand=9, val_rows=6)),
     "verdicts": lambda: PreferenceDataModule(task=AdditionPairs(max_operand=9, val_rows=6)),
     "stepwise": lambda: StepwiseDataModule(task=AdditionSteps(max_operand=9, val_rows=6)),
 }

@@ -43,10 +43,16 @@ def sums(count: int, **columns: Any) -> list[dict[str, Any]]:
 
 
 PAIRS = {"chosen": str, "rejected": lambda right: str(right + 1)}
+TRIPLES = {"reference": lambda right: f"{right} of course"}
 FILES = {
     "prompts": (sums(40), "data=jsonl (columns prompt, answer)", "Prompts for rollouts"),
     "texts": (sums(40, completion=str), "data=texts", "format: prompt-completion (text)"),
     "pairs": (sums(40, **PAIRS), "data=preferences", "learn from pairs; format: preference (text)"),
+    "triples": (
+        sums(40, **PAIRS, **TRIPLES),
+        "data=preferences",
+        "learn from triples; format: triple preference (text)",
+    ),
     "verdicts": (
         sums(40, completion=str, label=lambda right: right % 3 == 0),
         "data=preferences",
@@ -304,3 +310,9 @@ def test_a_reward_that_was_typed_says_what_it_thinks_of_the_answers(check: Comma
     assert r"math_answer: only the same text in \boxed{...} equals 8 of 8 answers; the first is '1 apples'" in told
     assert "math_answer" not in check(f"data.path={path}", "data.val_fraction=0").out
     refused(check(f"data.path={path}", "reward=math_answer", "data.rename={answer: right}"), 4, "'answer'", "no column")
+
+
+def test_a_triple_is_shown_whole(check, tmp_path):
+    path = write_jsonl(tmp_path / "mine.jsonl", sums(40, **PAIRS, **TRIPLES))
+    shown = check(f"data.path={path}").out
+    assert all(f"{name} (" in shown for name in ("chosen", "rejected", "reference")) and "of course" in shown

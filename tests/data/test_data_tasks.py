@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 
-from lit_rl.data.tasks import Addition, Largest, LargestPairs, LargestText, Task
+from lit_rl.data.tasks import Addition, AdditionTriples, Largest, LargestPairs, LargestText, Task
 
 
 def test_every_pair_is_in_exactly_one_set_and_every_sum_is_right():
@@ -62,3 +62,13 @@ def test_replies_and_pairs_of_the_largest_are_messages_and_the_wrong_one_is_anot
 
 def test_all_rows_of_the_largest_can_be_drawn():
     assert len(Largest(count=2, max_number=3, train_rows=4, val_rows=2).train()) == 4
+
+
+def test_the_chosen_sum_of_a_triple_is_nearer_to_the_right_one_and_is_not_it():
+    rows = AdditionTriples(max_operand=9, val_rows=10).train()
+    for row in rows:
+        right, chosen, rejected = (int(row[name]) for name in ("reference", "chosen", "rejected"))
+        assert row["answer"] == row["reference"] and min(chosen, rejected) >= 0
+        assert (abs(chosen - right), abs(rejected - right)) == (1, 10)
+    assert {int(row["chosen"]) > int(row["reference"]) for row in rows} == {True, False}
+    assert rows == AdditionTriples(max_operand=9, val_rows=10).train()

@@ -70,6 +70,27 @@ ASK, YES, NO = [user("hi")], [assistant("yes")], [assistant("no")]
         ),
         ("verdicts", {"prompt": "a", "chosen": "b", "rejected": "c"}, "preference (text)", "a", ("b", "c")),
         (
+            "triples",
+            {"prompt": "a", "chosen": "b", "rejected": "c", "reference": "d"},
+            "triple preference (text)",
+            "a",
+            ("b", "c", "d"),
+        ),
+        (
+            "triples",
+            {"chosen": "A: b", "rejected": "A: c", "reference": "A: d"},
+            "triple preference with implicit prompt (text)",
+            "A:",
+            (" b", " c", " d"),
+        ),
+        (
+            "triples",
+            {"chosen": ASK + YES, "rejected": ASK + NO, "reference": ASK + NO},
+            "triple preference with implicit prompt (messages)",
+            ASK,
+            (YES, NO, NO),
+        ),
+        (
             "stepwise",
             {"prompt": "a", "completions": ["b", "c"], "labels": [True, False]},
             "stepwise (text)",
@@ -206,3 +227,14 @@ def test_blank_texts():
     assert is_blank([{"role": "system", "content": "s"}])
     assert not is_blank([{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}])
     assert check_conversation([], "f") == [] and check_conversation("", "f", prompt=True) == ""
+
+
+def test_the_reference_of_a_triple_is_one_of_its_completions():
+    row = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    assert read_record({**row, "reference": {"any": 1}}, "f", "pairs").columns == {"reference": {"any": 1}}
+    with pytest.raises(DataError, match=r"f: columns found: .*triples needs the columns chosen, rejected, reference"):
+        read_record({**row, "reference": None}, "f", "triples")
+    with pytest.raises(DataError, match="chosen, rejected and reference are of two kinds"):
+        read_record({"chosen": ASK + YES, "rejected": ASK + NO, "reference": "yes"}, "f", "triples")
+    with pytest.raises(DataError, match="reference does not begin with the prompt that chosen and rejected have"):
+        read_record({"chosen": "A: b", "rejected": "A: c", "reference": "d"}, "f", "triples")

@@ -32,12 +32,19 @@ OFFLINE = {
     "SFTConfig": "algo=sft",
     "RewardConfig": "algo=reward_model",
     "CPOConfig": "algo=cpo",
+    "TPOConfig": "algo=tpo",
     "ORPOConfig": "algo=orpo",
     "GKDConfig": "algo=gkd",
 }
 ONLINE = {"OnlineDPOConfig": "algo=online_dpo"}
 ALL = ALGO | OFFLINE | ONLINE
-EXPERIMENTAL = {"CPOConfig": "cpo", "ORPOConfig": "orpo", "GKDConfig": "gkd", "OnlineDPOConfig": "online_dpo"}
+EXPERIMENTAL = {
+    "CPOConfig": "cpo",
+    "TPOConfig": "tpo",
+    "ORPOConfig": "orpo",
+    "GKDConfig": "gkd",
+    "OnlineDPOConfig": "online_dpo",
+}
 PARENT = {"GKDConfig": "SFTConfig"}
 """Whose table holds for what is not in its own."""
 SHARED = {
@@ -51,7 +58,7 @@ DEFAULTS = re.compile(r"^((?:`[^`]+`, )*)here (`[^`]+`(?:, `[^`]+`)*)(?=: |$)")
 REQUIRED = ("model.name", "data.path")
 USUAL = ["data.path=mine.jsonl", "model=local", "model.name=m"]
 DATA = {"algo=sft": "texts", "algo=gkd": "texts"} | {
-    f"algo={name}": "preferences" for name in ("dpo", "kto", "reward_model", "cpo", "orpo")
+    f"algo={name}": "preferences" for name in ("dpo", "kto", "reward_model", "cpo", "tpo", "orpo")
 }
 UNMAPPED = ("not needed", "not built")
 NEEDED = {

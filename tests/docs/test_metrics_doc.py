@@ -38,7 +38,11 @@ TERMS = [
         ),
         *("reward.on_error=0", "reward.cache=10"),
     ],
-    ["experiment=guess", "algo.minibatches=1", "data.task.train_rows=8", "data.task.val_rows=4"],
+    [
+        *("experiment=guess", "algo.minibatches=1", "data.task.train_rows=8", "data.task.val_rows=4"),
+        "algo.echo_coef=0.1",
+    ],
+    ["algo=rae", "algo.role=answer", "algo.minibatches=1"],
     [
         *("env=environment", "env.path=lit_rl.environments.games:GuessNumber", "env.max_turns=2", "env.max_tokens=24"),
         *("env.max_observation_tokens=8", "sampling.max_new_tokens=4", "reward=environment", "data=jsonl"),

@@ -175,6 +175,7 @@ HELD_AS = {
     "shaping": "credit.shaping",
     "reward_norm": "credit.norm",
     "reward_clip": "credit.clip",
+    "role": "credit.roles",
     "whitening": "whitening.function",
     "advantage_clip": "advantage_clip.limit",
     "correction": "engine_correction.correction",
@@ -236,6 +237,8 @@ def test_lightning_cli_builds_what_the_constructors_build(algorithm: str, expect
         ("algo.loss.clip_high=0.28", "--model.loss={class_path: lit_rl.cli.lightning_app.WithKeywords, "
          "init_args: {function: LOSS, keywords: {clip_high: 0.28}}}"),
         ("eval.group_size=4", "--model.evaluation.group_size=4"),
+        ("algo/advantage=role_baseline", "--model.advantage={class_path: "
+         "lit_rl.algorithms.terms.credit.RoleBaseline, init_args: {decay: 0.95}}"),
     ],
     ids=lambda value: value.split("=")[0] if not value.startswith("--") else "",
 )  # fmt: skip

@@ -51,7 +51,7 @@ def shipped(group: str) -> dict[str, Any]:
     """Return the functions that the files of a config group name, with the settings that they need."""
     paths = schemas.public_functions()
     texts = (path.read_text() for path in (CONF / group).glob("*.yaml"))
-    names = sorted({name for text in texts for name in re.findall(r"/schemas/(\w+)@", text)})
+    names = sorted({name for text in texts for name in re.findall(r"/schemas/(\w+)@", text)} & paths.keys())
     return {name: partial(get_object(paths[name]), **REQUIRED.get(name, {})) for name in names}
 
 

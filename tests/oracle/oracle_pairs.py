@@ -25,7 +25,7 @@ UNLIKE = ("logits/chosen", "logits/rejected")
 """TRL averages these over prompts and padding too, here; ours are over completions, as in its DPO and KTO."""
 
 
-def make_trainer(kind: Any, config: Any, folder: Path, *, lora: bool) -> Any:
+def make_trainer(kind: Any, config: Any, folder: Path, *, lora: bool, rows: list[dict[str, str]] = ROWS) -> Any:
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM
@@ -33,7 +33,7 @@ def make_trainer(kind: Any, config: Any, folder: Path, *, lora: bool) -> Any:
     tokenizer = save_policy(folder / "model")
     args = config(
         output_dir=str(folder),
-        per_device_train_batch_size=len(ROWS),
+        per_device_train_batch_size=len(rows),
         max_length=64,
         bf16=False,
         use_cpu=True,
@@ -43,7 +43,7 @@ def make_trainer(kind: Any, config: Any, folder: Path, *, lora: bool) -> Any:
     trainer = kind(
         model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
         args=args,
-        train_dataset=Dataset.from_list(ROWS),
+        train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         peft_config=LoraConfig(r=3, target_modules=["q_proj", "v_proj"]) if lora else None,
     )

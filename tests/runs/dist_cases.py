@@ -27,7 +27,7 @@ from objective_terms import TWO_STEPS, EngineWithOtherLogprobs, fresh
 from lit_rl.algorithms import BCO, DPO, GRPO, KTO, PPO, Constant, Reinforce, RewardModeling
 from lit_rl.algorithms.optim.optimizers import ByPath
 from lit_rl.algorithms.optim.strategies import FSDP2Strategy
-from lit_rl.algorithms.terms.credit import RunningNorm
+from lit_rl.algorithms.terms.credit import RoleBaseline, RunningNorm
 from lit_rl.algorithms.terms.groups import DynamicSampling
 from lit_rl.algorithms.terms.regularizers import AdaptiveEntropy, AdaptiveKL
 from lit_rl.algorithms.terms.verdict_terms import DensityRatio
@@ -154,6 +154,7 @@ OFFLINE = {
     "kto": offline("algo=kto", cut=CUT["kto"]),
     "bco": offline("algo=bco"),
     "cpo": offline("algo=cpo"),
+    "tpo": offline("algo=tpo", "algo.beta=0.1"),
     "simpo": offline("algo=simpo", ddp=False),
     "orpo": offline("algo=orpo"),
     "reward-model": offline("algo=reward_model"),
@@ -362,6 +363,11 @@ TERMS = {
         lambda: {"iterations": 2, "reward_beta": 0.2, "reward_norm": RunningNorm()},
         shown=_other_widths,
     ),
+    "baselines of roles": term(
+        Reinforce,
+        lambda: {"iterations": 2, "advantage": RoleBaseline(0.5), "role": "answer"},
+        shown=metric("role/7/baseline", lambda earned: earned > 0),
+    ),
     "vespo": term(
         GRPO,
         lambda: {
@@ -479,10 +485,10 @@ def _turns_differ_and_one_rank_fails(left: Any) -> bool:
     return uneven and failing == {KINDS.index("fails")}
 
 
-def episodes(make: Callable[[], Any], reward: Any, shown: Shown | None = None) -> Case:
+def episodes(make: Callable[[], Any], reward: Any, shown: Shown | None = None, **settings: Any) -> Case:
     def made(_: Path) -> tuple[Any, Any]:
         module = GRPO("tiny", reward, env=make(), optimizer=ByPath("torch.optim.SGD", lr=0.03), scheduler=Constant(),
-                      sampling=Sampling(max_new_tokens=4), group_size=4)  # fmt: skip
+                      sampling=Sampling(max_new_tokens=4), group_size=4, **settings)  # fmt: skip
         rows = [{"prompt": f"{place}=", "kind": kind} for place, kind in enumerate(KINDS)]
         return module, RolloutDataModule(rows=rows, prompts_per_rollout=4, val_fraction=0.0)
 
@@ -497,6 +503,7 @@ def _game() -> CustomEnvironment:
 
 EPISODES = {
     "episodes-game": episodes(_game, environment, _turns_differ_and_one_rank_fails),
+    "episodes-echo": episodes(_game, environment, metric("echo_loss", lambda loss: loss > 0), echo_coef=0.3),
     "episodes-function": episodes(lambda: RolloutFunction(goes_on, max_tokens=16), characters),
 }
 

@@ -62,6 +62,7 @@ SHAPES: dict[str, tuple[list[str], tuple[int, ...]]] = {
         ],
         (3,),
     ),
+    "baselines-of-roles": ([*SMALL, "algo=rae", "algo.role=answer", "algo.minibatches=2", "trainer.max_steps=6"], (3,)),
     "dpo-lora": ([*ROWS, "algo=dpo", "model.lora.r=4", "trainer.log_every_n_steps=2"], (3, 4)),
     "dpo-coupled-moving": (
         [*ROWS, "algo=dpo", "algo/preference=[aot]", "reference=ema", "+model.init_kwargs.attention_dropout=0.1"],

@@ -383,6 +383,7 @@ def warn_partial_rollouts(trainer: Any, slots: int) -> None:
 MODULES = {
     "texts": "SupervisedDataModule(...) (data=texts)",
     "pairs": "PreferenceDataModule(...) (data=preferences)",
+    "triples": "PreferenceDataModule(...) (data=preferences)",
     "verdicts": "PreferenceDataModule(...) (data=preferences)",
     "stepwise": "StepwiseDataModule(...) (data=steps)",
 }

@@ -29,12 +29,13 @@ from lit_rl.algorithms.chosen_functions import (
     setting_of,
 )
 from lit_rl.algorithms.optim.strategies import flattens_weights, shards_weights
-from lit_rl.algorithms.terms.credit import CreditAssignment, Whitening
+from lit_rl.algorithms.terms.credit import CreditAssignment, Roles, Whitening
 from lit_rl.algorithms.terms.regularizers import KLControl
 from lit_rl.algorithms.terms.token_weights import EngineCorrection
 from lit_rl.core.declared_settings import Allowed, annotated_metadata, annotations_of
 from lit_rl.core.errors import ConfigError, check_draws, in_range
 from lit_rl.core.rollout import Sampling
+from lit_rl.environments.environment_base import Interactive
 from lit_rl.generation.generator import Generator
 from lit_rl.ops.ranges import Above, Pair, Range
 from lit_rl.ops.traits import AdvantageTraits, CorrectionTraits, PolicyLossTraits, ReductionTraits, traits_of
@@ -47,7 +48,7 @@ Estimator = Callable[..., Any]
 _BY_POSITION = ("rewards", "group_id")
 _COLUMNS = (
     *("values", "weights", "lengths", "greedy_rewards", "gradient_norms", "token_rewards", "mask", "step_ends"),
-    *("turn", "state"),
+    *("turn", "state", "role"),
 )
 """Columns that an estimator of rows may name."""
 
@@ -102,6 +103,22 @@ def check_estimator_inputs(
             "KL in the loss, set algo.beta."
         )
     whitening.check_fits(of_tokens=traits.of_tokens)
+
+
+def check_role_is_read(estimator: Estimator, roles: Roles | None) -> None:
+    """Refuse roles that the estimator neither reads nor compares within.
+
+    Raises:
+        ConfigError: names estimators that do.
+    """
+    traits = traits_of(estimator, AdvantageTraits)
+    if roles is None or traits is None or traits.compares_group or "role" in parameters(estimator):
+        return
+    raise ConfigError(
+        f"algo.role={roles.column!r}: algo/advantage={name_of(estimator)} compares no completions of a prompt and "
+        "keeps no baseline of roles, so it would have no effect. Set algo/advantage=role_baseline (algo=rae), or one "
+        "that compares within groups, such as group_normalized (algo=grpo); or leave algo.role out."
+    )
 
 
 def check_norms_are_known(estimator: Estimator, sampling: Sampling) -> None:
@@ -354,6 +371,32 @@ def _weighs_rows(correction: Callable[..., Tensor]) -> bool:
         return traits.of_rows
     weights = correction(torch.tensor([[0.0, 0.5]]), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool))
     return bool(weights[0, 0] == weights[0, 1])
+
+
+def check_observations(coef: float, env: Interactive | None, sampling: Sampling) -> None:
+    """Refuse to learn what an environment writes where nothing does, or where its log-probs would be of something else.
+
+    Args:
+        coef: Weight of the term; 0: none.
+        env: The environment.
+        sampling: Sampling of the training.
+
+    Raises:
+        ConfigError: names the setting and the fix.
+    """
+    if not coef:
+        return
+    if env is None:
+        raise ConfigError(
+            f"algo.echo_coef={coef}: the term learns the tokens that tools or an environment write, and nothing "
+            "answers the policy. Set env, such as env=tools, or leave it out."
+        )
+    if sampling.reshaped:
+        keys = ", ".join(f"sampling.{name}={getattr(sampling, name)}" for name in sampling.reshaped)
+        raise ConfigError(
+            f"{keys}: algo.echo_coef={coef} learns what an environment wrote under softmax(logits / temperature), and "
+            "these change the distribution that the policy writes from. Leave one of them out."
+        )
 
 
 # ---------------------------------------------------------------------- sampling and lag

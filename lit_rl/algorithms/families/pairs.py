@@ -12,13 +12,14 @@ from torch import Tensor
 
 from lit_rl.algorithms.checks import preference_checks
 from lit_rl.algorithms.checks.strategy_checks import Feature
-from lit_rl.algorithms.chosen_functions import check_shape, copies_for
+from lit_rl.algorithms.chosen_functions import check_shape, copies_for, setting_of, unwrap
 from lit_rl.algorithms.loop.offline import OfflinePolicyModule
 from lit_rl.algorithms.terms.whole_step import WholeStep, micro_batch_share
 from lit_rl.core.examples import PairBatch
 from lit_rl.models.forward import TextScores
-from lit_rl.ops.preference_losses import Pairs, reverse_kl, sums_of_pairs
+from lit_rl.ops.preference_losses import Pairs, alpha_reward, alphapo, reverse_kl, sums_of_pairs
 from lit_rl.ops.reductions import Metrics, masked_sum, mean_entropy, mean_of
+from lit_rl.ops.traits import PreferenceTraits, traits_of
 from lit_rl.settings.algorithms import PairConfig
 from lit_rl.settings.base import takes
 
@@ -150,3 +151,29 @@ def policy_columns(batch: PairBatch, scores: TextScores, *, tail_weight: float =
         "rejected_tokens": lengths[1],
         "nll": nll,
     }
+
+
+def per_token_reward(preferences: list[Callable]) -> Callable[[Tensor], Tensor] | None:
+    """Return the reward of a log-prob per token, without beta; None if one of the losses reads sums over tokens."""
+    declared = [traits_of(function, PreferenceTraits) for function in preferences]
+    if not all(traits is not None and traits.per_token for traits in declared):
+        return None
+    is_alphapo = len(preferences) == 1 and unwrap(preferences[0]) is alphapo
+    return partial(alpha_reward, alpha=setting_of(preferences[0], "alpha")) if is_alphapo else lambda mean: mean
+
+
+def rewards_of_likelihood(
+    columns: Columns, reward_of: Callable[[Tensor], Tensor] | None, beta: float
+) -> tuple[ChosenRejected, ChosenRejected]:
+    """Return rewards and log-probs of a method without a reference as TRL logs them: per token if every loss is.
+
+    Args:
+        columns: Columns of the pairs.
+        reward_of: The reward of a log-prob per token; None: losses are of sums.
+        beta: Scale of the rewards.
+    """
+    logps = ChosenRejected(columns["chosen"], columns["rejected"])
+    if reward_of is not None:
+        lengths = columns["chosen_tokens"], columns["rejected_tokens"]
+        logps = ChosenRejected(*(logp / length.clamp(min=1) for logp, length in zip(logps, lengths)))
+    return ChosenRejected(*(beta * (reward_of(logp) if reward_of else logp) for logp in logps)), logps

@@ -9,6 +9,7 @@ under the reference, sampler_it as the engine reported them, and the loss mask m
     tokens       l_it = loss(lp_it, old_it, A) off_policy_mask_i selection_it u_it + beta kl(lp_it, ref_it, old_it)
     objective    reduction(l, m) - entropy coefficient * mean entropy + router_aux_loss_coef * router loss
                  + ptx_coef * mean of ptx_loss(log-probs of supervised text)
+                 + echo_coef * mean of - lp_it over the tokens that tools or an environment wrote
 
 In the last three lines `loss` and `reduction` are on by default, and `correction` for a separate engine (vLLM).
 `PolicyGradient.advantages` computes the first three lines, and `PolicyGradient.loss` the others. Weights that need the
@@ -44,7 +45,7 @@ from lit_rl.algorithms.chosen_functions import (
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
 from lit_rl.algorithms.rollouts import checkpoints
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.algorithms.terms.credit import AdvantageClip, CreditAssignment, TurnRewardWarning, Whitening
+from lit_rl.algorithms.terms.credit import AdvantageClip, CreditAssignment, Roles, TurnRewardWarning, Whitening
 from lit_rl.algorithms.terms.groups import check_group_has_spread
 from lit_rl.algorithms.terms.regularizers import (
     EntropyBonus,
@@ -54,10 +55,12 @@ from lit_rl.algorithms.terms.regularizers import (
 )
 from lit_rl.algorithms.terms.supervised import SupervisedTerm
 from lit_rl.algorithms.terms.token_weights import EngineCorrection, OffPolicyMask, TokenSelection, step_tokens
+from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import Completions, Rollout
 from lit_rl.data.encode import Encoder
 from lit_rl.models.forward import TokenScores, score
 from lit_rl.models.modes import drops_out
+from lit_rl.ops.imitation import cross_entropy
 from lit_rl.ops.reductions import Metrics, StepTokens, StepTotals, masked_sum
 from lit_rl.settings.algorithms import PolicyGradientConfig
 from lit_rl.settings.base import takes
@@ -70,7 +73,8 @@ class PolicyGradient(OnPolicyModule, ABC):
     def __init__(self, settings: PolicyGradientConfig) -> None:
         argument_checks.check_environment(settings.env)
         super().__init__(config=settings)
-        self.credit = CreditAssignment(settings.shaping, settings.reward_norm, settings.reward_clip)
+        roles = None if settings.role is None else Roles(settings.role)
+        self.credit = CreditAssignment(settings.shaping, settings.reward_norm, settings.reward_clip, roles)
         self.turn_rewards = TurnRewardWarning(settings.advantage)
         self.kl = ReferenceKL(
             in_reward=KLPenalty("algo.reward_beta", settings.reward_beta, settings.reward_kl),
@@ -87,7 +91,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         self.selection = TokenSelection(settings.selection)
         self.entropy = None if settings.entropy is None else EntropyBonus(settings.entropy)
         self.router_aux_loss_coef, self.mask_truncated = settings.router_aux_loss_coef, settings.mask_truncated
-        self.replay, self.env = settings.replay, settings.env
+        self.replay, self.env, self.echo_coef = settings.replay, settings.env, settings.echo_coef
         decay = settings.ptx_decay_steps, settings.ptx_final_coef
         self.supervised = SupervisedTerm(settings.ptx, settings.ptx_coef, settings.ptx_loss, *decay)
         self.learns_text = settings.ptx is not None
@@ -141,6 +145,8 @@ class PolicyGradient(OnPolicyModule, ABC):
         )
         self.kl.update(old, ref, sampled, self.ranks)
         rollout, weighing = self.engine_correction.at_rollout(rollout, self.global_step)
+        if self.credit.roles is not None:
+            distances = distances | self.credit.roles.metrics(scored, getattr(self.advantage, "baseline", None))
         return rollout, distances | weighing
 
     def loss_mask(self, scored: Scored) -> Tensor:
@@ -214,6 +220,11 @@ class PolicyGradient(OnPolicyModule, ABC):
             # Balance is a property of a batch: the router's loss is computed and averaged by micro-batches.
             objective = objective + self.router_aux_loss_coef * scores.aux_loss / totals.micro_batches
             metrics |= {"aux_loss": (scores.aux_loss.detach(), one)}
+        if self.echo_coef:
+            observed = rollout.completions.observed & mask.any(1, keepdim=True)
+            surprise = masked_sum(cross_entropy(logprobs), observed)
+            objective = objective + self.echo_coef * surprise / torch.as_tensor(totals.observed_tokens).clamp(min=1)
+            metrics |= {"echo_loss": (surprise.detach(), observed.sum())}
         check_gradient(objective, logprobs)
         return objective, metrics
 
@@ -223,7 +234,8 @@ class PolicyGradient(OnPolicyModule, ABC):
         return self.router_aux_loss_coef == 0
 
     def token_scores(self, completions: Completions) -> TokenScores:
-        return score(self.policy, completions, self.sampling, **self.score_terms)
+        read = completions.with_observations if self.echo_coef else completions
+        return score(self.policy, read, self.sampling, **self.score_terms)
 
     @property
     def score_terms(self) -> dict[str, Any]:
@@ -246,7 +258,14 @@ class PolicyGradient(OnPolicyModule, ABC):
         mismatch between engine and policy.
         """
         measured_in_loss = self.engine_correction.measures_mismatch and rollout.old_logprobs is None
-        others = self.beta, self.entropy, self.router_aux_loss_coef, self.selection.choose, self.needs_step
+        others = (
+            self.beta,
+            self.entropy,
+            self.router_aux_loss_coef,
+            self.selection.choose,
+            self.needs_step,
+            self.echo_coef,
+        )
         only_this_loss = self._zero_advantages_teach_nothing and type(self).loss is PolicyGradient.loss
         if any(others) or measured_in_loss or not (self.skip_zero_advantages and only_this_loss):
             return None
@@ -331,6 +350,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         terms = {
             "kl_control": self.kl.control,
             "reward_norm": self.credit.norm,
+            "advantage": self.advantage if hasattr(self.advantage, "load_state") else None,
             "entropy": self.entropy and self.entropy.control,
             "groups": self.groups,
             "replay": self.replay,
@@ -339,11 +359,26 @@ class PolicyGradient(OnPolicyModule, ABC):
 
     # ------------------------------------------------------------------ checks
 
+    def _check_data(self, data: Any, stage: str) -> None:
+        super()._check_data(data, stage)
+        if self.echo_coef and self.model.sees:
+            raise ConfigError(
+                f"algo.echo_coef={self.echo_coef}: {self.model.name!r} is a model over images, and what an environment "
+                "shows may be one, which no token predicts. Leave it out, or take a model over text."
+            )
+        if self.credit.roles is not None and stage == "fit":
+            of_episodes = () if self.env is None else self.env.columns
+            self.credit.roles.check(data.columns_of_sets()[0], [name for name in of_episodes if name != "episodes"])
+
+    def columns_read(self, columns: Sequence[str]) -> set[str]:
+        return super().columns_read(columns) | (set() if self.credit.roles is None else {self.credit.roles.column})
+
     def _check_terms(self) -> None:
         """Refuse incompatible terms before anything is loaded; each term has already checked its own settings."""
         name, weighted = type(self).__name__, self.engine_correction.correction is not None
         policy_gradient_checks.require_rewards(name, self.reward_functions.names)
         check_sampling(self.sampling, self.generator, weighted=weighted)
+        policy_gradient_checks.check_observations(self.echo_coef, self.env, self.sampling)
         check_lag(self.generator, weighted=weighted)
         self.check_advantage()
         policy_gradient_checks.check_ranges(self.policy_loss, "algo.loss")
@@ -370,4 +405,5 @@ class PolicyGradient(OnPolicyModule, ABC):
         policy_gradient_checks.require_estimator(self.advantage, such_as="group_normalized")
         policy_gradient_checks.check_row_estimator(self.advantage, type(self).__name__)
         policy_gradient_checks.check_estimator_inputs(self.advantage, self.credit, self.reward_beta, self.whitening)
+        policy_gradient_checks.check_role_is_read(self.advantage, self.credit.roles)
         policy_gradient_checks.check_norms_are_known(self.advantage, self.sampling)

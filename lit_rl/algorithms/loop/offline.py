@@ -82,7 +82,7 @@ class OfflineModule(PolicyModule, ABC):
         self._val_averages: list[Averages] = []
         self._micro: ExampleBatch | None = None
         self._whole: WholeStep | None = None
-        self.micro_batches.texts = 2 if self.learns_from == "pairs" else 1
+        self.micro_batches.texts = {"pairs": 2, "triples": 3}.get(self.learns_from, 1)
 
     # ------------------------------------------------------------------ interface of a method
 

@@ -295,10 +295,14 @@ def micro_batch(rollout: Rollout, rows: Tensor, used: Mapping[Width, slice] | No
 # ---------------------------------------------------------------------- counts of a step
 
 
-COUNTS = ("sequences", "tokens", "unmasked_sequences", "token_weights", "sequence_weights", "better_tokens")
+COUNTS = (
+    *("sequences", "tokens", "unmasked_sequences", "token_weights", "sequence_weights", "better_tokens"),
+    "observed_tokens",
+)
 """Columns of `step_counts`: rows, loss tokens, rows that have one, the sum of weights over loss tokens, the sum over
-rows of the mean weight of their loss tokens, and loss tokens of rows that a judge found better. A row that was left out
-(`algo.groups`) has neither a reward nor a loss token, and is not counted."""
+rows of the mean weight of their loss tokens, loss tokens of rows that a judge found better, and tokens that an
+environment wrote in rows with a loss token. A row that was left out (`algo.groups`) has neither a reward nor a loss
+token, and is not counted."""
 
 
 def step_counts(
@@ -309,13 +313,17 @@ def step_counts(
     index: int,
     ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
 ) -> Tensor:
-    """Return float64 `(optimizer steps, 6)`: the counts of each step of the rollout, over all ranks. See `COUNTS`."""
+    """Return float64 `(optimizer steps, 7)`: the counts of each step of the rollout, over all ranks. See `COUNTS`."""
     mask, group_id = rollout.loss_mask, rollout.completions.on_host.group_id
     weights = torch.ones(mask.shape, device=mask.device) if rollout.weights is None else rollout.weights
     rows_in_use, tokens = mask.any(1) | ~rollout.rewards.isnan(), mask.sum(1)
     better = torch.zeros_like(tokens) if rollout.verdicts is None else tokens * (rollout.verdicts > 0)
     weight_sums = masked_sum(weights, mask, 1), masked_mean(weights, mask, 1)
-    columns = [rows_in_use, tokens, mask.any(1), *weight_sums, better]
+    attended = rollout.completions.attended
+    observed = torch.zeros_like(tokens)
+    if attended is not None:
+        observed = (attended & ~rollout.completions.response_mask & mask.any(1, keepdim=True)).sum(1)
+    columns = [rows_in_use, tokens, mask.any(1), *weight_sums, better, observed]
     per_row = torch.stack([column.double() for column in columns], dim=1)
     counts = torch.stack(
         [
@@ -329,14 +337,15 @@ def step_counts(
 
 def step_totals(counts: Tensor, plan: BatchPlan) -> StepTotals:
     """Return the totals of one step, from its row of `step_counts`."""
-    sequences, tokens, unmasked, token_weights, sequence_weights, better_tokens = counts.float().unbind()
+    sequences, tokens, unmasked, token_weights, sequence_weights, better, observed = counts.float().unbind()
     return StepTotals(
         sequences,
         tokens,
         unmasked,
         plan.accumulate * plan.world_size,
         weights=WeightTotals(tokens, unmasked, token_weights, sequence_weights),
-        better_tokens=better_tokens,
+        better_tokens=better,
+        observed_tokens=observed,
     )
 
 

@@ -1,13 +1,15 @@
 """Credit: from reward scores to the rewards of rows and tokens, and the treatment of the advantages made of them.
 
 scores -> shaping -> running normalisation -> clip -> rewards at tokens (`CreditAssignment`), from which an estimator of
-`lit_rl.ops` makes advantages -> whitening -> clip.
+`lit_rl.ops` (or `RoleBaseline`) makes advantages -> whitening -> clip. With `Roles` completions of a prompt are
+compared with those of their role only.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,13 +22,15 @@ from lit_rl.algorithms.chosen_functions import arguments_for, copies_for, name_o
 from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.core.declared_settings import checked
-from lit_rl.core.errors import ConfigError, RewardError
+from lit_rl.core.errors import ConfigError, RewardError, did_you_mean
 from lit_rl.core.rollout import Completions
 from lit_rl.core.transfers import to_device
 from lit_rl.generation import noise
 from lit_rl.generation.collect import response_ids
-from lit_rl.ops.ranges import NotNegative
+from lit_rl.ops.ranges import NotNegative, Portion
+from lit_rl.ops.reductions import Metrics
 from lit_rl.ops.returns import process_supervised
+from lit_rl.ops.traits import AdvantageTraits
 from lit_rl.rewards.contract import Part, is_turn_reward
 
 # ------------------------------------------------------------------ from scores to credit
@@ -46,6 +50,10 @@ class Credit:
     """Float32 `(b, k)`: the value of each reward function; NaN if it, or all of them, did not apply."""
     weights: Tensor
     """Float32 `(b, k)`: the weights of the functions."""
+    compared: Tensor
+    """Long `(b,)`: equal for completions that are compared with each other: of one prompt, and in one role."""
+    role: Tensor | None = None
+    """Long `(b,)`: a number for the role of each row, the same in every process. None without roles."""
     greedy_rewards: Tensor | None = None
     """Float32 `(b,)`: the reward of the greedy completion of each row's prompt, on the scale of `rewards`."""
     gradient_norms: Tensor | None = None
@@ -57,7 +65,7 @@ class Credit:
         """Return all columns that an estimator of advantages may have parameters for."""
         columns = {
             "rewards": self.rewards,
-            "group_id": completions.group_id,
+            "group_id": self.compared,
             "values": self.values,
             "weights": self.weights,
             "lengths": completions.lengths,
@@ -67,7 +75,7 @@ class Credit:
             "turn": turns_of(completions),
             "state": states_of(completions, self.end_id),
         }
-        further = {"greedy_rewards": self.greedy_rewards, "gradient_norms": self.gradient_norms}
+        further = {"greedy_rewards": self.greedy_rewards, "gradient_norms": self.gradient_norms, "role": self.role}
         return columns | {name: column for name, column in further.items() if column is not None}
 
     def less(self, penalty: Tensor, mask: Tensor) -> Credit:
@@ -84,12 +92,17 @@ class CreditAssignment:
         shaping: `(rewards, group_id, ...) -> rewards`; it may also name `lengths` and `ended`. None: no shaping.
         norm: Running normalisation, after the shaping. None: no normalisation.
         clip: Lowest and highest reward of a row, after the normalisation. None: no bounds.
+        roles: The roles in which completions were written. None: all are compared with their whole group.
     """
 
     def __init__(
-        self, shaping: Callable[..., Tensor] | None, norm: RunningNorm | None, clip: Sequence[float] | None
+        self,
+        shaping: Callable[..., Tensor] | None,
+        norm: RunningNorm | None,
+        clip: Sequence[float] | None,
+        roles: Roles | None = None,
     ) -> None:
-        self.shaping, self.norm = shaping, norm
+        self.shaping, self.norm, self.roles = shaping, norm, roles
         self.clip = None if clip is None else tuple(clip)
         if self.clip is not None and not (len(self.clip) == 2 and self.clip[0] < self.clip[1]):
             raise ConfigError(f"algo.reward_clip={list(self.clip)} must be [lowest, highest], such as [-10, 10].")
@@ -120,22 +133,25 @@ class CreditAssignment:
             to_device(each, mask.device) for each in (scores.total, scores.values, scores.weights)
         )
         total = total if scored.kept is None else total.masked_fill(~scored.kept, torch.nan)
-        rewards = self._process_rows(completions, total, ranks)
+        role, compared = None, completions.group_id
+        if self.roles is not None:
+            role = self.roles.numbers(scored)
+            compared = within_roles(compared, role)
+        rewards = self._process_rows(completions, total, compared, ranks)
         per_token, step_ends = token_rewards(rewards, completions, scores.span_rewards, tokenizer)
         values = values.masked_fill(rewards.isnan()[:, None], torch.nan)
         greedy = scored.greedy_rewards
         if greedy is not None:  # scaled like sampled ones, which alone update the norm: their variance is another
             greedy = self._clip_rewards(greedy if self.norm is None else self.norm.scaled(greedy))
         end_id = getattr(tokenizer, "eos_token_id", None)
-        return Credit(rewards, per_token, step_ends, values, weights, greedy, scored.gradient_norms, end_id)
+        of_rows = rewards, per_token, step_ends, values, weights, compared, role
+        return Credit(*of_rows, greedy, scored.gradient_norms, end_id)
 
-    def _process_rows(self, completions: Completions, rewards: Tensor, ranks: Ranks) -> Tensor:
+    def _process_rows(self, completions: Completions, rewards: Tensor, compared: Tensor, ranks: Ranks) -> Tensor:
         """Apply shaping, running normalisation and clipping to the rewards of rows, in this order."""
         if self.shaping is not None:
             columns = {"lengths": completions.lengths, "ended": completions.ended}
-            rewards = self.shaping(
-                *copies_for(self.shaping, rewards, completions.group_id), **arguments_for(self.shaping, columns)
-            )
+            rewards = self.shaping(*copies_for(self.shaping, rewards, compared), **arguments_for(self.shaping, columns))
         if self.norm is not None:
             all_ranks = self.norm(ranks.gather(rewards))
             rewards = all_ranks[ranks.rank * len(rewards) :][: len(rewards)]
@@ -239,6 +255,146 @@ def _token_at(ids: list[int], end: int, tokenizer: Any) -> int:
         else:
             low = middle + 1
     return low
+
+
+# ------------------------------------------------------------------ roles
+
+_MOST_ROLES = 64
+"""Most values of the column of roles: a column with more holds something else, and each has a metric."""
+
+
+class Roles:
+    """The role in which each completion was written: a column of the data's rows, or of the episodes.
+
+    Args:
+        column: The name of the column. Its values are written as text: 1 and "1" are one role.
+    """
+
+    def __init__(self, column: str) -> None:
+        self.column = column
+        self._numbers: dict[str, int] = {}
+
+    def check(self, columns: Mapping[str, Sequence[Any]], of_episodes: Sequence[str]) -> None:
+        """Refuse data without the column, or with a row that has no role.
+
+        Args:
+            columns: Of the training rows, by name.
+            of_episodes: Names of the columns that episodes have besides.
+
+        Raises:
+            ConfigError: names the columns that there are, or the row.
+        """
+        if self.column in of_episodes:
+            return
+        if self.column not in columns:
+            names = [*columns, *of_episodes]
+            raise ConfigError(
+                f"algo.role={self.column!r} is no column of the training rows. Columns: {', '.join(names) or 'none'}."
+                f"{did_you_mean(self.column, names)} Add it with data.map_row, name another with data.rename, or let "
+                "a function of env=rollout_function return it (env.columns)."
+            )
+        for row, value in enumerate(columns[self.column]):
+            self._number(value, f"row {row} of the training rows")
+
+    def numbers(self, scored: Scored) -> Tensor:
+        """Return a number for the role of each completion, long `(b,)`: equal for equal values, in every process."""
+        device = scored.completions.group_id.device
+        return torch.tensor([self._number(value, f"completion {i}") for i, value in enumerate(self._of(scored))]).to(
+            device
+        )
+
+    def metrics(self, scored: Scored, baseline: Callable[[int], float] | None) -> Metrics:
+        """Return the mean reward of each role of the rollout, and the baseline that the next one will have.
+
+        Args:
+            scored: The rollout.
+            baseline: From the number of a role to its baseline. None: there is none.
+        """
+        found: Metrics = {}
+        total, names = scored.scores.total.double(), list(map(str, self._of(scored)))
+        one = torch.ones((), dtype=torch.float64)
+        for name in dict.fromkeys(names):
+            mine = torch.tensor([each == name for each in names]) & ~total.isnan()
+            found[f"role/{name}/reward"] = total[mine].sum(), mine.sum()
+            if baseline is not None:
+                found[f"role/{name}/baseline"] = one * baseline(self._numbers[name]), one
+        return found
+
+    def _of(self, scored: Scored) -> list[Any]:
+        if (episodes := scored.completions.episodes) and self.column in episodes[0].extra:
+            return [each.extra[self.column] for each in episodes]
+        return [value for value in scored.batch.columns[self.column] for _ in range(scored.group_size)]
+
+    def _number(self, value: Any, where: str) -> int:
+        if value is None or (name := str(value).strip()) == "":
+            raise ConfigError(
+                f"algo.role={self.column!r}: {where} has no value in this column. Give every row its role, or leave "
+                "such rows out (data.map_row)."
+            )
+        if name not in self._numbers:
+            if len(self._numbers) == _MOST_ROLES:
+                raise ConfigError(
+                    f"algo.role={self.column!r}: the column has more than {_MOST_ROLES} values, so it names no roles. "
+                    f"Among them are {', '.join(map(repr, list(self._numbers)[:3]))}. Name a column with few values."
+                )
+            digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+            self._numbers[name] = int.from_bytes(digest, "big", signed=True)
+        return self._numbers[name]
+
+
+def within_roles(group_id: Tensor, role: Tensor) -> Tensor:
+    """Return numbers that are equal for rows of one group and one role, long `(b,)`, the same on every rank.
+
+    Groups of equal numbers and different roles never meet; any two others do so once in 2^64.
+    """
+    return (group_id * -7046029254386353131) ^ role  # an odd number that spreads small ones over 64 bits
+
+
+@checked("algo.advantage")
+@AdvantageTraits(compares_group=False)
+class RoleBaseline:
+    """``r - b_role``: the estimator of SPIRAL (role-conditioned advantage estimation, 2506.24119).
+
+    ``b`` is a moving average of what a role has earned: in a game one side may be easier to win, and with a baseline of
+    both sides it would be told that it plays well. Rewards are compared with the average of earlier rollouts, which is
+    then updated once with the rollout's mean over the scored rows of all ranks: ``b <- decay b + (1 - decay) mean(r)``.
+    It begins at 0, the mean of a game that one side wins and the other loses. Without roles there is one average.
+
+    Args:
+        decay: Weight of the average so far; 0 compares with the rollout before, 1 with 0.
+    """
+
+    def __init__(self, decay: Portion = 0.95) -> None:
+        self.decay = decay
+        self._baselines: dict[int, float] = {}
+
+    def __call__(self, rewards: Tensor, group_id: Tensor, role: Tensor | None = None) -> Tensor:
+        """Return advantages `(b,)`, 0 for rows without a reward, and update the averages with these rewards.
+
+        Args:
+            rewards: `(b,)`, of all ranks; NaN: not scored.
+            group_id: Not used.
+            role: A number for the role of each row. None: all have the same.
+        """
+        role = torch.zeros_like(group_id) if role is None else role
+        advantages, updated = torch.zeros_like(rewards), dict(self._baselines)
+        for each in sorted(set(role.tolist())):
+            mine, before = (role == each) & ~rewards.isnan(), self.baseline(each)
+            advantages = torch.where(mine, rewards - before, advantages)
+            if bool(mine.any()):
+                updated[each] = self.decay * before + (1 - self.decay) * float(rewards[mine].double().mean())
+        self._baselines = updated
+        return advantages
+
+    def baseline(self, role: int) -> float:
+        """Return the average of a role, by its number."""
+        return self._baselines.get(role, 0.0)
+
+    def state(self) -> dict[str, Any]:
+        return {"baselines": dict(self._baselines)}
+
+    def load_state(self, saved: dict[str, Any]) -> None:
+        self._baselines = dict(saved["baselines"])
 
 
 # ------------------------------------------------------------------ normalisation
