@@ -109,6 +109,8 @@ class EpisodeRequest:
     """Sampling settings; ``max_new_tokens`` are those of a turn."""
     row_keys: Sequence[int]
     """One a completion, any integers: what is random in it is drawn from its own."""
+    prompt_keys: Sequence[int]
+    """One a prompt, any integers: the same on all ranks that complete it."""
     context: float = 0
     """Tokens that a text and what is written behind it may have together, as far as the generator can tell; else 0."""
 

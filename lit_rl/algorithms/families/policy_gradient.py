@@ -339,6 +339,11 @@ class PolicyGradient(OnPolicyModule, ABC):
 
     # ------------------------------------------------------------------ checks
 
+    def needs_whole_groups(self) -> Iterator[str]:
+        yield from super().needs_whole_groups()
+        if self.replay is not None:
+            yield "algo/replay=buffer"
+
     def _check_terms(self) -> None:
         """Refuse incompatible terms before anything is loaded; each term has already checked its own settings."""
         name, weighted = type(self).__name__, self.engine_correction.correction is not None
