@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_rollouts import trainer
 
-from lit_rl.algorithms import GRPO, SFT
+from lit_rl.algorithms import GRPO, SFT, OnlineDPO
 from lit_rl.algorithms.checks.micro_batching import MicroBatches, StepRows, micro_batches_of_size
+from lit_rl.algorithms.checks.policy_gradient_checks import check_shared_groups
 from lit_rl.algorithms.loop import on_policy
 from lit_rl.algorithms.rollouts.rollout_plan import BatchPlan, RowCounts, deal_rows, micro_rows, minibatch_rows
+from lit_rl.algorithms.terms.groups import GroupReplay
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import PromptBatch, Sampling
 from lit_rl.data.example_module import SupervisedDataModule
@@ -209,6 +211,17 @@ def test_ranks_share_prompts_that_do_not_divide_and_every_completion_is_drawn_on
         in_step |= {(rank // shared, tuple(ids[first].unique().tolist()))}
     assert sorted(drawn) == sorted(row_keys(list(range(prompts)), group_size).tolist())
     assert len(in_step) == ranks // shared, "ranks that share prompts take the same of them in a step"
+
+
+def test_what_compares_whole_groups_is_refused_where_ranks_share_them():
+    check_shared_groups(plan(world_size=2), ["a judge"])
+    check_shared_groups(plan(prompts_per_rollout=3, world_size=2), [])
+    with pytest.raises(ConfigError, match=r"prompts_per_rollout=3: of 2 ranks 2 .* a judge compares .* such as 4"):
+        check_shared_groups(plan(prompts_per_rollout=3, world_size=2), ["a judge"])
+    judged = GRPO("tiny", lambda completions, group_ids: [0.0] * len(completions), group_size=4)
+    assert list(judged.needs_whole_groups()) == [], "asking for groups is not comparing them"
+    assert list(OnlineDPO("tiny", exact_match).needs_whole_groups()) == ["OnlineDPO"]
+    assert list(GRPO("tiny", exact_match, replay=GroupReplay()).needs_whole_groups()) == ["algo/replay=buffer"]
 
 
 def test_counts_below_one_and_slices_that_are_not_equal_are_refused():
