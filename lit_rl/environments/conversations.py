@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from lit_rl.core.episode import End, EnvironmentTurn, Episode, Message, PolicyTurn, Prompt, Responder
+from lit_rl.core.episode import OBJECTS, End, EnvironmentTurn, Episode, Message, PolicyTurn, Prompt, Responder
 from lit_rl.core.errors import DataError, LitRLError
 from lit_rl.core.process_state import is_raised_by_user_code
 from lit_rl.core.vision_inputs import Later
@@ -122,8 +122,8 @@ class EpisodeRow:
     def failed(self) -> bool:
         return self.end in ("failed", "timeout")
 
-    def episode(self) -> Episode:
-        """Return the finished episode."""
+    def episode(self, *, with_object: bool = False) -> Episode:
+        """Return the finished episode, with the object that answered if that is asked for."""
         rewards = [reward for reward in self.turn_rewards if reward is not None]
         return Episode(
             prompt=self.prompt,
@@ -138,6 +138,7 @@ class EpisodeRow:
             observed_tokens=self.observed,
             seconds=self.seconds,
             error=self.error,
+            environment=self.environment.user_object if with_object and self.environment is not None else None,
         )
 
 
@@ -209,7 +210,8 @@ class Conversations(Responder):
         rewards = self._each(rows, _SeedOffset.REWARD, lambda row: row.made.reward())
         for row, reward in zip(rows, rewards):
             row.reward = self._unless_failed(row, reward)
-        return tuple(row.episode() for row in self._rows)
+        with_object = OBJECTS in self._factory.columns
+        return tuple(row.episode(with_object=with_object) for row in self._rows)
 
     def close(self) -> None:
         """Close the environments. Their errors are logged and otherwise ignored.

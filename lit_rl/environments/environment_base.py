@@ -75,6 +75,11 @@ class Environment(ABC):
         """Return the reward of the whole episode when it is over; None where it has none beside those of its turns."""
         return None
 
+    @property
+    def user_object(self) -> Any:
+        """The object of the user's that answers, in this process; None where there is none."""
+        return None
+
     async def close(self) -> None:  # noqa: B027 (optional)
         """Release its resources."""
 
@@ -133,6 +138,8 @@ class Interactive:
     """True if replies are journaled for a run that is killed in the middle of a rollout; or in which folder."""
     columns: tuple[str, ...] = ("episodes",)
     """Names of the columns for rewards, beside those of the data."""
+    has_objects: bool = False
+    """True if episodes are answered by objects of a class of the user's."""
     given: Mapping[str, Any] = MappingProxyType({})
     """The constructor's arguments, by name: a part of a run's identity."""
 

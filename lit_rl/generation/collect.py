@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lit_rl.core.episode import Episode, Message, Prompt
+from lit_rl.core.episode import OBJECTS, Episode, Message, Prompt
 from lit_rl.core.errors import ConfigError, GenerationError
 from lit_rl.core.ranks import in_background_thread, run_on_all_ranks
 from lit_rl.core.rollout import Completions, PromptBatch, Prompts, Sampling
@@ -184,6 +184,8 @@ def as_reward_input(
         prompts = [each.prompt for each in episodes]
         columns |= {"episodes": [each.plain() for each in episodes]}
         columns |= {name: [each.extra[name] for each in episodes] for name in episodes[0].extra}
+        if any(each.environment is not None for each in episodes):
+            columns[OBJECTS] = [each.environment for each in episodes]
         replies: list[str | list[Message]] = [
             text if isinstance(prompt, str) else each.messages
             for prompt, text, each in zip(prompts, texts, episodes, strict=True)

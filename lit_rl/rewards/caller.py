@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
+from lit_rl.core.episode import OBJECTS
 from lit_rl.core.errors import ConfigError, LitRLError, RewardError
 from lit_rl.core.event_loops import BESIDE_LOOP, FUNCTION_LOOP, WORKER_LOOP, BackgroundLoop, run_without_loop
 from lit_rl.core.process_state import mix_seed, preserve_process_state
@@ -314,7 +315,8 @@ class Caller:
         self._reset()
 
     def bind(self, columns: Sequence[str]) -> list[str]:
-        """Choose the arguments to call it with; see `contract.keywords`."""
+        """Choose the arguments to call it with; see `contract.keywords`. In a worker process it gets no objects."""
+        columns = [name for name in columns if self.pool is None or name != OBJECTS]
         wanted = keywords(self.name, self.function, columns)
         if self._cache is not None and "trainer_state" in argument_names(self.name, self.function):
             raise ConfigError(

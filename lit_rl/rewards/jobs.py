@@ -16,6 +16,7 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any
 
+from lit_rl.core.episode import OBJECTS
 from lit_rl.core.errors import ConfigError, RewardError, line_of
 from lit_rl.core.process_state import is_raised_by_user_code, mix_seed, seed_generators
 
@@ -303,6 +304,8 @@ def _copy(key: str, values: Sequence[Any] | None) -> list[Any] | None:
         return None
     if key == "completion_ids":  # plain integers, and too many for deepcopy, which visits each
         return [list(row) for row in values]
+    if key == OBJECTS:  # of the user's: a copy would be another object, and may not be possible
+        return list(values)
     return [copy.deepcopy(row) for row in values]
 
 

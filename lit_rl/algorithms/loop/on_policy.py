@@ -384,6 +384,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             ConfigError: reward, generator or sampling are incompatible with it.
         """
         episode_checks.check_episode_rewards(env, self.reward_functions)
+        env = episode_checks.with_objects(env, self.reward_functions, self.generator, data.columns)
         self._lower_turns(env)
         episode_checks.check_episodes(env, self.generator, self.sampling, self.evaluation)
         journal = episode_checks.open_journal(env, self.trainer.default_root_dir, self.trainer.global_rank)
