@@ -118,6 +118,10 @@ class EpisodeRequest:
     """One a prompt, any integers: the same on all ranks that complete it."""
     context: float = 0
     """Tokens that a text and what is written behind it may have together, as far as the generator can tell; else 0."""
+    version: int = 0
+    """Optimizer steps that the policy has taken."""
+    device: Any = "cpu"
+    """The device of the policy."""
 
 
 class Interactive:

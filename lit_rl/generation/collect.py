@@ -111,10 +111,9 @@ class RolloutRequest:
         # Each rank asks by itself where the policy itself generates.
         agree: RunTogether = (lambda work: work()) if generator.exact else run_on_all_ranks
         row_noise = row_keys(of_samples, self.group_size).tolist()
-        episodes = EpisodeRequest(
-            generator.generate, agree, batch, prompts, sampling, row_noise, keys, generator.context
-        )
         device = next((parameter.device for parameter in self.policy.parameters()), torch.device("cpu"))
+        state: dict[str, Any] = {"context": generator.context, "version": self.version, "device": device}
+        episodes = EpisodeRequest(generator.generate, agree, batch, prompts, sampling, row_noise, keys, **state)
 
         def draw() -> Completions:
             drawn = interaction.draw(episodes)
