@@ -35,10 +35,6 @@ RETURNED_IMAGES = "returned_images"
 """The column of images that tools and environments returned in an episode, if any."""
 
 
-OBJECTS = "environments"
-"""The argument of reward functions by which they get the objects that answered, as TRL passes them."""
-
-
 @dataclass(frozen=True)
 class Episode:
     """One conversation. Reward functions get its fields as a dict, tables and records as columns."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from lit_rl.core.episode import OBJECTS, End, EnvironmentTurn, Episode, Message, PolicyTurn, Prompt, Responder
+from lit_rl.core.episode import End, EnvironmentTurn, Episode, Message, PolicyTurn, Prompt, Responder
 from lit_rl.core.errors import DataError, LitRLError
 from lit_rl.core.process_state import is_raised_by_user_code
 from lit_rl.core.vision_inputs import Later
@@ -30,6 +30,7 @@ from lit_rl.environments.frames import ChatFrames, Frames, literal_ids
 from lit_rl.environments.observations import IMAGE_LIMIT, texts_of_content, with_texts
 from lit_rl.environments.runner import GRACE, Runner, RunningTask, TimedOut, TimedTask
 from lit_rl.environments.thoughts import speaks_on_channels, split_thoughts
+from lit_rl.rewards.jobs import OBJECTS
 
 _log = logging.getLogger(__name__)
 

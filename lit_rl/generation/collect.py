@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lit_rl.core.episode import OBJECTS, Episode, Message, Prompt
+from lit_rl.core.episode import Episode, Message, Prompt
 from lit_rl.core.errors import ConfigError, GenerationError
 from lit_rl.core.ranks import in_background_thread, run_on_all_ranks
 from lit_rl.core.rollout import Completions, PromptBatch, Prompts, Sampling
@@ -23,6 +23,7 @@ from lit_rl.environments.environment_base import EpisodeRequest, EpisodeSource, 
 from lit_rl.generation.generator import ConversationsLost, EngineLost, Generator
 from lit_rl.generation.noise import prompt_key, row_keys, sample_key
 from lit_rl.models.language_model import LanguageModel
+from lit_rl.rewards.jobs import OBJECTS
 
 
 @dataclass(frozen=True)

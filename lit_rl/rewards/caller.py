@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
-from lit_rl.core.episode import OBJECTS
 from lit_rl.core.errors import ConfigError, LitRLError, RewardError
 from lit_rl.core.event_loops import BESIDE_LOOP, FUNCTION_LOOP, WORKER_LOOP, BackgroundLoop, run_without_loop
 from lit_rl.core.process_state import mix_seed, preserve_process_state
@@ -42,6 +41,7 @@ from lit_rl.rewards.contract import (
     text_of,
 )
 from lit_rl.rewards.jobs import (
+    OBJECTS,
     SERVICES,
     CallFailed,
     Failure,

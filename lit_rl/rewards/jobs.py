@@ -16,7 +16,6 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any
 
-from lit_rl.core.episode import OBJECTS
 from lit_rl.core.errors import ConfigError, RewardError, line_of
 from lit_rl.core.process_state import is_raised_by_user_code, mix_seed, seed_generators
 
@@ -108,6 +107,9 @@ def describe(returned: Any) -> str:
         return f"a {kind} of {len(returned)} values starting with {reprlib.repr(list(returned[:3]))}"
     return f"{reprlib.repr(returned)} ({kind})"
 
+
+OBJECTS = "environments"
+"""The argument of reward functions by which they get the objects that answered the policy, as TRL passes them."""
 
 SERVICES = ("trainer_state", "log_metric", "log_extra")
 """Arguments that are no data."""

@@ -12,7 +12,6 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.algorithms.evaluation.validation import Evaluation
-from lit_rl.core.episode import OBJECTS
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import Sampling
 from lit_rl.data.message_forms import tools_argument
@@ -26,6 +25,7 @@ from lit_rl.generation.generator import Generator
 from lit_rl.generation.rollout_function import RolloutCalls, RolloutFunction
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.rewards.contract import FunctionFromPath
+from lit_rl.rewards.jobs import OBJECTS
 from lit_rl.rewards.task_rewards import environment, environment_turns
 from lit_rl.rewards.weighted_rewards import Rewards
 
