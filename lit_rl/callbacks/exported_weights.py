@@ -10,46 +10,107 @@ runs are; and it leaves the average in the policy, so that a run could not be re
 
 from __future__ import annotations
 
+import math
+import shutil
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import lightning as L
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lit_rl.algorithms.optim.strategies import FSDPTPStrategy
 from lit_rl.callbacks.graceful_stop import GracefulStop
+from lit_rl.callbacks.hub_samples import HubPushes, check_repository
 from lit_rl.callbacks.loggers import WriteFailures
+from lit_rl.core import machine
 from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import ConfigError
 from lit_rl.models.model_card import ModelName
 from lit_rl.models.sharding import full_state_dict, laid_out_like, local_shard, stored_parameters
-from lit_rl.ops.ranges import AtLeastOne, AtLeastZero, NotNegative, Portion, Range
+from lit_rl.ops.ranges import AtLeastOne, AtLeastZero, NotNegative, Portion, Positive, Range
+
+
+class _Sent(NamedTuple):
+    """An export on its way to the hub."""
+
+    folder: Path
+    message: str
 
 
 @checked("callbacks.export")
 class Export(L.Callback):
-    """Exports of the policy every N steps, as the end of a run writes `hf/`: for transformers and vLLM, verified.
+    """Exports of the policy during the training, as the end of a run writes `hf/`: for transformers and vLLM, verified.
+    They may be sent to the Hugging Face hub, so that a machine that is taken away leaves them there.
 
     An export that cannot be written is warned of, and the run goes on (`unwritten`).
 
+    Rank 0 sends beside the training, one folder at a time; if several are due, the newest. The branch `main` holds the
+    best one with `best`, and then the newest is on the branch `newest`; else `main` holds the newest, at the end that
+    of the last step. A push that fails is warned of, and the run goes on: the next export is sent in its place, and at
+    the end a failed one is tried once more. The end waits for it, `wait` seconds at most; a run that a signal ends does
+    not wait. The hub's client takes `HF_TOKEN`.
+
     Args:
-        folder: The folder of the exports, one subfolder each: `step_00000100`.
+        folder: The folder of the exports, one subfolder each: `step_00000100`, `best_00000100`.
         every: Optimizer steps between two of them, at least 1. null writes none.
+        best: Export after each validation whose `callbacks.checkpoint.monitor`, a metric of validation, is better than
+            before, by `callbacks.checkpoint.mode`. Only the best one is kept.
+        push_to_hub: The model on the hub, `user/name`, created if missing. null sends nothing.
+        private: Whether a newly created model is private.
+        wait: Seconds that the end of the training waits for what is not sent yet, above 0.
 
     Raises:
-        ConfigError: `every` is below 1.
+        ConfigError: `every` is below 1, `push_to_hub` is no name on the hub, or there is nothing to send.
     """
 
-    def __init__(self, folder: str, every: AtLeastOne | None = None) -> None:
-        self.folder, self.every = Path(folder), every
+    def __init__(
+        self,
+        folder: str,
+        every: AtLeastOne | None = None,
+        best: bool = False,
+        push_to_hub: str | None = None,
+        private: bool = True,
+        wait: Positive = 120.0,
+    ) -> None:
+        if push_to_hub is not None:
+            check_repository("callbacks.export.push_to_hub", push_to_hub)
+            if every is None and not best:
+                raise ConfigError(
+                    f"callbacks.export.push_to_hub={push_to_hub} would send nothing: set callbacks.export.every=100 "
+                    "(optimizer steps), callbacks.export.best=true, or both. After a run it is `lit-rl export "
+                    "export.push_to_hub=`."
+                )
+        self.folder, self.every, self.best = Path(folder), every, best
+        self.push_to_hub, self.private, self.wait = push_to_hub, private, wait
         self.unwritten = WriteFailures("Export")
-        self._step = 0
+        self._pushes = HubPushes(f"sending weights to {push_to_hub}", self.unwritten)
+        self._due: dict[str, _Sent] = {}
+        """Exports to send, by branch."""
+        self._failed: dict[str, _Sent] = {}
+        """Exports that the hub did not take, by branch; none where a newer one is due."""
+        self._step, self._exported = 0, -1
+        self._best: float | None = None
+        self._best_folder: Path | None = None
+        self._left: list[Path] = []
+        """Former best ones, to be removed when none is being sent."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        monitor = getattr(trainer.checkpoint_callback, "monitor", None)
+        if stage == "fit" and self.best and monitor in (None, "step", "epoch"):
+            raise ConfigError(
+                f"callbacks.export.best=true with callbacks.checkpoint.monitor={monitor or 'null'}, which is no metric "
+                "of validation. Set callbacks.checkpoint.monitor=val/reward callbacks.checkpoint.mode=max, or another "
+                "metric."
+            )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._step = trainer.global_step
@@ -57,16 +118,127 @@ class Export(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         stepped, self._step = trainer.global_step > self._step, trainer.global_step
         due = self.every is not None and stepped and self._step % self.every == 0
-        if not due or trainer.fast_dev_run:  # pyright: ignore
+        if due and not trainer.fast_dev_run:  # pyright: ignore
+            self._export_step(trainer, pl_module)
+        elif stepped:
+            self._send_next()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        training = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        if not self.best or not training or trainer.fast_dev_run:  # pyright: ignore
             return
-        weights = full_state_dict(pl_module.policy)  # a collective
+        saves: Any = trainer.checkpoint_callback
+        if saves.monitor not in trainer.callback_metrics:
+            raise ConfigError(
+                f"callbacks.export.best=true: a validation has logged no {saves.monitor} (callbacks.checkpoint."
+                f"monitor). There are: {', '.join(sorted(trainer.callback_metrics))}."
+            )
+        value, sign = float(trainer.callback_metrics[saves.monitor]), 1 if saves.mode == "max" else -1
+        better = not math.isnan(value) and (self._best is None or sign * value > sign * self._best)
+        if not trainer.strategy.broadcast(better):  # exporting is a collective
+            return
+        self._best, step = value, trainer.global_step
+        what = f"step {step}, best {saves.monitor} {value:.6g}"
+        before, folder = self._best_folder, self.folder / f"best_{step:08d}"
+        if self._export(trainer, pl_module, folder, what, "main"):
+            self._left += [] if before in (None, folder) else [before]
+            self._best_folder = folder
+            self._send_next()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        last = self.push_to_hub is not None and self.every is not None and self._exported != trainer.global_step
+        if last and not trainer.fast_dev_run and not _signalled(trainer):  # pyright: ignore
+            self._step = trainer.global_step
+            self._export_step(trainer, pl_module)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit" and not _signalled(trainer):
+            self._send_the_rest()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, Exception):  # a signal waits for no hub
+            self._send_the_rest()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the best one so far had, and its folder; empty without one."""
+        return {"best": self._best, "folder": str(self._best_folder or "")} if self.best else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.best and state_dict:
+            self._best = state_dict["best"]
+            self._best_folder = Path(state_dict["folder"]) if state_dict["folder"] else None
+
+    def _export_step(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._exported = self._step
+        branch = "newest" if self.best else "main"
+        self._export(trainer, pl_module, self.folder / f"step_{self._step:08d}", f"step {self._step}", branch)
+        self._send_next()
+
+    def _export(self, trainer: L.Trainer, pl_module: Any, folder: Path, what: str, branch: str) -> bool:
+        """Write an export, due to be sent; return whether it is there, false on other ranks. A collective."""
+        weights, done = full_state_dict(pl_module.policy), False
         if trainer.is_global_zero:
-            name = f"step_{self._step:08d}"
-            with self.unwritten.spared(f"an export of {name}"):
-                pl_module.export(
-                    weights, self.folder / name, unfinished_card(trainer, pl_module, f", step {self._step}")
-                )
+            with self.unwritten.spared(f"an export of {folder.name}"):
+                pl_module.export(weights, folder, unfinished_card(trainer, pl_module, f", {what}"))
+                done = True
+        if done and self.push_to_hub is not None:
+            self._due[branch] = _Sent(folder, f"lit_rl, {what}")
+            self._failed.pop(branch, None)
         trainer.strategy.barrier()
+        return done
+
+    # ------------------------------------------------------------------ the hub, on rank 0
+
+    def _send_next(self) -> None:
+        """Begin to send what is due, unless something is on its way; remove former best ones."""
+        if self._pushes.busy():
+            return
+        due = {sent.folder for sent in (*self._due.values(), *self._failed.values())}
+        for folder in [each for each in self._left if each not in due]:
+            shutil.rmtree(folder, ignore_errors=True)
+            self._left.remove(folder)
+        if not self._due or self.unwritten.left_out:
+            return
+        branch = next(iter(self._due))
+        sent = self._due.pop(branch)
+
+        def over(done: bool) -> None:
+            if not done and branch not in self._due:
+                self._failed[branch] = sent
+
+        self._pushes.start(partial(self._send, sent, branch), over)
+
+    def _send_the_rest(self) -> None:
+        """Send what is due or has failed, and wait for it."""
+        until = time.monotonic() + self.wait
+        self._due, self._failed = {**self._failed, **self._due}, {}
+        while self._pushes.wait(until):
+            waiting = len(self._due)
+            self._send_next()
+            if not waiting or self.unwritten.left_out:
+                return
+        late = TimeoutError(f"it was not over after {self.wait:g} seconds (callbacks.export.wait)")
+        self.unwritten.note(self._pushes.what, late, self.wait)
+
+    def _send(self, sent: _Sent, branch: str) -> None:
+        """Send a folder. Runs in a thread of its own."""
+        from huggingface_hub import HfApi
+
+        assert self.push_to_hub is not None
+        if (why := machine.why_hub_is_unreachable()) is not None:
+            raise ConnectionError(f"the hub was not asked: {why}")
+        api = HfApi()
+        api.create_repo(self.push_to_hub, private=self.private, exist_ok=True)
+        if branch != "main":
+            api.create_branch(self.push_to_hub, branch=branch, exist_ok=True)
+        api.upload_folder(
+            repo_id=self.push_to_hub, folder_path=sent.folder, commit_message=sent.message, revision=branch
+        )
+
+
+def _signalled(trainer: L.Trainer) -> bool:
+    stop = GracefulStop.of(trainer)
+    return bool(stop and stop.signum)
 
 
 def unfinished_card(trainer: L.Trainer, pl_module: Any, what: str) -> dict[str, Any]:
@@ -162,8 +334,7 @@ class AveragedWeights(L.Callback, ABC):
         self._saved = state_dict
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        stop = GracefulStop.of(trainer)
-        if self.folder is None or (stop and stop.signum) or trainer.fast_dev_run:  # pyright: ignore
+        if self.folder is None or _signalled(trainer) or trainer.fast_dev_run:  # pyright: ignore
             return
         state = self.averaged(pl_module)
         if trainer.is_global_zero:

@@ -138,7 +138,7 @@ class HubSamples(L.Callback):
         self, repo: str | None = None, private: bool = True, minutes: Positive = 10.0, wait: Positive = 120.0
     ) -> None:
         if repo is not None:
-            _check_name(repo)
+            check_repository("callbacks.hub_samples.repo", repo)
         self.repo, self.private, self.minutes, self.wait = repo, private, minutes, wait
         self.unwritten = WriteFailures("HubSamples")
         self._pushes = HubPushes(f"sending samples to {repo}", self.unwritten)
@@ -227,15 +227,18 @@ def _changed_files(current: Files, sent: Files) -> list[str]:
     return sorted(name for name in current if current[name] != sent.get(name))
 
 
-def _check_name(repo: str) -> None:
+def check_repository(key: str, repo: str) -> None:
+    """Refuse what is no `user/name` on the hub.
+
+    Raises:
+        ConfigError: names the key.
+    """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
     if repo.count("/") != 1:
-        raise ConfigError(f"callbacks.hub_samples.repo={repo!r} has no owner. Write user/name.")
+        raise ConfigError(f"{key}={repo!r} has no owner. Write user/name.")
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
-        raise ConfigError(
-            f"callbacks.hub_samples.repo={repo!r} is not a valid name on the hub: {error} Write user/name."
-        ) from error
+        raise ConfigError(f"{key}={repo!r} is not a valid name on the hub: {error} Write user/name.") from error

@@ -117,6 +117,12 @@ class PreferenceSets(L.Callback):
             )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if getattr(pl_module, "ranks_per_group", 1) > 1 and set(self.sets) - {"verdicts"}:
+            raise ConfigError(
+                f"callbacks.preference_sets: pairs compare completions of one prompt, and {pl_module.ranks_per_group} "
+                "ranks share them. Set data.prompts_per_rollout to a multiple of the ranks, or "
+                "callbacks.preference_sets.sets=[verdicts]."
+            )
         # Read anew: when a run is resumed, rows from after the checkpoint have just been cut off.
         self._known = {name: set() for name in self.sets}
         for name, digests in self._known.items():

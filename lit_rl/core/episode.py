@@ -66,6 +66,9 @@ class Episode:
     """Values of a rollout function for rewards, by name: the same names in every episode of a rollout."""
     error: str | None = None
     """The error where ``end`` is ``failed`` or ``timeout``."""
+    environment: Any = field(default=None, repr=False, compare=False)
+    """The user's object that answered, closed by now, where reward functions name ``environments``; else None. It is
+    no part of what is written down."""
 
     @property
     def failed(self) -> bool:
@@ -78,8 +81,8 @@ class Episode:
         return self.end in ("max_turns", "max_tokens", "cut")
 
     def plain(self) -> dict[str, Any]:
-        """Return the fields as a dict that shares its values with the episode."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        """Return the fields as a dict that shares its values with the episode, without the environment."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "environment"}
 
     def transcript(self) -> str:
         """Return the messages as readable text: each with its author, calls as ``name(argument=value)``."""

@@ -261,6 +261,10 @@ class PromptBatch:
     vision: Callable[[Sequence[int]], Sequence[PromptVision | None]] | None = None
     """Makes the vision inputs of prompts from the indices of their rows. None where no prompt of
     the data has images."""
+    sharing: int = 1
+    """Ranks that complete these prompts together: each draws, and learns from, an equal share of every group."""
+    share: int = 0
+    """Index of this rank among them: its completions are those of its share, in the order of samples."""
 
     def __len__(self) -> int:
         return len(self.prompts)

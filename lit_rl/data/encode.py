@@ -182,9 +182,9 @@ class Encoder:
     ) -> list[Encoded]:
         """Encode a completion and its prompt as rows that teach each reply once; see `assistant_turns.training_rows`.
 
-        One row, as `encode` makes it, for texts, for one reply, for `learn="all"`, beside images, and where the chat
-        template marks the assistant's tokens. Of a row's `prompt_tokens` the rest is its first reply and what follows;
-        with `every_turn` its last reply.
+        One row, as `encode` makes it, for texts, for one reply, for `learn="all"`, where the chat template marks the
+        assistant's tokens of text, and for `learn="completion"` beside images. Of a row's `prompt_tokens` the rest is
+        its first reply and what follows; with `every_turn` its last reply.
 
         Returns:
             No row where the assistant says nothing.
@@ -192,13 +192,12 @@ class Encoder:
         Raises:
             DataError, ConfigError: as `encode`.
         """
-        by_turns = self.learn == "assistant" and not self.marks_replies
+        by_turns = self.learn == "assistant" and (bool(images) or not self.marks_replies)
         if self.learn == "completion" and not isinstance(completion, str):
             by_turns = any(message["role"] != "assistant" for message in completion) and not images
         if isinstance(completion, str) or not by_turns:
             return [self.encode(prompt, completion, where, tools=tools, every_turn=every_turn, images=images)]
         assert not isinstance(prompt, str)
-        self._refuse_images(images, where)
         messages, kwargs = [*(prompt or []), *completion], self._kwargs(tools)
         self._check(messages, where, kwargs)
         first = 0 if every_turn else len(messages) - len(completion)
@@ -222,8 +221,12 @@ class Encoder:
             borders = [*(place for turn in earlier for place in (turn.begin, turn.end)), last.begin]
             rendered = _Rendered(self._open_end(row.text, last.begin), borders, self.closes)
             ids, ends = self._tokens(rendered, where)
-            text = Encoded(ids, _alternating(ends), ends[-2 if every_turn else 0])
-            self.refuse_unseen("", where)
+            if self.processor is not None and images:
+                _refuse_later_images(messages[row.turns[0].number :], where)
+                text = self._shown_turns(self.processor, rendered, ids, ends, images, where, last=every_turn)
+            else:
+                self.refuse_unseen("", where)
+                text = Encoded(ids, _alternating(ends), ends[-2 if every_turn else 0])
             texts.append(self._finished(rendered, text, where, 0))
         return texts
 
@@ -345,7 +348,6 @@ class Encoder:
         rendered = self._rendered(prompt, completion, where, tools, every_turn)
         ids, ends = self._tokens(rendered, where)
         if self.learn == "assistant":
-            self._refuse_images(images, where)
             if not self.marks_replies:
                 raise ConfigError(
                     f"{where}: data.learn=assistant may make several rows of a conversation if the chat template has "
@@ -382,13 +384,6 @@ class Encoder:
         """Refuse messages that cannot be rendered safely."""
         require_chat_template(self.tokenizer, where)
         refuse_control_tokens(self.control, messages, where, tokenizer=self.tokenizer, tools=kwargs.get("tools"))
-
-    def _refuse_images(self, images: Sequence[Visual], where: str) -> None:
-        if images:
-            raise ConfigError(
-                f"{where}: the row has images, and data.learn=assistant finds the assistant's tokens in text only. "
-                "Set data.learn=completion."
-            )
 
     def _renderer(self, where: str, kwargs: Mapping[str, Any]) -> RenderPart:
         def render_part(part: list[Message], **how: Any) -> str:
@@ -488,6 +483,44 @@ class Encoder:
         never = processor.placeholders  # never learned
         return replace(text, learned=[flag and id not in never for flag, id in zip(text.learned, text.ids)])
 
+    def _shown_turns(
+        self,
+        processor: Processor,
+        rendered: _Rendered,
+        ids: list[int],
+        ends: list[int],
+        images: Sequence[Visual],
+        where: str,
+        *,
+        last: bool,
+    ) -> Encoded:
+        """Return a row whose replies are learned, with all images before the first of them.
+
+        Args:
+            processor: The processor.
+            rendered: The rendering, whose parts are in turn not learned and learned.
+            ids: Its tokens, without images.
+            ends: Their number up to the end of each part.
+            images: What it shows.
+            where: The row, for messages.
+            last: Whether the row's prompt ends where its last reply begins, and not its first.
+
+        Raises:
+            DataError: the tokens before a reply are not those with which the model is asked for it.
+        """
+        text = self._shown(processor, rendered, Encoded(ids, _alternating(ends), ends[0]), images, where)
+        straddles = ids[: ends[0]] != self._plain(rendered.parts[0]) and len(rendered.parts) > 2
+        if last and len(ends) > 2:
+            begin, count = "".join(rendered.parts[:-1]), len(text.ids) - len(ids) + ends[-2]
+            straddles = straddles or processor.process(begin, images, where)[0] != text.ids[:count]
+            text = replace(text, prompt_tokens=count, shown=begin)
+        if straddles:
+            raise DataError(
+                f"{where}: the tokens before a reply are others where it is asked for than in the whole conversation "
+                "with its images, so its replies cannot be learned together. Set data.learn=completion."
+            )
+        return text
+
     def _up_to_ends(self, text: Encoded) -> list[bool]:
         """Return what is learned of each turn: up to the token at which generation ends, and that one."""
         learned, ids, stop = list(text.learned), text.ids, 0
@@ -557,6 +590,20 @@ class Encoder:
     def _plain(self, text: str) -> list[int]:
         ids: Any = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return list(ids)
+
+
+def _refuse_later_images(messages: Sequence[Message], where: str) -> None:
+    """Refuse messages from the first learned reply on that show an image.
+
+    Raises:
+        DataError: one does.
+    """
+    parts = (part for each in messages if isinstance(each["content"], list) for part in each["content"])
+    if any(part.get("type") in ("image", "video") for part in parts):
+        raise DataError(
+            f"{where}: an image stands behind the first reply that data.learn=assistant learns, and all have to stand "
+            "before it. Give the reply behind the image as a row of its own, with data.learn=completion."
+        )
 
 
 def _alternating(ends: Sequence[int]) -> list[bool]:

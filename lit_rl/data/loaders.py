@@ -40,8 +40,9 @@ class SlottedLoader(ABC, Generic[Batch]):
         fingerprint: Fingerprint of the rows.
         order: The order that assigns rows to each step.
         slots: Batches of a step on each rank.
-        rank: Index of this rank's part.
-        world_size: Number of parts, one for each rank.
+        rank: Index of this rank.
+        world_size: Number of ranks.
+        sharing: Number of neighbouring ranks that take the same rows; it divides the number of ranks.
         epoch: The epoch to begin with, where no state is loaded.
         limit: `trainer.limit_train_batches`: a number of batches, or a share of them if a float. It only tells which
             batch is an epoch's last.
@@ -64,19 +65,21 @@ class SlottedLoader(ABC, Generic[Batch]):
         slots: int = 1,
         rank: int = 0,
         world_size: int = 1,
+        sharing: int = 1,
         epoch: int = 0,
         limit: int | float = 1.0,
         allow_changed: bool = False,
         row_settings: Mapping[str, Any] | None = None,
     ) -> None:
-        if order.prompts_per_rollout % world_size:
-            below = order.prompts_per_rollout // world_size * world_size
-            above = below + world_size
+        parts = world_size // sharing
+        if order.prompts_per_rollout % parts:
+            below = order.prompts_per_rollout // parts * parts
+            above = below + parts
             near = f"the nearest that do are {below} and {above}" if below else f"the nearest that does is {above}"
             raise ConfigError(
                 f"{self.size_key}={order.prompts_per_rollout} does not divide over {world_size} ranks: {near}."
             )
-        self.order, self.slots, self.rank, self.world_size = order, slots, rank, world_size
+        self.order, self.slots, self.rank, self.world_size, self.sharing = order, slots, rank, world_size, sharing
         self.allow_changed, self.row_settings = allow_changed, row_settings or {}
         self.position = 0
         """Batches of the epoch that were taken."""
@@ -110,12 +113,13 @@ class SlottedLoader(ABC, Generic[Batch]):
     @property
     def share(self) -> int:
         """Rows of a step on each rank."""
-        return self.order.prompts_per_rollout // self.world_size
+        return self.order.prompts_per_rollout * self.sharing // self.world_size
 
     @property
     def own_rows(self) -> slice:
         """The part of a step's rows that is this rank's."""
-        return slice(self.rank * self.share, (self.rank + 1) * self.share)
+        part = self.rank // self.sharing
+        return slice(part * self.share, (part + 1) * self.share)
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch on this rank."""
@@ -311,7 +315,9 @@ class RolloutLoader(SlottedLoader[PromptBatch]):
 
     def _batch(self, rows: list[int], number: int) -> PromptBatch:
         occurrences = count_occurrences(rows)[self.own_rows]
-        return self.data.batch(rows[self.own_rows], occurrences=occurrences, rollout=number)
+        batch = self.data.batch(rows[self.own_rows], occurrences=occurrences, rollout=number)
+        batch.sharing, batch.share = self.sharing, self.rank % self.sharing
+        return batch
 
     def _upcoming(self, number: int) -> tuple[PromptBatch, ...]:
         """Return this rank's prompts of the next `ahead` rollouts, over epochs; fewer where the run ends before."""

@@ -176,6 +176,7 @@ class RolloutDataModule(SourcedDataModule):
             run=self._length() if lag else (math.inf, math.inf),
             draws=self.draws,
             epoch=trainer.current_epoch,
+            sharing=getattr(trainer.lightning_module, "ranks_per_group", 1),
             **self.place(),
         )
 

@@ -30,6 +30,7 @@ from lit_rl.environments.frames import ChatFrames, Frames, literal_ids
 from lit_rl.environments.observations import IMAGE_LIMIT, texts_of_content, with_texts
 from lit_rl.environments.runner import GRACE, Runner, RunningTask, TimedOut, TimedTask
 from lit_rl.environments.thoughts import speaks_on_channels, split_thoughts
+from lit_rl.rewards.jobs import OBJECTS
 
 _log = logging.getLogger(__name__)
 
@@ -122,8 +123,8 @@ class EpisodeRow:
     def failed(self) -> bool:
         return self.end in ("failed", "timeout")
 
-    def episode(self) -> Episode:
-        """Return the finished episode."""
+    def episode(self, *, with_object: bool = False) -> Episode:
+        """Return the finished episode, with the object that answered if that is asked for."""
         rewards = [reward for reward in self.turn_rewards if reward is not None]
         return Episode(
             prompt=self.prompt,
@@ -138,6 +139,7 @@ class EpisodeRow:
             observed_tokens=self.observed,
             seconds=self.seconds,
             error=self.error,
+            environment=self.environment.user_object if with_object and self.environment is not None else None,
         )
 
 
@@ -209,7 +211,8 @@ class Conversations(Responder):
         rewards = self._each(rows, _SeedOffset.REWARD, lambda row: row.made.reward())
         for row, reward in zip(rows, rewards):
             row.reward = self._unless_failed(row, reward)
-        return tuple(row.episode() for row in self._rows)
+        with_object = OBJECTS in self._factory.columns
+        return tuple(row.episode(with_object=with_object) for row in self._rows)
 
     def close(self) -> None:
         """Close the environments. Their errors are logged and otherwise ignored.

@@ -75,6 +75,11 @@ class Environment(ABC):
         """Return the reward of the whole episode when it is over; None where it has none beside those of its turns."""
         return None
 
+    @property
+    def user_object(self) -> Any:
+        """The object of the user's that answers, in this process; None where there is none."""
+        return None
+
     async def close(self) -> None:  # noqa: B027 (optional)
         """Release its resources."""
 
@@ -109,8 +114,14 @@ class EpisodeRequest:
     """Sampling settings; ``max_new_tokens`` are those of a turn."""
     row_keys: Sequence[int]
     """One a completion, any integers: what is random in it is drawn from its own."""
+    prompt_keys: Sequence[int]
+    """One a prompt, any integers: the same on all ranks that complete it."""
     context: float = 0
     """Tokens that a text and what is written behind it may have together, as far as the generator can tell; else 0."""
+    version: int = 0
+    """Optimizer steps that the policy has taken."""
+    device: Any = "cpu"
+    """The device of the policy."""
 
 
 class Interactive:
@@ -131,6 +142,8 @@ class Interactive:
     """True if replies are journaled for a run that is killed in the middle of a rollout; or in which folder."""
     columns: tuple[str, ...] = ("episodes",)
     """Names of the columns for rewards, beside those of the data."""
+    has_objects: bool = False
+    """True if episodes are answered by objects of a class of the user's."""
     given: Mapping[str, Any] = MappingProxyType({})
     """The constructor's arguments, by name: a part of a run's identity."""
 

@@ -320,7 +320,7 @@ class Interaction(EpisodeSource):
 
     def draw(self, request: EpisodeRequest) -> Completions:
         asked, sampling = request.prompts, request.sampling
-        of_group = [key for key in asked.keys for _ in range(asked.group_size)]
+        of_group = [key for key in request.prompt_keys for _ in range(asked.group_size)]
         seeds = request.row_keys if self.factory.seed == "sample" else of_group
         journal = None
         if self.journal is not None and request.batch.rollout >= 0:  # validations are not journaled

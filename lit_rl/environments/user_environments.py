@@ -250,6 +250,10 @@ class SteppedEnvironment(Environment):
         self._made, self._described = made, described
         self._turns = 0
 
+    @property
+    def user_object(self) -> Any:
+        return self._made
+
     async def reset(self, seed: int, row: Mapping[str, Any]) -> Opening:
         opening = await call_maybe_async(self._made.reset, **self._described.arguments(seed, row))
         if isinstance(opening, tuple) and len(opening) == 2:  # gymnasium's: observation, info
@@ -371,6 +375,10 @@ class ToolMethodsEnvironment(ToolEnvironment):
         super().__init__(toolbox, parser)
         self._made, self._described = made, described
 
+    @property
+    def user_object(self) -> Any:
+        return self._made
+
     async def reset(self, seed: int, row: Mapping[str, Any]) -> Opening:
         arguments = self._described.arguments(seed, row)
         return parse_opening(await call_maybe_async(self._made.reset, **arguments), f"{self._described.name}.reset")
@@ -465,6 +473,8 @@ class CustomEnvironment(EnvironmentFactory):
     Raises:
         ConfigError: there is no such class, it is no environment, or its tools cannot be described.
     """
+
+    has_objects = True
 
     def __init__(
         self,

@@ -21,8 +21,9 @@ from lit_rl.core.ranks import in_background_thread, run_on_all_ranks
 from lit_rl.core.rollout import Completions, PromptBatch, Prompts, Sampling
 from lit_rl.environments.environment_base import EpisodeRequest, EpisodeSource, RunTogether
 from lit_rl.generation.generator import ConversationsLost, EngineLost, Generator
-from lit_rl.generation.noise import prompt_key, row_keys
+from lit_rl.generation.noise import prompt_key, row_keys, sample_key
 from lit_rl.models.language_model import LanguageModel
+from lit_rl.rewards.jobs import OBJECTS
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class RolloutRequest:
     """Completions of each prompt."""
     seed: int
     """Seed of the samples."""
+    first_sample: int = 0
+    """Completions of each prompt that come before these, on other ranks."""
     interaction: EpisodeSource | None = None
     """The source of replies to the policy's turns. None: a completion is one turn."""
     on_finished: Callable[[int, list[int]], None] | None = None
@@ -89,7 +92,8 @@ class RolloutRequest:
             int(prompt_key(self.seed, batch.rollout, row, occurrence))
             for row, occurrence in zip(batch.rows, batch.occurrences, strict=True)
         ]
-        prompts = self.vocabulary.prompts(batch.prompt_ids, keys, self.group_size)
+        of_samples = [sample_key(key, self.first_sample) for key in keys] if self.first_sample else keys
+        prompts = self.vocabulary.prompts(batch.prompt_ids, of_samples, self.group_size)
         if batch.vision is not None:
             prompts = replace(prompts, vision=tuple(batch.vision(batch.rows)))
             if not generator.sees:
@@ -107,9 +111,10 @@ class RolloutRequest:
             return lambda: block_eos(generator.generate(prompts, sampling))
         # Each rank asks by itself where the policy itself generates.
         agree: RunTogether = (lambda work: work()) if generator.exact else run_on_all_ranks
-        row_noise = row_keys(keys, self.group_size).tolist()
-        episodes = EpisodeRequest(generator.generate, agree, batch, prompts, sampling, row_noise, generator.context)
+        row_noise = row_keys(of_samples, self.group_size).tolist()
         device = next((parameter.device for parameter in self.policy.parameters()), torch.device("cpu"))
+        state: dict[str, Any] = {"context": generator.context, "version": self.version, "device": device}
+        episodes = EpisodeRequest(generator.generate, agree, batch, prompts, sampling, row_noise, keys, **state)
 
         def draw() -> Completions:
             drawn = interaction.draw(episodes)
@@ -179,6 +184,8 @@ def as_reward_input(
         prompts = [each.prompt for each in episodes]
         columns |= {"episodes": [each.plain() for each in episodes]}
         columns |= {name: [each.extra[name] for each in episodes] for name in episodes[0].extra}
+        if any(each.environment is not None for each in episodes):
+            columns[OBJECTS] = [each.environment for each in episodes]
         replies: list[str | list[Message]] = [
             text if isinstance(prompt, str) else each.messages
             for prompt, text, each in zip(prompts, texts, episodes, strict=True)

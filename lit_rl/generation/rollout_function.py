@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import torch
 
+from lit_rl.core import ranks
 from lit_rl.core.declared_settings import checked
 from lit_rl.core.episode import End, Episode, Message, Prompt
 from lit_rl.core.errors import ConfigError, GenerationError, LitRLError, NumericError, describe_error, excerpt, in_range
@@ -193,9 +194,86 @@ class RolloutCalls(EpisodeSource):
 
 # ------------------------------------------------------------------ the second argument
 
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Settings of the sampling that have the same name in TRL."""
+
+_MAY_SAY_MORE = "(docs/agents.md, A function that makes the rollouts)"
+
+
+class TrainerPart:
+    """A part of TRL's trainer, with those of its names that rollout functions read.
+
+    Args:
+        part: Its name in the trainer.
+        named: The values by name.
+    """
+
+    def __init__(self, part: str, **named: Any) -> None:
+        self._part = part
+        vars(self).update(named)
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse another name of TRL's.
+
+        Raises:
+            AttributeError: always: Python finds existing attributes first.
+        """
+        if name == "_part":  # of a copy that is being made
+            raise AttributeError(name)
+        known = sorted(each for each in {*vars(self), *vars(type(self))} if not each.startswith("_"))
+        raise AttributeError(
+            f"trainer.{self._part} of a rollout function has no {name!r}. It has {', '.join(known)} {_MAY_SAY_MORE}."
+        )
+
+
+class VLLMGenerationCalls(TrainerPart):
+    """`trainer.vllm_generation`: TRL's call of its engine, answered by the run's generator of any kind.
+
+    Args:
+        handle: The trainer of the function.
+    """
+
+    def __init__(self, handle: RolloutHandle) -> None:
+        super().__init__("vllm_generation")
+        self._handle = handle
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        images: Sequence[Any] | None = None,
+        num_generations: int | None = None,
+        profiler: Any = None,
+    ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], list[list[list[int]]]]:
+        """Let the policy continue the tokens of each completion, once.
+
+        Args:
+            prompts: The tokens for each completion, those of a prompt repeated, as TRL passes them.
+            images: Not supported.
+            num_generations: Completions of a prompt, which are in `prompts`.
+            profiler: Not used.
+
+        Returns:
+            Prompt ids, completion ids, and for each token a list of one log-prob and one of its id.
+
+        Raises:
+            GenerationError: there are images, or not one text for each completion.
+        """
+        if images is not None and any(each is not None for each in images):
+            raise GenerationError("trainer.vllm_generation.generate got images, which a rollout function does not see.")
+        drawn = self._handle.generate(prompts)
+        logprobs = [[[value] for value in values] for values in drawn["logprobs"]]
+        ids = [[[token] for token in tokens] for tokens in drawn["completion_ids"]]
+        return drawn["prompt_ids"], drawn["completion_ids"], logprobs, ids
+
+    def sync_weights(self) -> None:
+        """Do nothing: the generator has the current weights before the function is called."""
+
 
 class RolloutHandle:
     """The `trainer` of a rollout function: the tokenizer, and the run's generator, synced to the policy.
+
+    The names of TRL's trainer that its rollout functions read are there too: settings of the sampling, also in `args`,
+    `state.global_step`, places and device in `accelerator`, and `vllm_generation.generate`.
 
     Args:
         request: The requested completions.
@@ -232,6 +310,21 @@ class RolloutHandle:
         """The columns of the data, one entry a completion."""
         self.num_generations = self._asked.group_size
         """Completions of each prompt."""
+        sampling, place = self.sampling, ranks.rank()
+        named = {name: getattr(sampling, name) for name in _SAMPLING}
+        named |= {"max_completion_length": sampling.max_new_tokens, "num_generations": self.num_generations}
+        named |= {"chat_template_kwargs": self.template_kwargs}
+        vars(self).update(named)
+        self.args = TrainerPart("args", **named)
+        self.state = TrainerPart("state", global_step=request.version)
+        self.accelerator = TrainerPart(
+            "accelerator",
+            device=torch.device(request.device),
+            process_index=place,
+            num_processes=ranks.world_size(),
+            is_main_process=place == 0,
+        )
+        self.vllm_generation = VLLMGenerationCalls(self)
 
     def __getattr__(self, name: str) -> Any:
         """Refuse a name of TRL's trainer, with a list of the names that exist.
@@ -242,7 +335,7 @@ class RolloutHandle:
         known = sorted({*vars(self), "generate"} - {each for each in vars(self) if each.startswith("_")})
         raise AttributeError(
             f"The trainer of a rollout function has no {name!r}: it is not TRL's GRPOTrainer. It has "
-            f"{', '.join(known)} (docs/agents.md, A function that makes the rollouts). "
+            f"{', '.join(known)} {_MAY_SAY_MORE}. "
             "Completions are drawn by trainer.generate(ids)."
         )
 

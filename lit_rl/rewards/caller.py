@@ -41,6 +41,7 @@ from lit_rl.rewards.contract import (
     text_of,
 )
 from lit_rl.rewards.jobs import (
+    OBJECTS,
     SERVICES,
     CallFailed,
     Failure,
@@ -314,7 +315,8 @@ class Caller:
         self._reset()
 
     def bind(self, columns: Sequence[str]) -> list[str]:
-        """Choose the arguments to call it with; see `contract.keywords`."""
+        """Choose the arguments to call it with; see `contract.keywords`. In a worker process it gets no objects."""
+        columns = [name for name in columns if self.pool is None or name != OBJECTS]
         wanted = keywords(self.name, self.function, columns)
         if self._cache is not None and "trainer_state" in argument_names(self.name, self.function):
             raise ConfigError(

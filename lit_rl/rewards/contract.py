@@ -123,9 +123,8 @@ _FIX = {
     "queries": "In OpenRLHF a query is a prompt and its response as one text. Name prompts and completions here.",
     "self": "This is a method without its object: pass the method of an object, CLASS(...).METHOD.",
     "episodes": "There are episodes only if an environment answers the policy: set env=tools or env=environment.",
-    "environments": "TRL passes its environment objects to reward functions. Here they are closed by then, and may "
-    "live in another process: give the environment a method get_reward(self) and set reward=environment, or name the "
-    "argument episodes, which has all messages.",
+    "environments": "There are objects of environments only if a class of yours answers the policy, env=environment. "
+    "The argument episodes has all messages of any.",
 }
 
 _LARGEST = float(torch.finfo(torch.float32).max)

@@ -108,6 +108,9 @@ def describe(returned: Any) -> str:
     return f"{reprlib.repr(returned)} ({kind})"
 
 
+OBJECTS = "environments"
+"""The argument of reward functions by which they get the objects that answered the policy, as TRL passes them."""
+
 SERVICES = ("trainer_state", "log_metric", "log_extra")
 """Arguments that are no data."""
 
@@ -303,6 +306,8 @@ def _copy(key: str, values: Sequence[Any] | None) -> list[Any] | None:
         return None
     if key == "completion_ids":  # plain integers, and too many for deepcopy, which visits each
         return [list(row) for row in values]
+    if key == OBJECTS:  # of the user's: a copy would be another object, and may not be possible
+        return list(values)
     return [copy.deepcopy(row) for row in values]
 
 

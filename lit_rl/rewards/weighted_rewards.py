@@ -35,6 +35,7 @@ from lit_rl.rewards.contract import (
     LooksAtData,
     Part,
     TakesRewardName,
+    argument_names,
     check_callable,
     check_extra_names,
     columns_read,
@@ -305,6 +306,10 @@ class Rewards:
     def comparing(self) -> tuple[str, ...]:
         """The functions whose values depend on the other completions of a prompt."""
         return tuple(name for name, caller in self._callers.items() if caller.compares_rows)
+
+    def naming(self, argument: str) -> tuple[str, ...]:
+        """Return the functions whose signature has the argument."""
+        return tuple(name for name, each in self.functions.items() if argument in argument_names(name, each))
 
     def has_level(self, metric: str | None = None) -> bool:
         """Tell whether a prompt's mean reward can be another than 0: that of one function, or of the weighted sum."""

@@ -16,6 +16,7 @@ import lightning as L
 import pytest
 import torch
 from composed_configs import tree_of
+from copied_engines import CopiedPolicyGenerator
 from tiers import quick
 
 from lit_rl.algorithms import GRPO, PPO, RLOO, Evaluation, Reinforce
@@ -43,7 +44,7 @@ from lit_rl.generation.vllm.server import VLLMServerGenerator
 from lit_rl.models import LanguageModel, forward
 from lit_rl.models.shared_prefix import run_shared
 from lit_rl.ops.returns import centered_turns, gae_of_turns, gigpo, process_supervised
-from lit_rl.rewards import Rewards, environment
+from lit_rl.rewards import Rewards, environment, from_paths
 
 METHODS: dict[str, Any] = {"grpo": GRPO, "rloo": RLOO, "reinforce": Reinforce, "ppo": PPO}
 SAMPLED = Sampling(max_new_tokens=4)
@@ -307,6 +308,87 @@ class FailsOften:
         if self.fails:
             raise RuntimeError("no connection")
         return "", float(sum(map(ord, action)) % 3), True, False, {}
+
+
+class Counts(GuessNumber):
+    """Counts its turns, fails in the third of some, and cannot be copied."""
+
+    def __init__(self) -> None:
+        self.turns, self.closed = 0, False
+
+    def step(self, action: str) -> tuple[Any, ...]:
+        self.turns += 1
+        if self.turns == 3 and self.number % 2:
+            raise ConnectionError("no server")
+        return "?", 0.0, False, False, {}
+
+    def close(self) -> None:
+        self.closed = True
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("another object would be rewarded")
+
+
+def test_rewards_get_the_objects_that_answered_as_in_trl(tmp_path: Path) -> None:
+    """Those of the episodes that did not fail, in the training and in a validation, by a function that names them."""
+    seen: list[tuple[list[Any], list[Any]]] = []
+
+    def turns(environments: list[Any], episodes: list[dict[str, Any]], **kwargs: Any) -> list[float]:
+        assert all(type(each) is Counts and each.closed for each in environments)
+        seen.append((environments, episodes))
+        return [float(each.turns) for each in environments]
+
+    env = guessing(Counts, max_failed=1.0)
+    module = module_of(reward=turns, env=env)
+    data, trainer = prompts(), trainer_of(tmp_path, num_sanity_val_steps=0, limit_val_batches=1)
+    trainer.fit(module, data)
+    trainer.validate(module, data, verbose=False)
+    assert env.columns == ("episodes",), "the user's settings are as they were"
+    (given, episodes), *validations = seen
+    assert len({id(each) for each in given}) == len(given) and validations
+    assert [each.turns for each in given] == [each["turns"] for each in episodes]
+    assert "environment" not in episodes[0]
+    kept = [each.environment for each in module.scored.completions.episodes if not each.failed]
+    total = module.scored.scores.total
+    assert kept == given and total[~total.isnan()].tolist() == [float(each.turns) for each in given]
+
+
+def names_environments(completions: list[Any], environments: list[Any]) -> list[float]:
+    return [float(each.turns) for each in environments]
+
+
+def gets_all(completions: list[Any], **kwargs: Any) -> list[float]:
+    return [float("environments" in kwargs)] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("key", "settings"),
+    [
+        ("env.workers=0", {"env": partial(guessing, "lit_rl.environments.games:GuessNumber", workers=1)}),
+        ("env.journal=false", {"env": partial(guessing, journal=True)}),
+        ("reward.cache=0", {"reward": lambda: Rewards(names_environments, cache=9)}),
+        ("reward.workers=0", {"reward": lambda: from_paths(f"{__file__}:names_environments")}),
+        ("generator.lag=0", {"generator": lambda: CopiedPolicyGenerator(lag=1)}),
+    ],
+)
+def test_objects_that_a_reward_cannot_get_are_refused(key: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    made = {name: make() for name, make in settings.items()}
+    module = module_of(**{"reward": names_environments, **made})
+    with pytest.raises(ConfigError, match="names_environments' names environments") as caught:
+        trainer_of(tmp_path).fit(module, prompts())
+    assert key in str(caught.value) and "name episodes instead" in str(caught.value)
+
+
+def test_a_function_in_a_worker_gets_no_objects_that_another_names(tmp_path: Path) -> None:
+    in_worker = from_paths(f"{__file__}:gets_all").functions["gets_all"]
+    rewards = Rewards({"mine": names_like_counts, "worker": in_worker})
+    module = module_of(reward=rewards, env=guessing())
+    trainer_of(tmp_path, limit_val_batches=0, num_sanity_val_steps=0).fit(module, prompts())
+    assert set(module.scored.scores.values[:, 1].tolist()) == {0.0}
+
+
+def names_like_counts(environments: list[Any]) -> list[float]:
+    return [float(each.number) for each in environments]
 
 
 def test_what_failed_is_unscored_counted_and_moves_nothing(tmp_path: Path) -> None:

@@ -12,16 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_rollouts import trainer
 
-from lit_rl.algorithms import GRPO, SFT
+from lit_rl.algorithms import GRPO, SFT, OnlineDPO
 from lit_rl.algorithms.checks.micro_batching import MicroBatches, StepRows, micro_batches_of_size
+from lit_rl.algorithms.checks.policy_gradient_checks import check_shared_groups
 from lit_rl.algorithms.loop import on_policy
 from lit_rl.algorithms.rollouts.rollout_plan import BatchPlan, RowCounts, deal_rows, micro_rows, minibatch_rows
+from lit_rl.algorithms.terms.groups import GroupReplay
 from lit_rl.core.errors import ConfigError
-from lit_rl.core.rollout import Sampling
+from lit_rl.core.rollout import PromptBatch, Sampling
 from lit_rl.data.example_module import SupervisedDataModule
-from lit_rl.data.order import fit_step_rows
+from lit_rl.data.loaders import RolloutLoader
+from lit_rl.data.order import RolloutOrder, fit_step_rows
 from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
+from lit_rl.generation.noise import row_keys, sample_key
 from lit_rl.ops.selection import top_entropy
 from lit_rl.rewards import exact_match
 
@@ -149,7 +153,8 @@ def test_micro_batches_are_balanced_by_the_tokens_of_rows_that_teach():
     [
         {"prompts_per_rollout": 7, "accumulate": 2},
         {"prompts_per_rollout": 2, "minibatches": 4},
-        {"prompts_per_rollout": 9, "world_size": 2},
+        {"prompts_per_rollout": 9, "group_size": 3, "world_size": 2},
+        {"prompts_per_rollout": 9, "split_groups": 4, "world_size": 2},
         {"prompts_per_rollout": 32, "minibatches": 3, "accumulate": 5, "world_size": 2},
     ],
 )
@@ -177,6 +182,46 @@ def test_what_does_not_divide_is_refused_with_three_settings_that_work(changes):
                 "accumulate": int(accumulate),
             }
         )
+
+
+@pytest.mark.parametrize(
+    ("prompts", "group_size", "minibatches", "ranks", "shared"),
+    [(1, 64, 1, 8, 8), (32, 8, 1, 64, 2), (6, 8, 1, 4, 2), (3, 8, 3, 2, 2), (2, 8, 2, 4, 4), (8, 8, 2, 4, 1)],
+)
+def test_ranks_share_prompts_that_do_not_divide_and_every_completion_is_drawn_once(
+    prompts, group_size, minibatches, ranks, shared
+):
+    """By the keys of its noise, which are those of one process."""
+    p = plan(prompts_per_rollout=prompts, group_size=group_size, minibatches=minibatches, world_size=ranks)
+    assert p.ranks_per_group == shared and ("prompt and rank" in str(p.table())) == (shared > 1)
+    rows = SimpleNamespace(
+        fingerprint="", batch=lambda rows, **more: PromptBatch([""] * len(rows), [], {}, rows, **more)
+    )
+    drawn, in_step = [], set()
+    for rank in range(ranks):
+        order = RolloutOrder((prompts,), prompts)
+        loader = RolloutLoader(rows, order, rank=rank, world_size=ranks, sharing=shared)  # pyright: ignore
+        (batch,) = loader
+        asked = GRPO("tiny", exact_match, group_size=group_size).request(batch)
+        keys = [sample_key(key, asked.first_sample) for key in batch.rows]
+        drawn += row_keys(keys, asked.group_size).tolist()
+        ids = torch.arange(len(batch)).repeat_interleave(asked.group_size)
+        assert len(batch) == p.prompts_per_rank and asked.group_size == group_size // shared
+        first = minibatch_rows(ids, p, seed=3, rollout=5, iteration=0)[0]
+        in_step |= {(rank // shared, tuple(ids[first].unique().tolist()))}
+    assert sorted(drawn) == sorted(row_keys(list(range(prompts)), group_size).tolist())
+    assert len(in_step) == ranks // shared, "ranks that share prompts take the same of them in a step"
+
+
+def test_what_compares_whole_groups_is_refused_where_ranks_share_them():
+    check_shared_groups(plan(world_size=2), ["a judge"])
+    check_shared_groups(plan(prompts_per_rollout=3, world_size=2), [])
+    with pytest.raises(ConfigError, match=r"prompts_per_rollout=3: of 2 ranks 2 .* a judge compares .* such as 4"):
+        check_shared_groups(plan(prompts_per_rollout=3, world_size=2), ["a judge"])
+    judged = GRPO("tiny", lambda completions, group_ids: [0.0] * len(completions), group_size=4)
+    assert list(judged.needs_whole_groups()) == [], "asking for groups is not comparing them"
+    assert list(OnlineDPO("tiny", exact_match).needs_whole_groups()) == ["OnlineDPO"]
+    assert list(GRPO("tiny", exact_match, replay=GroupReplay()).needs_whole_groups()) == ["algo/replay=buffer"]
 
 
 def test_counts_below_one_and_slices_that_are_not_equal_are_refused():

@@ -21,7 +21,7 @@ from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.evaluation.summary_statistics import Averages
 from lit_rl.algorithms.rollouts.rollout_plan import BatchPlan, step_counts
 from lit_rl.algorithms.rollouts.scored import Scored, Spare
-from lit_rl.algorithms.terms.groups import DynamicSampling, TopOfGroup, reward_per_token, shortest
+from lit_rl.algorithms.terms.groups import BestOfGroup, DynamicSampling, TopOfGroup, reward_per_token, shortest
 from lit_rl.core.errors import RewardError
 from lit_rl.core.rollout import Completions, PromptBatch, Sampling
 from lit_rl.data.prompt_module import RolloutDataModule
@@ -30,6 +30,7 @@ from lit_rl.ops.reductions import Metrics
 from lit_rl.rewards import Rewards
 
 GROUP = 2
+TOKENIZER: Any = SimpleNamespace(batch_decode=lambda rows, **_: ["" for _ in rows])
 SPARE = 1000
 """The spare prompt at position p is row `SPARE + p`."""
 
@@ -145,6 +146,40 @@ def test_ranks_draw_different_spare_prompts_under_one_cap(flat, ranks, cap):
         left = sum(row in flat for row in part.batch.rows)
         new += check(world, rows[rank], part, left)
     assert len(set(new)) == len(new) == counts["dropped"] - counts["empty"]
+
+
+@given(
+    rewards=st.lists(st.sampled_from([0.0, 0.5, 1.0, math.nan]), min_size=16, max_size=16),
+    groups=st.sampled_from(
+        [DynamicSampling(0), DynamicSampling(0, tolerance=0.3), TopOfGroup(2, shortest), BestOfGroup()]
+    ),
+)
+def test_ranks_that_share_prompts_choose_what_one_process_chooses(rewards, groups):
+    """Four prompts of four completions on four ranks: two have the first two prompts, half of each group each."""
+    lengths = [1 + row * 7 % 5 for row in range(16)]
+
+    def chosen(rows: list[int], size: int, ranks: Any, **shared: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        drawn = completions([lengths[row] for row in rows], size)
+        found = Scored(batch(range(len(rows) // size), **shared), drawn, scores([rewards[row] for row in rows]))
+        no_spare: Any = SimpleNamespace()
+        selected, metrics = groups(found, spare=no_spare, tokenizer=TOKENIZER, ranks=ranks)
+        kept = torch.ones(len(rows), dtype=torch.bool) if selected.kept is None else selected.kept
+        return kept, metrics
+
+    whole, metrics = chosen(list(range(16)), 4, Ranks())
+    expected = whole.view(2, 2, 2, 2)  # the pair of ranks, the prompt, the rank of the pair, the completion
+
+    def work(module: Any) -> Any:
+        pair, share = divmod(module.ranks.rank, 2)
+        rows = torch.arange(16).view(2, 2, 2, 2)[pair, :, share].flatten().tolist()
+        kept, mine = chosen(rows, 2, module.ranks, sharing=2, share=share)
+        assert torch.equal(kept, expected[pair, :, share].flatten())
+        return mine
+
+    every = Threads(4).run(work)
+    for name, (above, below) in metrics.items():
+        sums = [sum(float(mine[name][part]) for mine in every) for part in (0, 1)]
+        assert sums[0] * float(below) == pytest.approx(sums[1] * float(above)), name
 
 
 @pytest.mark.parametrize("exact", [True, False])

@@ -13,8 +13,7 @@ from byte_tokenizers import CHATML, make_tokenizer
 from merging_tokenizers import make_merging_tokenizer
 from transformers import ByT5Tokenizer
 
-from lit_rl.core.errors import ConfigError, DataError
-from lit_rl.core.visuals import ImageRef
+from lit_rl.core.errors import DataError
 from lit_rl.data.encode import Encoder
 from lit_rl.data.example_module import SupervisedDataModule
 from lit_rl.data.example_reader import ExampleOptions, read_examples
@@ -154,14 +153,11 @@ def test_two_replies_that_the_template_joins_are_refused():
         read([{"messages": [user("a"), assistant("b"), assistant("d")]}], joins)
 
 
-def test_a_tokenizer_without_offsets_and_a_row_with_images():
+def test_a_tokenizer_without_offsets():
     tokenizer = ByT5Tokenizer()
     tokenizer.chat_template = CHATML.replace("<|im_end|>", "</s>")
     (row,) = Encoder(tokenizer, learn="assistant").rows([], TALK, "f", every_turn=True)
     assert [text[0] for text in marked(tokenizer, row.ids, row.learned).split("[")[1:]] == ["b", "d"]
-    photo = ImageRef("x.png", "0" * 32, 2, 2)
-    with pytest.raises(ConfigError, match=r"f: the row has images, and data\.learn=assistant"):
-        Encoder(tokenizer, learn="assistant").rows([], TALK, "f", images=[photo])
 
 
 # ------------------------------------------------------------------------------------ TRL's templates for training

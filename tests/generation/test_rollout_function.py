@@ -482,12 +482,54 @@ def test_the_handle_is_used_as_it_has_to_be(policy: nn.Module) -> None:
             draw(policy, lambda prompts, trainer, texts=texts, rows=rows: trainer.generate(texts, rows=rows))
 
 
+def written_for_trl(prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
+    """What examples for TRL read of their trainer."""
+    tokenizer, args = trainer.processing_class, trainer.args
+    assert (args.temperature, args.top_p, args.top_k, args.min_p) == (1.0, 1.0, 0, 0.0)
+    assert (trainer.temperature, trainer.repetition_penalty, trainer.max_completion_length) == (1.0, 1.0, 6)
+    assert args.max_completion_length == 6 and args.num_generations == trainer.num_generations == 3
+    assert trainer.state.global_step == 7 and trainer.chat_template_kwargs == args.chat_template_kwargs == {}
+    place = trainer.accelerator
+    assert (place.process_index, place.num_processes, place.is_main_process) == (0, 1, True)
+    assert torch.zeros(1, device=place.device).device.type == "cpu"
+    asked = tokenizer(prompts[0])["input_ids"]
+    texts = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    assert texts[0] == asked
+    trainer.vllm_generation.sync_weights()
+    prompt_ids, completion_ids, logprobs, token_ids = trainer.vllm_generation.generate(
+        prompts=texts, images=None, num_generations=trainer.num_generations
+    )
+    assert [[each for (each,) in row] for row in token_ids] == completion_ids
+    logprobs = [[each[0] for each in row] for row in logprobs]
+    return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs}
+
+
+def test_a_function_that_was_written_for_trl_draws_what_a_run_without_it_draws(policy: nn.Module) -> None:
+    ours, usual = draw(policy, written_for_trl), draw(policy, None)
+    for name in ("prompt_ids", "response_ids", "sampler_logprobs", "ended"):
+        assert torch.equal(getattr(ours, name), getattr(usual, name)), name
+
+
+@pytest.mark.parametrize(
+    ("asks", "words"),
+    [
+        (lambda trainer: trainer.args.learning_rate, "trainer.args .* no 'learning_rate'. It has .*temperature, top_k"),
+        (lambda trainer: trainer.accelerator.gather, "trainer.accelerator .* no 'gather'. It has device, is_main"),
+        (lambda trainer: trainer.vllm_generation.llm, "trainer.vllm_generation .* no 'llm'. It has generate, sync_w"),
+        (lambda trainer: trainer.vllm_generation.generate([[3]], images=[[1]]), "got images"),
+    ],
+)
+def test_what_a_part_of_the_trainer_of_trl_has_not_is_said(policy: nn.Module, asks: Any, words: str) -> None:
+    with pytest.raises(GenerationError, match=words):
+        draw(policy, lambda prompts, trainer: asks(trainer))
+
+
 def test_a_name_of_the_trainer_of_trl_is_answered_with_what_there_is(policy: nn.Module) -> None:
     def reaches(prompts: Sequence[str], trainer: Any) -> Any:
         assert getattr(trainer, "model", None) is None and trainer.processing_class is trainer.tokenizer
-        return trainer.args.max_completion_length
+        return trainer.optimizer.param_groups
 
-    there = r"no 'args': it is not TRL's GRPOTrainer. It has columns, .*generate, .*tokenizer.*trainer\.generate\(ids\)"
+    there = r"no 'optimizer': it is not TRL's GRPOTrainer. It has .*columns, .*generate, .*tokenizer.*trainer\.generate"
     with pytest.raises(Exception, match=there):
         draw(policy, reaches)
 

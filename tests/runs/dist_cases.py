@@ -28,7 +28,7 @@ from lit_rl.algorithms import BCO, DPO, GRPO, KTO, PPO, Constant, Reinforce, Rew
 from lit_rl.algorithms.optim.optimizers import ByPath
 from lit_rl.algorithms.optim.strategies import FSDP2Strategy
 from lit_rl.algorithms.terms.credit import RoleBaseline, RunningNorm
-from lit_rl.algorithms.terms.groups import DynamicSampling
+from lit_rl.algorithms.terms.groups import BestOfGroup, DynamicSampling, TopOfGroup, shortest
 from lit_rl.algorithms.terms.regularizers import AdaptiveEntropy, AdaptiveKL
 from lit_rl.algorithms.terms.verdict_terms import DensityRatio
 from lit_rl.core.rollout import Sampling
@@ -292,7 +292,8 @@ def term(
             "tiny", settings.pop("reward", varied), scheduler=Constant(),
             optimizer=ByPath("torch.optim.SGD", lr=settings.pop("lr")), **settings,
         )  # fmt: skip
-        return module, RolloutDataModule(task=Addition(max_operand=5, val_rows=4), prompts_per_rollout=8, **data)
+        data = {"prompts_per_rollout": 8, **data}
+        return module, RolloutDataModule(task=Addition(max_operand=5, val_rows=4), **data)
 
     clipped = {"gradient_clip_val": 1.0}
     return Case(
@@ -357,6 +358,38 @@ TERMS = {
         GRPO,
         lambda: {"groups": DynamicSampling(6, tolerance=0.3), "data": {"curriculum": Curriculum()}},
         shown=metric("curriculum/rows/unseen", lambda share: share < 0.5),
+    ),
+    # Prompts that do not divide over two ranks: both complete each of them, and draw what one process draws.
+    "shared-one-prompt": term(GRPO, lambda: {"group_size": 8, "data": {"prompts_per_rollout": 1}}, fsdp=True),
+    "shared-steps": term(
+        GRPO,
+        lambda: {
+            "minibatches": 3, "iterations": 2, "advantage": advantages.pass_at_k, "data": {"prompts_per_rollout": 3}
+        },
+    ),
+    "shared-dynamic": term(
+        GRPO,
+        lambda: {
+            "groups": DynamicSampling(6, tolerance=0.3), "group_size": 6,
+            "data": {"prompts_per_rollout": 5, "curriculum": Curriculum()},
+        },
+        shown=metric("groups/drawn", lambda drawn: drawn > 0),
+    ),
+    "shared-top": term(
+        GRPO,
+        lambda: {
+            "groups": TopOfGroup(3, shortest), "group_size": 8, "minibatches": 3, "data": {"prompts_per_rollout": 3}
+        },
+    ),
+    "shared-best": term(
+        GRPO,
+        lambda: {
+            "groups": BestOfGroup(), "advantage": advantages.constant, "group_size": 6,
+            "data": {"prompts_per_rollout": 3},
+        },
+    ),
+    "shared-greedy": term(
+        GRPO, lambda: {"advantage": advantages.remax, "group_size": 2, "data": {"prompts_per_rollout": 5}}
     ),
     "whitened": term(
         Reinforce,
@@ -458,6 +491,7 @@ class Drawn(Watch):
         mask = completions.response_mask if completions.attended is None else completions.attended
         for place, episode in enumerate(completions.episodes):
             row, number = scored.batch.rows[place // scored.group_size], place % scored.group_size
+            number += scored.batch.share * scored.group_size
             mine[f"{row}/{number}"] = {
                 "ids": completions.response_ids[place][mask[place]].tolist(),
                 "written": completions.response_mask[place][mask[place]].tolist(),
@@ -485,12 +519,14 @@ def _turns_differ_and_one_rank_fails(left: Any) -> bool:
     return uneven and failing == {KINDS.index("fails")}
 
 
-def episodes(make: Callable[[], Any], reward: Any, shown: Shown | None = None, **settings: Any) -> Case:
+def episodes(
+    make: Callable[[], Any], reward: Any, shown: Shown | None = None, prompts: int = 4, **settings: Any
+) -> Case:
     def made(_: Path) -> tuple[Any, Any]:
         module = GRPO("tiny", reward, env=make(), optimizer=ByPath("torch.optim.SGD", lr=0.03), scheduler=Constant(),
                       sampling=Sampling(max_new_tokens=4), group_size=4, **settings)  # fmt: skip
         rows = [{"prompt": f"{place}=", "kind": kind} for place, kind in enumerate(KINDS)]
-        return module, RolloutDataModule(rows=rows, prompts_per_rollout=4, val_fraction=0.0)
+        return module, RolloutDataModule(rows=rows, prompts_per_rollout=prompts, val_fraction=0.0)
 
     # Two rollouts, one epoch. Two processes sum in another order, and each step adds to that difference: in the fourth
     # rollout one token was drawn differently on one kind of processor.
@@ -505,6 +541,7 @@ EPISODES = {
     "episodes-game": episodes(_game, environment, _turns_differ_and_one_rank_fails),
     "episodes-echo": episodes(_game, environment, metric("echo_loss", lambda loss: loss > 0), echo_coef=0.3),
     "episodes-function": episodes(lambda: RolloutFunction(goes_on, max_tokens=16), characters),
+    "episodes-shared": episodes(_game, environment, prompts=3),
 }
 
 # Policies over images. All of the policy is trained, what sees too, and in some micro-batches no row of a rank shows

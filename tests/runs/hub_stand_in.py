@@ -18,6 +18,7 @@ class HubStandIn:
         self.token, self.url = token, ""
         self.made: list[dict[str, Any]] = []
         self.files: dict[str, dict[str, bytes]] = {}
+        """By repository, or `repository@branch`."""
         self.earlier: dict[str, list[dict[str, bytes]]] = {}
         """The files of a repository after each commit."""
         self.messages: list[str] = []
@@ -54,7 +55,8 @@ class _Handler(BaseHTTPRequestHandler):
             files = [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in asked]
             self._say(200, {"files": files})
         elif "/commit/" in self.path:
-            repository = self.path.split("/", 3)[3].split("/commit/")[0]
+            repository, _, branch = self.path.split("/", 3)[3].partition("/commit/")
+            repository += "" if branch == "main" else f"@{branch}"
             self.stand_in.at_once += 1
             self.stand_in.most_at_once = max(self.stand_in.most_at_once, self.stand_in.at_once)
             self.stand_in.answers.wait(30)

@@ -101,7 +101,7 @@ def ended(folder: Path, **more: Any) -> None:
 def refused(folder: Path) -> None:
     """Steps that do not divide over the two: leave `refused.pt`, what each rank refused, before it read weights."""
     said: list[list[str]] = []
-    for words in (["algo=dpo", "data.batch_size=3"], ["algo=grpo", "data.prompts_per_rollout=3"]):
+    for words in (["algo=dpo", "data.batch_size=3"], ["algo=grpo", "data.prompts_per_rollout=3", "algo.group_size=3"]):
         module, data = dist_equal.parts(*words)
         trainer = dist_equal.trainer(folder, 2, max_steps=1)
         try:

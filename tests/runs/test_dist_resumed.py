@@ -39,6 +39,7 @@ SMALL = ["data.task.max_operand=5", "data.task.val_rows=4", "algo.group_size=4"]
 SHAPES = {
     "ddp": [*SMALL, *STATEFUL, "data.prompts_per_rollout=16"],
     "fsdp": [*SMALL, *PPO, "algo/kl_control=adaptive"],
+    "shared": [*SMALL, *PASSES, "algo/groups=dynamic", "algo.groups.max_draws=2", "data.prompts_per_rollout=6"],
 }
 STEPS, STOP = 8, 6
 

@@ -1,4 +1,4 @@
-"""`callbacks.hub_samples`: the hub's own client sends the files of `samples/`, and no failure of it ends a run."""
+"""What a run sends to the hub by the hub's own client, `samples/` and exports: no failure of it ends a run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from hub_stand_in import HubStandIn, hub
 from huggingface_hub import constants
+from lightning.pytorch.trainer.states import TrainerFn
 from runs_helpers import SMALL
 
-from lit_rl.callbacks import GracefulStop, HubSamples
+from lit_rl.callbacks import Export, GracefulStop, HubSamples
 from lit_rl.callbacks.hub_samples import CARD
 from lit_rl.callbacks.output_files import write_parquet
 from lit_rl.core import machine
+from lit_rl.core.errors import ConfigError
 
 
 @pytest.fixture
@@ -181,3 +184,133 @@ def test_a_run_whose_hub_refuses_it_ends_well_and_its_next_part_sends_all(stand_
         stand_in.made[-1].get("visibility"),
         *(k for k, v in stand_in.made[-1].items() if v is True),
     )
+
+
+# ------------------------------------------------------------------ exports
+
+
+class Run:
+    """A training with the callback: `step(n)` ends optimizer step n, `validated(reward)` a validation."""
+
+    def __init__(self, folder: Path, mode: str = "max", **settings: Any) -> None:
+        self.callback = Export(str(folder), **settings)
+        self.module: Any = SimpleNamespace(
+            policy=torch.nn.Linear(1, 1), model=SimpleNamespace(name="tiny"), export=self._written
+        )
+        self.trainer: Any = trainer(
+            folder, global_step=0, callback_metrics={}, sanity_checking=False, datamodule=None,
+            checkpoint_callback=SimpleNamespace(monitor="val/reward", mode=mode),
+            state=SimpleNamespace(fn=TrainerFn.FITTING),
+            strategy=SimpleNamespace(barrier=lambda: None, broadcast=lambda value: value),
+        )  # fmt: skip
+        self.callback.setup(self.trainer, self.module, "fit")
+        self.callback.on_train_start(self.trainer, self.module)
+
+    def _written(self, weights: Any, folder: Path, card: Any) -> None:
+        folder.mkdir(parents=True)
+        (folder / "model.txt").write_text(f"step {self.trainer.global_step}")
+
+    def step(self, number: int, beside: bool = False) -> None:
+        self.trainer.global_step = number
+        self.callback.on_train_batch_end(self.trainer, self.module, None, None, 0)
+        if not beside:
+            until(lambda: not self.callback._pushes.busy())
+
+    def validated(self, reward: float) -> None:
+        self.trainer.callback_metrics = {"val/reward": torch.tensor(reward)}
+        self.callback.on_validation_end(self.trainer, self.module)
+        until(lambda: not self.callback._pushes.busy())
+
+    def end(self) -> None:
+        self.callback.on_train_end(self.trainer, self.module)
+        self.callback.teardown(self.trainer, self.module, "fit")
+
+
+def on_hub(stand_in: HubStandIn, branch: str = "") -> str:
+    return stand_in.files.get(f"ann/adds{branch}", {}).get("model.txt", b"").decode()
+
+
+def test_every_export_is_sent_and_the_last_step_too(stand_in, tmp_path):
+    run = Run(tmp_path, every=2, push_to_hub="ann/adds")
+    for step in range(1, 4):
+        run.step(step)
+    assert on_hub(stand_in) == "step 2" and stand_in.messages == ["lit_rl, step 2"]
+    run.end()
+    assert on_hub(stand_in) == "step 3" and stand_in.messages == ["lit_rl, step 2", "lit_rl, step 3"]
+    (made, *_) = stand_in.made
+    assert made["name"] == "adds" and "private" in (made.get("visibility"), *made) and "type" not in made
+
+
+@pytest.mark.parametrize(("mode", "sign"), [("max", 1), ("min", -1)])
+def test_the_best_is_on_main_alone_in_its_folder_and_the_newest_on_a_branch(stand_in, tmp_path, mode, sign):
+    run = Run(tmp_path, mode, every=1, best=True, push_to_hub="ann/adds")
+    for step, reward in enumerate([0.2, float("nan"), 0.5, 0.4, 0.5], start=1):
+        run.step(step)
+        run.validated(sign * reward)
+    run.end()
+    assert on_hub(stand_in) == "step 3" and on_hub(stand_in, "@newest") == "step 5"
+    assert f"lit_rl, step 3, best val/reward {sign * 0.5:g}" in stand_in.messages
+    assert sorted(each.name for each in tmp_path.glob("best_*")) == ["best_00000003"]
+    resumed = Run(tmp_path, mode, best=True)
+    resumed.callback.load_state_dict(run.callback.state_dict())
+    resumed.step(6)
+    resumed.validated(sign * 0.45)
+    assert (tmp_path / "best_00000003").exists(), "a resumed run knows the best"
+    resumed.validated(sign * 0.6)
+    assert [each.name for each in tmp_path.glob("best_*")] == ["best_00000006"]
+
+
+def test_a_push_that_fails_is_warned_of_and_the_next_or_the_end_makes_up_for_it(stand_in, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
+    run = Run(tmp_path, every=1, push_to_hub="ann/adds")
+    with pytest.warns(UserWarning, match="Export failed in sending weights to ann/adds"):
+        run.step(1)
+    run.step(2)
+    assert run.callback.unwritten.failures == 2 and not stand_in.files
+    monkeypatch.setenv("HF_TOKEN", "hf_of_a_test")
+    run.end()
+    assert stand_in.messages == ["lit_rl, step 2"], "what failed last is tried once more"
+
+
+def test_steps_go_on_beside_a_push_and_the_newest_follows_it(stand_in, tmp_path):
+    run = Run(tmp_path, every=1, push_to_hub="ann/adds", wait=30.0)
+    stand_in.answers.clear()
+    run.step(1, beside=True)
+    until(lambda: stand_in.at_once)
+    for step in (2, 3):
+        run.step(step, beside=True)
+    assert not stand_in.messages and stand_in.at_once == 1
+    threading.Timer(0.2, stand_in.answers.set).start()
+    run.end()
+    assert stand_in.messages == ["lit_rl, step 1", "lit_rl, step 3"] and stand_in.most_at_once == 1
+    late = Run(tmp_path / "late", every=1, push_to_hub="ann/adds", wait=0.1)
+    stand_in.answers.clear()
+    late.step(1, beside=True)
+    with pytest.warns(UserWarning, match="it was not over after 0.1 seconds"):
+        late.end()
+
+
+def test_what_would_send_nothing_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"callbacks.export.push_to_hub=ann/adds.*callbacks.export.best=true"):
+        Export("x", push_to_hub="ann/adds")
+    with pytest.raises(ConfigError, match=r"callbacks.export.push_to_hub='adds' has no owner"):
+        Export("x", every=1, push_to_hub="adds")
+    run = Run(tmp_path, best=True)
+    run.trainer.checkpoint_callback.monitor = "step"
+    with pytest.raises(ConfigError, match=r"callbacks.checkpoint.monitor=step, which is no metric"):
+        run.callback.setup(run.trainer, run.module, "fit")
+    run.trainer.checkpoint_callback.monitor = "val/rewrad"
+    with pytest.raises(ConfigError, match=r"logged no val/rewrad.*There are: val/reward"):
+        run.validated(0.5)
+
+
+@pytest.mark.all
+def test_a_run_sends_its_best_and_its_newest_export(stand_in, train, tmp_path):
+    words = [*SMALL, "callbacks.export.every=2", "callbacks.export.best=true", "callbacks.export.push_to_hub=ann/adds"]
+    words += ["callbacks.checkpoint.monitor=val/reward", "trainer.max_steps=3", "trainer.val_check_interval=1"]
+    assert train(*words, f"run_dir={tmp_path}") == 0
+    (best,) = (tmp_path / "hf_steps").glob("best_*")
+    for folder, branch in ((best, ""), (tmp_path / "hf_steps" / "step_00000003", "@newest")):
+        taken = {name: content for name, content in stand_in.files[f"ann/adds{branch}"].items() if name != "README.md"}
+        assert taken == {each.name: each.read_bytes() for each in folder.iterdir() if each.name != "README.md"}
+    assert not any("hf_of_a_test" in (tmp_path / name).read_text() for name in ("config.yaml", "summary.json"))

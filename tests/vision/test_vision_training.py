@@ -238,6 +238,12 @@ def texts() -> list[dict[str, Any]]:
     return [{**row, "completion": [{"role": "assistant", "content": row["answer"]}]} for row in rows()]
 
 
+def conversations() -> list[dict[str, Any]]:
+    """Two replies behind an image."""
+    again = [{"role": "user", "content": "Again?"}, {"role": "assistant", "content": "yes"}]
+    return [{**row, "completion": [*row["completion"], *again]} for row in texts()]
+
+
 def pairs() -> list[dict[str, Any]]:
     return [
         {
@@ -250,17 +256,18 @@ def pairs() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", kinds("idefics3", "gemma3", "qwen2_5_vl", "llava_onevision"))
-@pytest.mark.parametrize("method", ["sft", "dpo"])
+@pytest.mark.parametrize("method", ["sft", "dpo", "sft-assistant"])
 def test_data_sets_with_images_are_learned_whatever_the_cut(
     toy_folder: Any, kind: str, method: str, tmp_path: Path
 ) -> None:
     folder, found = str(toy_folder(kind)), []
     for parts in (1, 3):
-        module = SFT(folder) if method == "sft" else DPO(folder)
+        module = DPO(folder) if method == "dpo" else SFT(folder)
+        learn, said = ("assistant", conversations()) if method == "sft-assistant" else ("completion", texts())
         data: Any = (
-            SupervisedDataModule(rows=texts(), batch_size=6, val_fraction=0.0)
-            if method == "sft"
-            else PreferenceDataModule(rows=pairs(), batch_size=6, val_fraction=0.0)
+            PreferenceDataModule(rows=pairs(), batch_size=6, val_fraction=0.0)
+            if method == "dpo"
+            else SupervisedDataModule(rows=said, batch_size=6, val_fraction=0.0, learn=learn)
         )
         found.append(fitted(module, data, tmp_path / str(parts), steps=3, accumulate_grad_batches=parts))
     for name, value in found[0].items():

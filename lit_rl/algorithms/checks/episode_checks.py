@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from lit_rl.environments.user_environments import ENVIRONMENT_COLUMN
 from lit_rl.generation.generator import Generator
 from lit_rl.generation.rollout_function import RolloutCalls, RolloutFunction
 from lit_rl.models.language_model import LanguageModel
+from lit_rl.rewards.contract import FunctionFromPath
+from lit_rl.rewards.jobs import OBJECTS
 from lit_rl.rewards.task_rewards import environment, environment_turns
 from lit_rl.rewards.weighted_rewards import Rewards
 
@@ -221,6 +223,41 @@ def check_episode_length(model: LanguageModel, interaction: EpisodeSource, longe
         f"An episode may have {needed} tokens ({listed}), but the context of {model.name} holds {context}. Lower "
         f"{' or '.join(key for key in parts if key.startswith('env.') and parts[key])}, or data.max_prompt_tokens."
     )
+
+
+def with_objects(env: Interactive, rewards: Rewards, generator: Generator, columns: Sequence[str]) -> Interactive:
+    """Return the settings with the objects of environments as a column for rewards, if a function names it.
+
+    Args:
+        env: The settings as given; they are not changed.
+        rewards: The reward functions.
+        generator: The generator.
+        columns: Columns of the data: one of that name is what the function means.
+
+    Raises:
+        ConfigError: the objects are in other processes, are replayed, or the function is.
+    """
+    naming = rewards.naming(OBJECTS)
+    if not naming or not env.has_objects or OBJECTS in columns or OBJECTS in env.columns:
+        return env
+    elsewhere = [name for name in naming if isinstance(rewards.functions[name], FunctionFromPath)]
+    workers, pool = rewards.settings.workers, getattr(env, "pool", None)
+    reasons = {
+        "env.workers: the objects are in other processes. Set env.workers=0": pool is not None,
+        "env.journal: a resumed run has their answers, not the objects. Set env.journal=false": bool(env.journal),
+        f"generator.lag={generator.lag}: a checkpoint cannot hold them. Set generator.lag=0": generator.lag > 0,
+        f"reward.workers={workers}: it runs in another process. Set reward.workers=0": bool(elsewhere and workers),
+        "reward.cache: its value depends on an object. Set reward.cache=0": rewards.settings.cache > 0,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigError(
+                f"The reward function {naming[0]!r} names {OBJECTS}, objects of env=environment, which it cannot get "
+                f"with {reason}, or name episodes instead, which has all messages."
+            )
+    given = copy.copy(env)
+    given.columns = (*env.columns, OBJECTS)
+    return given
 
 
 def check_episode_rewards(env: Interactive, rewards: Rewards) -> None:

@@ -13,7 +13,7 @@ no row is left out.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from lit_rl.algorithms.chosen_functions import (
     setting_of,
 )
 from lit_rl.algorithms.optim.strategies import flattens_weights, shards_weights
+from lit_rl.algorithms.rollouts.rollout_plan import BatchPlan
 from lit_rl.algorithms.terms.credit import CreditAssignment, Roles, Whitening
 from lit_rl.algorithms.terms.regularizers import KLControl
 from lit_rl.algorithms.terms.token_weights import EngineCorrection
@@ -307,6 +308,26 @@ def check_comparing_rewards(comparing: Sequence[str], group_size: int) -> None:
             f"algo.group_size={group_size}: the reward function {comparing[0]!r} compares the completions of a prompt "
             "with each other, and there is one, which has no reward. Set it to 2 or more (8 is usual), or a reward "
             "such as reward=judge."
+        )
+
+
+def check_shared_groups(plan: BatchPlan, comparing: Iterable[str]) -> None:
+    """Refuse parts that compare the completions of a prompt where several ranks share them.
+
+    Args:
+        plan: The batch sizes.
+        comparing: Names of such parts.
+
+    Raises:
+        ConfigError: names the part, and the numbers of prompts that keep groups on one rank.
+    """
+    shared, unit = plan.ranks_per_group, plan.world_size * plan.minibatches
+    for name in comparing if shared > 1 else ():
+        above = -(-plan.prompts_per_rollout // unit) * unit
+        raise ConfigError(
+            f"data.prompts_per_rollout={plan.prompts_per_rollout}: of {plan.world_size} ranks {shared} would share the "
+            f"completions of a prompt, and {name} compares all of them with each other, on one rank. Set it to a "
+            f"multiple of {unit}, such as {above}."
         )
 
 

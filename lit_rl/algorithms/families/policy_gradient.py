@@ -373,6 +373,11 @@ class PolicyGradient(OnPolicyModule, ABC):
     def columns_read(self, columns: Sequence[str]) -> set[str]:
         return super().columns_read(columns) | (set() if self.credit.roles is None else {self.credit.roles.column})
 
+    def needs_whole_groups(self) -> Iterator[str]:
+        yield from super().needs_whole_groups()
+        if self.replay is not None:
+            yield "algo/replay=buffer"
+
     def _check_terms(self) -> None:
         """Refuse incompatible terms before anything is loaded; each term has already checked its own settings."""
         name, weighted = type(self).__name__, self.engine_correction.correction is not None

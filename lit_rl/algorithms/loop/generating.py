@@ -254,7 +254,9 @@ class GeneratingModule(PolicyModule):
     def request(
         self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
     ) -> RolloutRequest:
-        """Return the request to the source of rollouts: completions of these prompts by the current policy."""
+        """Return the request to the source of rollouts: completions of these prompts by the current policy; by default
+        this rank's share of the training's groups."""
+        size = group_size or self.group_size // batch.sharing
         return RolloutRequest(
             batch,
             self.policy,
@@ -262,8 +264,9 @@ class GeneratingModule(PolicyModule):
             interaction=self.interaction,
             version=self.global_step,
             sampling=sampling or self.sampling,
-            group_size=group_size or self.group_size,
+            group_size=size,
             seed=self.seed,
+            first_sample=0 if group_size else batch.share * size,
         )
 
     @property

@@ -21,8 +21,12 @@ from lit_rl.algorithms.checks import data_and_trainer, episode_checks, model_siz
 from lit_rl.algorithms.checks.memory import REWARD_MODELS, RowLengths
 from lit_rl.algorithms.checks.micro_batching import StepRows
 from lit_rl.algorithms.checks.model_sizes import StepFacts
-from lit_rl.algorithms.checks.policy_gradient_checks import check_comparing_rewards, check_weight_copies
-from lit_rl.algorithms.checks.strategy_checks import Feature
+from lit_rl.algorithms.checks.policy_gradient_checks import (
+    check_comparing_rewards,
+    check_shared_groups,
+    check_weight_copies,
+)
+from lit_rl.algorithms.checks.strategy_checks import Feature, check_proven
 from lit_rl.algorithms.data_parallel import data_world_size
 from lit_rl.algorithms.evaluation.validation import MOST_ROWS, entropies
 from lit_rl.algorithms.loop.generating import GeneratingModule
@@ -75,6 +79,8 @@ class OnPolicyModule(GeneratingModule, ABC):
         self.feedback: CurriculumFeedback | None = None
         """The link to the data's curriculum; None without one."""
         self.plan: BatchPlan | None = None
+        self.ranks_per_group = 1
+        """Ranks that complete the same prompts, each a share of every group."""
         self.rollout: Rollout | None = None
         self.scored: Scored | None = None
         self.seen: SeenRows | None = None
@@ -236,7 +242,8 @@ class OnPolicyModule(GeneratingModule, ABC):
             return scored, {}
         datamodule = getattr(self.trainer_or_none, "datamodule", None)
         reward = self.reward if self.feedback is None else self.feedback.noting(self.reward)
-        spare = Spare(datamodule, self.draw_rollout, self.draw, reward, self.generator.exact)
+        shared = scored.batch.sharing, scored.batch.share
+        spare = Spare(datamodule, self.draw_rollout, self.draw, reward, self.generator.exact, *shared)
         return self.groups(scored, spare=spare, tokenizer=self.tokenizer, ranks=self.ranks)
 
     def judged(self, scored: Scored) -> Scored:
@@ -246,10 +253,13 @@ class OnPolicyModule(GeneratingModule, ABC):
     def greedy_rewards(self, batch: PromptBatch) -> Tensor:
         """Return the reward `(b,)` of the greedy completion of each row's prompt."""
         greedy = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+        counted = self.source.sampled_tokens
         with fail_on_all_ranks(self.ranks):
             completions = self.draw(batch, greedy, group_size=1, score_early=True)
+        if batch.share:  # the first of the ranks that share the prompts counts them
+            self.source.sampled_tokens = counted
         total = self.reward_together(batch, completions).total
-        return total.to(completions.response_ids.device).repeat_interleave(self.group_size)
+        return total.to(completions.response_ids.device).repeat_interleave(self.group_size // batch.sharing)
 
     @property
     def steps_per_rollout(self) -> int:
@@ -356,6 +366,12 @@ class OnPolicyModule(GeneratingModule, ABC):
         if getattr(getattr(self.trainer_or_none, "datamodule", None), "curriculum", None) is not None:
             yield Feature("curriculum", "data.curriculum", "Leave it out")
 
+    def needs_whole_groups(self) -> Iterator[str]:
+        """Yield what compares the completions of a prompt with each other, and so needs all of them on one rank."""
+        if self.compares_in_step:
+            yield type(self).__name__ if self.learns_by_judge else "algo.loss"
+        yield from (f"the reward function {name!r}" for name in self.reward_functions.comparing)
+
     @property
     def ranks_score_together(self) -> bool:
         """True if all ranks score equally often: not if episodes may fail, or groups are drawn anew."""
@@ -368,6 +384,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             ConfigError: reward, generator or sampling are incompatible with it.
         """
         episode_checks.check_episode_rewards(env, self.reward_functions)
+        env = episode_checks.with_objects(env, self.reward_functions, self.generator, data.columns)
         self._lower_turns(env)
         episode_checks.check_episodes(env, self.generator, self.sampling, self.evaluation)
         journal = episode_checks.open_journal(env, self.trainer.default_root_dir, self.trainer.global_rank)
@@ -415,7 +432,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         prompts = data_and_trainer.check_prompt_data(data)
         if not getattr(prompts, "size_is_given", True):
             return  # checked once the rows are read
-        BatchPlan(
+        plan = BatchPlan(
             prompts_per_rollout=prompts.prompts_per_rollout,
             group_size=self.group_size,
             minibatches=self.minibatches,
@@ -424,6 +441,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             world_size=data_world_size(trainer),
             split_groups=self.micro_batches.slices,
         )
+        check_shared_groups(plan, self.needs_whole_groups())
 
     def _plan_batches(self, data: Any) -> None:
         """Plan the batches of a rollout, and the micro-batches of a step."""
@@ -437,12 +455,19 @@ class OnPolicyModule(GeneratingModule, ABC):
             split_groups=self.micro_batches.slices,
             max_new_tokens=self.longest_response(self.sampling),
         )
+        check_shared_groups(plan, self.needs_whole_groups())
+        self.ranks_per_group = plan.ranks_per_group
+        if plan.ranks_per_group > 1:
+            what = f"A prompt's completions on {plan.ranks_per_group} ranks"
+            instead = f"Set data.prompts_per_rollout to a multiple of {plan.world_size * plan.minibatches}"
+            check_proven(type(self), [Feature("shared groups", what, instead)], self.trainer.strategy)
+        rows = self.group_size // plan.ranks_per_group
         slices: Sequence[int] = (1,)  # numbers of slices that the memory plan may split a group into
         if self.micro_batches.split_groups == "auto" and not self.compares_in_step:
-            slices = [parts for parts in range(1, self.group_size + 1) if self.group_size % parts == 0]
+            slices = [parts for parts in range(1, rows + 1) if rows % parts == 0]
         step = StepRows(
             plan.units,
-            plan.group_size // plan.split_groups,
+            rows // plan.split_groups,
             sequences=plan.completions // plan.world_size,
             whole="groups, or slices of them",
             slices=slices,
@@ -468,7 +493,8 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     def step_facts(self) -> StepFacts:
         facts, data = super().step_facts(), self.trainer.datamodule  # pyright: ignore
-        rows = max(1, self.group_size // self.micro_batches.slices)  # a remainder is refused by the batch plan
+        # A remainder is refused by the batch plan.
+        rows = max(1, self.group_size // self.ranks_per_group // self.micro_batches.slices)
         shares = rows > 1 and self.shares_prompts and self.forward_options.shared_prompts
         shares = shares and model_sizes.shares_prompts(self.model)
         device: Any = self.trainer.strategy.root_device

@@ -30,7 +30,11 @@ from lit_rl.ops.reductions import StepTotals, WeightTotals, masked_mean, masked_
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The batch sizes of a run with rollouts. All are global (over every rank) unless the name says otherwise."""
+    """The batch sizes of a run with rollouts. All are global (over every rank) unless the name says otherwise.
+
+    Ranks have prompts of their own, whole groups. Where the prompts do not divide over the ranks, `ranks_per_group`
+    neighbours have the same prompts, and each completes an equal share of every group.
+    """
 
     prompts_per_rollout: int
     group_size: int
@@ -65,12 +69,21 @@ class BatchPlan:
             "algo.split_groups": self.split_groups,
         }
 
+    def _sharing(self, prompts: int, minibatches: int) -> int | None:
+        """Return the fewest ranks per group for which mini-batches hold whole groups; None if there are none."""
+        for sharing in range(1, self.world_size + 1):
+            per_rank, left = divmod(prompts * sharing, self.world_size)
+            whole = not (self.world_size % sharing or left) and per_rank and per_rank % minibatches == 0
+            if whole and self.group_size % (sharing * self.split_groups) == 0:
+                return sharing
+        return None
+
     def _divides(self, prompts: int, minibatches: int, accumulate: int) -> bool:
-        """Tell whether mini-batches hold whole groups of each rank, and micro-batches whole slices of groups."""
-        per_rank, left = divmod(prompts, self.world_size)
-        if left or per_rank < minibatches or per_rank % minibatches:
+        """Tell whether mini-batches hold whole groups, and micro-batches whole slices of a rank's shares of them."""
+        sharing = self._sharing(prompts, minibatches)
+        if sharing is None:
             return False
-        return (per_rank // minibatches * self.split_groups) % accumulate == 0
+        return (prompts * sharing // self.world_size // minibatches * self.split_groups) % accumulate == 0
 
     def _explain(self) -> str:
         """Return the message: the equation, the settings, and the three nearest that work."""
@@ -94,8 +107,24 @@ class BatchPlan:
         return (
             f"data.prompts_per_rollout={want[0]} must be divisible by algo.minibatches={want[1]} x "
             f"trainer.accumulate_grad_batches={want[2]} x data-parallel size {self.world_size}{slices}, "
-            "so that every micro-batch holds whole groups. Nearest settings that work:\n" + "\n".join(lines)
+            f"so that every micro-batch holds whole groups{self._explain_sharing()}. Nearest settings that work:\n"
+            + "\n".join(lines)
         )
+
+    def _explain_sharing(self) -> str:
+        if self.world_size == 1:
+            return ""
+        return f"; or algo.group_size={self.group_size} by a number of ranks that share the prompts evenly"
+
+    @property
+    def ranks_per_group(self) -> int:
+        """Ranks that complete the same prompts, each an equal share of every group; 1 where groups are whole."""
+        return self._sharing(self.prompts_per_rollout, self.minibatches) or 1
+
+    @property
+    def prompts_per_rank(self) -> int:
+        """Prompts of a rollout that a rank completes, alone or together with others."""
+        return self.prompts_per_rollout * self.ranks_per_group // self.world_size
 
     @property
     def slots(self) -> int:
@@ -105,7 +134,7 @@ class BatchPlan:
     @property
     def units(self) -> int:
         """Slices of groups of a rank in an optimizer step, of which micro-batches are made."""
-        return self.prompts_per_rollout // self.world_size // self.minibatches * self.split_groups
+        return self.prompts_per_rank // self.minibatches * self.split_groups
 
     @property
     def steps_per_rollout(self) -> int:
@@ -121,8 +150,11 @@ class BatchPlan:
         """Return the batch arithmetic as rows of a table."""
         per_step = self.completions // self.minibatches
         micro = per_step // self.accumulate // self.world_size
+        shared = self.ranks_per_group
+        share = f"{self.group_size // shared} of {self.group_size}, as {shared} ranks share a prompt"
         return [
             ("prompts per rollout", f"{self.prompts_per_rollout}"),
+            *([("completions per prompt and rank", share)] if shared > 1 else []),
             ("completions per rollout", f"{self.completions} = {self.prompts_per_rollout} x {self.group_size}"),
             ("tokens per rollout, at most", f"{self.completions * self.max_new_tokens:,}"),
             ("optimizer steps per rollout", f"{self.steps_per_rollout} = {self.iterations} x {self.minibatches}"),

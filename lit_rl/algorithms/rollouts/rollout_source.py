@@ -122,7 +122,8 @@ class RolloutSource:
         return interrupts.interruptible(alone=self.generator.exact and not is_tensor_parallel(asked.policy))
 
     def _received(self, completions: Completions, batch: PromptBatch, ranks: Ranks) -> Completions:
-        found = replace(completions, group_id=completions.group_id + ranks.rank * len(batch)).with_host()
+        others = ranks.rank // batch.sharing * len(batch)  # prompts of the ranks before
+        found = replace(completions, group_id=completions.group_id + others).with_host()
         self.sampled_tokens += int(found.on_host.response_mask.sum())
         self.episodes += found.episodes or ()
         return found

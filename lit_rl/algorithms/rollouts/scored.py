@@ -49,7 +49,23 @@ class Scored:
 
     @property
     def group_size(self) -> int:
+        """Completions of each prompt here: the whole group, or this rank's share of it."""
         return len(self.completions) // len(self.batch)
+
+    def of_whole_groups(self, column: Tensor, ranks: Ranks) -> Tensor:
+        """Return a column `(b,)` as `(prompts, group)`, with the values of the ranks that share the prompts, in the
+        order of samples. A collective where they are shared."""
+        mine, sharing = column.reshape(len(self.batch), -1), self.batch.sharing
+        if sharing == 1:
+            return mine
+        first = ranks.rank // sharing * sharing
+        every = ranks.gather(column).reshape(ranks.world_size, *mine.shape)[first : first + sharing]
+        return every.transpose(0, 1).reshape(len(mine), -1).to(column.device)
+
+    def of_share(self, column: Tensor) -> Tensor:
+        """Return this rank's rows `(b,)` of a column `(prompts, group)` of whole groups."""
+        first = self.batch.share * self.group_size
+        return column[:, first : first + self.group_size].flatten()
 
     def prompts(self, which: list[int]) -> Scored:
         """Return the given prompts, in that order, with all their completions."""
@@ -172,10 +188,11 @@ class CurriculumFeedback:
         self.note(scored.batch, scored.scores)
         number, prompts, scores = scored.batch.rollout, len(scored.batch), scored.scores
         found = self.draws.shares(number)
-        factors = torch.tensor(self.draws.factors(number)[ranks.rank * prompts :][:prompts], dtype=torch.float64)
+        before = ranks.rank // scored.batch.sharing * prompts
+        factors = torch.tensor(self.draws.factors(number)[before:][:prompts], dtype=torch.float64)
         columns = {f"rewards/{name}": scores.values[:, i] for i, name in enumerate(scores.names)}
         for name, column in {"reward": scores.total, **columns}.items():
-            total, known = self._of_prompts(column, prompts)
+            total, known = self._of_prompts(scored.of_whole_groups(column, ranks).flatten(), prompts)
             mean, factor = total / known.clamp(min=1), factors * (known > 0)
             found[f"uniform/{name}"] = float((factor * mean).sum()), float(factor.sum())
         number_of = partial(torch.full, (), device=ranks.device)
@@ -226,6 +243,10 @@ class Spare:
     reward: Callable[[PromptBatch, Completions], Scores]
     exact: bool
     """True where the generator is the policy itself, so that each rank can draw alone."""
+    sharing: int = 1
+    """Ranks that complete a prompt together."""
+    share: int = 0
+    """Index of this rank among them."""
 
     def draw(self, positions: range, *, rollout: int, first: int) -> Scored:
         """Complete and score the prompts at these positions of the spare order.
@@ -236,6 +257,7 @@ class Spare:
             first: The number drawn for it before, over all ranks.
         """
         batch = self.datamodule.spare.batch(positions, rollout=rollout, first=first)
+        batch.sharing, batch.share = self.sharing, self.share
         completions = self.draw_rollout(batch)
         return Scored(batch, completions, self.reward(batch, completions))
 

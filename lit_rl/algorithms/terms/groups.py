@@ -115,27 +115,30 @@ class DynamicSampling(GroupSelection):
         self._position = 0
 
     def __call__(self, scored: Scored, *, spare: Spare, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
-        places, rollout = self._without_spread(scored), scored.batch.rollout
-        missing = ranks.counts(len(places))
+        sharing, rollout = scored.batch.sharing, scored.batch.rollout
+        places, own = self._without_spread(scored, ranks, sharing), ranks.rank // sharing
+        missing = ranks.counts(len(places))[::sharing]  # ranks with the same prompts lack the same
         dropped, completed, position = sum(missing), 0, self._position
         while sum(missing) and completed < self.max_draws:
             shares, left = [], self.max_draws - completed
-            for count in missing:  # each rank draws what it lacks, in the order of ranks, up to the limit
+            for count in missing:  # each rank draws what its prompts lack, in the order of ranks, up to the limit
                 shares.append(min(count, left))
                 left -= shares[-1]
-            earlier_shares, own_share = sum(shares[: ranks.rank]), shares[ranks.rank]
+            earlier_shares, own_share, drawn = sum(shares[:own]), shares[own], None
             with abort_on_all_ranks(ranks):
                 if own_share:
                     start = position + earlier_shares
                     drawn = spare.draw(
                         range(start, start + own_share), rollout=rollout, first=completed + earlier_shares
                     )
-                    scored, places = _fill(scored, places, drawn, set(self._without_spread(drawn)))
                 else:
                     spare.dummy_generate(position, rollout=rollout, first=completed)
+            without_spread = self._without_spread(drawn, ranks, sharing)
+            if drawn is not None:
+                scored, places = _fill(scored, places, drawn, set(without_spread))
             completed += sum(shares)
             position += sum(shares)
-            missing = ranks.counts(len(places))
+            missing = ranks.counts(len(places))[::sharing]
         self._position = position  # only now: if the generator fails, the rollout is drawn again from its beginning
         counts = {"groups/dropped": dropped, "groups/drawn": completed, "groups/empty": sum(missing)}
         if places:
@@ -152,15 +155,23 @@ class DynamicSampling(GroupSelection):
         for name in self.metric or ():
             check_reward_name("algo.groups.metric", name, names)
 
-    def _without_spread(self, scored: Scored) -> list[int]:
+    def _without_spread(self, scored: Scored | None, ranks: Ranks, sharing: int) -> list[int]:
         """Return the places (indices of prompts) of the groups in which no scored row is farther from the group's mean
-        than the tolerance."""
-        group_id = scored.completions.group_id.cpu()
-        columns = [deciding_rewards(scored.scores, name) for name in self.metric or [None]]
-        distance = torch.stack([Groups.of(column, group_id).deviation.abs() for column in columns])
-        within = distance <= self.tolerance * (1 + _ROUNDING)
-        flat = [bool(within[:, group_id == group].all()) for group in group_id.unique()]
-        return [place for place, is_flat in enumerate(flat) if is_flat]
+        than the tolerance. A collective where ranks share prompts; some may have drawn none."""
+        mine = None
+        if scored is not None:
+            columns = [deciding_rewards(scored.scores, name) for name in self.metric or [None]]
+            mine = torch.stack([column.cpu().reshape(len(scored.batch), -1) for column in columns])
+        if sharing > 1:
+            first = ranks.rank // sharing * sharing
+            theirs = ranks.objects(mine)[first : first + sharing]
+            mine = None if mine is None else torch.cat(theirs, -1)
+        if mine is None:
+            return []
+        group_id = torch.arange(mine.shape[1]).repeat_interleave(mine.shape[2])
+        distance = torch.stack([Groups.of(column.flatten(), group_id).deviation.abs() for column in mine])
+        within = distance.reshape(mine.shape) <= self.tolerance * (1 + _ROUNDING)
+        return within.all(0).all(-1).nonzero().flatten().tolist()
 
     def state(self) -> dict[str, Any]:
         return {"position": self._position}
@@ -192,11 +203,11 @@ class TopOfGroup(GroupSelection):
             )
 
     def __call__(self, scored: Scored, *, spare: Spare, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
-        values = self._user_scores(scored, tokenizer).reshape(len(scored.batch), -1)
-        values = values.masked_fill(scored.scores.total.reshape(values.shape).isnan(), -torch.inf)
+        values = self._user_scores(scored, tokenizer).masked_fill(scored.scores.total.isnan().cpu(), -torch.inf)
+        values = scored.of_whole_groups(values, ranks)
         # A stable sort: the first of equal scores is kept, the same one on every machine.
         best = values.sort(dim=1, descending=True, stable=True).indices[:, : self.keep]
-        kept = torch.zeros(values.shape, dtype=torch.bool).scatter_(1, best, True).flatten()
+        kept = scored.of_share(torch.zeros(values.shape, dtype=torch.bool).scatter_(1, best, True))
         lengths = scored.completions.lengths.cpu()[kept].double().sum(), kept.double().sum()
         scored = dataclasses.replace(scored, kept=kept.to(scored.completions.group_id.device))
         return scored, {"groups/kept_length": lengths}
@@ -245,20 +256,21 @@ class BestOfGroup(GroupSelection):
     """
 
     def __call__(self, scored: Scored, *, spare: Spare, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
-        rewards = scored.scores.total.double().reshape(len(scored.batch), -1)
+        rewards = scored.of_whole_groups(scored.scores.total.double(), ranks)
         with_unscored_last = rewards.masked_fill(rewards.isnan(), -torch.inf)
         highest, best = with_unscored_last.max(1, keepdim=True)  # of equal ones the first
         has_score = ~rewards.isnan().all(1, keepdim=True)
         kept = torch.zeros(rewards.shape, dtype=torch.bool).scatter_(1, best, has_score)
         tied = ((with_unscored_last == highest) & has_score).sum(1) > 1
         count = has_score.sum().double()
-        unscored = sum(ranks.counts(int((~has_score).sum())))
+        unscored = sum(ranks.counts(int((~has_score).sum()))) // scored.batch.sharing
         metrics: Metrics = {
             "groups/best_reward": (rewards[kept].sum(), count),
             "groups/tied": (tied.sum().double(), count),
             "groups/unscored": _global_count(unscored, ranks),
         }
-        return dataclasses.replace(scored, kept=kept.flatten().to(scored.completions.group_id.device)), metrics
+        own = scored.of_share(kept).to(scored.completions.group_id.device)
+        return dataclasses.replace(scored, kept=own), metrics
 
     def check_fits(self, group_size: int, *, compares_completions: Callable[[], bool]) -> None:
         if group_size < 2:
