@@ -135,14 +135,15 @@ def test_one_token_teaches_with_a_tail_and_not_without():
     [top_forward_kl, *(lambda *a, b=b, s=s: top_divergence(*a, beta=b, support=s) for b in BETAS for s in SUPPORTS)],
 )
 def test_where_the_teacher_is_silent_nothing_is_read(formula, poison):
-    logits, teacher_logits = logits_of(5)
+    student, teacher = (each.detach() for each in top_of(*logits_of(5), k=3))
     mask = torch.tensor([[True, False, True], [False, False, True]])
-    student, teacher = top_of(logits, teacher_logits, k=3)
-    clean = torch.where(mask, formula(student, teacher, EVERYWHERE), 0.0)
     hidden = mask.unsqueeze(-1)
-    found = formula(torch.where(hidden, student, poison), torch.where(hidden, teacher, poison), mask)
+    poisoned = torch.where(hidden, student, poison).requires_grad_()
+    found = formula(poisoned, torch.where(hidden, teacher, poison), mask)
+    student.requires_grad_()
+    clean = torch.where(mask, formula(student, teacher, EVERYWHERE), 0.0)
     torch.testing.assert_close(found, clean)
-    slopes = [torch.autograd.grad(value.sum(), logits, retain_graph=True)[0] for value in (found, clean)]
+    slopes = [torch.autograd.grad(value.sum(), each)[0] for value, each in ((found, poisoned), (clean, student))]
     torch.testing.assert_close(*slopes)
 
 
