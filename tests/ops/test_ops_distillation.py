@@ -2,6 +2,7 @@
 teacher has no opinion."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -90,7 +91,7 @@ def test_over_the_whole_vocabulary_it_is_gkds_with_its_gradient(beta, support, d
     student, teacher = logits_of(2, dtype)
     wanted = generalized_jsd(student, teacher, beta=beta)
     found = top_divergence(*top_of(student, teacher, k=FAR[-1]), EVERYWHERE, beta=beta, support=support)
-    bound = {"atol": 2e-6, "rtol": 2e-6}
+    bound: dict[str, Any] = {"atol": 2e-6, "rtol": 2e-6}
     torch.testing.assert_close(found, wanted, **bound)
     slopes = [torch.autograd.grad(value.sum(), student, retain_graph=True)[0] for value in (found, wanted)]
     torch.testing.assert_close(*slopes, **bound)

@@ -192,7 +192,7 @@ def test_the_weights_of_iw_opd_are_trls():
     logits, tokens = torch.randn(2, 5, 7, generator=generator), torch.randint(7, (2, 5), generator=generator)
     teacher, rollout = -4 * torch.rand(2, 2, 5, generator=generator)
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]], dtype=torch.bool)
-    theirs = SimpleNamespace(
+    theirs: Any = SimpleNamespace(
         temperature=1.0,
         iw_opd_gamma=0.5,
         iw_opd_epsilon=1e-8,
