@@ -414,6 +414,14 @@ class Rollout:
     """Float32 ``(b, t)``: the targets of the critic. None without a critic."""
     kl_factor: float = 1.0
     """The factor of the KL's controller when the rollout was taken. Both weights of the KL are multiplied by it."""
+    teacher_logprobs: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
+    """Float32 ``(b, t)``: a teacher's; anything outside `teacher_mask`. None without a teacher."""
+    teacher_mask: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
+    """Bool ``(b, t)``: the tokens of the loss of which the teacher has an opinion. None without a teacher."""
+    teacher_top_ids: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
+    """Long ``(b, t, k)``: the teacher's likeliest tokens. None where none are learned."""
+    teacher_top_logprobs: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
+    """Float32 ``(b, t, k)``: of these. None where none are learned."""
 
     def __len__(self) -> int:
         return len(self.completions)
@@ -536,7 +544,8 @@ def _joined(one: Any, two: Any) -> Any:
         if width is not Width.NONE:
             widest = max(part.shape[1] for part in parts)
             missing = [widest - part.shape[1] for part in parts]
-            pads = [(count, 0) if width is Width.PROMPT else (0, count) for count in missing]
+            inner = (0, 0) * (first.ndim - 2)  # of several numbers a token
+            pads = [(*inner, count, 0) if width is Width.PROMPT else (*inner, 0, count) for count in missing]
             parts = [F.pad(part, pad) for part, pad in zip(parts, pads)]
         values[name] = torch.cat(parts)
     return dataclasses.replace(one, **values)
