@@ -25,6 +25,7 @@ from lit_rl.core.errors import ConfigError, check_strings, in_range
 from lit_rl.core.other_names import reject_unknown_keywords
 from lit_rl.core.transfers import CopiedToHost, HostCopy, to_device
 from lit_rl.core.vision_inputs import PromptVision, Vision
+from lit_rl.ops.distillation import TeacherScores
 from lit_rl.ops.ranges import AtLeastOne, AtLeastZero, Finite, Portion, Positive, Share
 from lit_rl.ops.sampling_distribution import Truncation
 
@@ -425,6 +426,14 @@ class Rollout:
 
     def __len__(self) -> int:
         return len(self.completions)
+
+    @property
+    def teacher(self) -> TeacherScores | None:
+        """What a teacher says of the tokens of the loss. None without a teacher."""
+        if self.teacher_logprobs is None or self.teacher_mask is None:
+            return None
+        top = self.teacher_top_ids, self.teacher_top_logprobs
+        return TeacherScores(self.teacher_logprobs, self.teacher_mask, *top)
 
 
 def select(item: Any, rows: Tensor) -> Any:

@@ -60,7 +60,7 @@ class TokenScores:
     them."""
 
 
-def score(
+def score(  # noqa: PLR0913 (one keyword a number that is asked for)
     model: nn.Module,
     completions: Completions,
     sampling: Sampling,

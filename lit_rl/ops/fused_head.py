@@ -166,7 +166,7 @@ def measure_rows(
     size: int,
     learned: int = 1,
     summed: SummedWeight | None = None,
-) -> tuple[Float[Tensor, " n"], ...]:
+) -> tuple[Float[Tensor, "n ..."], ...]:
     """Return the results of `measure` for the logits of all rows, of which no more than a block are in memory.
 
     Args:
@@ -367,7 +367,7 @@ class LinearScores:
     """Log-probs of further tokens, with gradient. None unless requested."""
 
 
-def linear_logprobs(
+def linear_logprobs(  # noqa: PLR0913 (one keyword a part of the computation)
     hidden: Float[Tensor, "n d"],
     weight: Float[Tensor, "v d"],
     ids: Int[Tensor, " n"],
