@@ -77,6 +77,10 @@ TARGETS = {
     "AdaptiveKL": "lit_rl.algorithms.terms.regularizers.AdaptiveKL",
     "FixedEntropy": "lit_rl.algorithms.terms.regularizers.FixedEntropy",
     "AdaptiveEntropy": "lit_rl.algorithms.terms.regularizers.AdaptiveEntropy",
+    "ModelTeacher": "lit_rl.algorithms.terms.teachers.ModelTeacher",
+    "TeacherAdvantage": "lit_rl.algorithms.terms.teachers.TeacherAdvantage",
+    "SampledKL": "lit_rl.algorithms.terms.teachers.SampledKL",
+    "TopDivergence": "lit_rl.algorithms.terms.teachers.TopDivergence",
     "SupervisedText": "lit_rl.data.supervised_text.SupervisedText",
     "Sampling": "lit_rl.core.rollout.Sampling",
     "NativeGenerator": "lit_rl.generation.native.NativeGenerator",
@@ -172,6 +176,7 @@ OPS = (
     "lit_rl.ops.reductions",
     "lit_rl.ops.engine_mismatch",
     "lit_rl.ops.selection",
+    "lit_rl.ops.distillation",
     "lit_rl.ops.imitation",
     "lit_rl.ops.preference_losses",
 )

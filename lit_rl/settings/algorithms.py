@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lit_rl.algorithms.terms.credit import RunningNorm
     from lit_rl.algorithms.terms.groups import GroupReplay, GroupSelection
     from lit_rl.algorithms.terms.regularizers import AdaptiveEntropy, AdaptiveKL, FixedEntropy, FixedKL, KLControl
+    from lit_rl.algorithms.terms.teachers import DistillationForm, RolloutTeacher
     from lit_rl.algorithms.terms.verdict_terms import DensityRatio
     from lit_rl.core.rollout import Sampling
     from lit_rl.data.supervised_text import SupervisedText
@@ -161,6 +162,12 @@ class PolicyGradientConfig(OnPolicyConfig):
     """Optimizer steps over which the weight goes to `ptx_final_coef` in a straight line. None: it stays."""
     ptx_final_coef: NotNegative = 0.0
     """Weight of the supervised loss after `ptx_decay_steps`."""
+    teacher: RolloutTeacher | None = None
+    """A teacher that scores the tokens of each rollout: a second model, or the policy itself behind another prompt.
+    None: no teacher."""
+    distillation: DistillationForm | None = None
+    """How the policy learns from the teacher, beside the rewards. None: by adding log T - log S to the advantage of
+    each token."""
     skip_zero_advantages: bool = True
     """Leave rows whose advantages are all 0 out of the training's forward pass, if that changes no gradient: if
     no other term learns from them, and loss and reduction declare that (`lit_rl.ops.traits`)."""
