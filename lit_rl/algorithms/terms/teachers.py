@@ -23,8 +23,9 @@ from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import Completions, Rollout, Sampling
-from lit_rl.models.distillation import Teacher, top_tokens
+from lit_rl.data.encode import Encoder
 from lit_rl.models.forward import TokenScores
+from lit_rl.models.frozen_teacher import Teacher, top_tokens
 from lit_rl.models.language_model import ForwardOptions, LanguageModel
 from lit_rl.models.references import Scorer
 from lit_rl.ops.distillation import (
@@ -55,9 +56,11 @@ class TeacherRequest:
     policy: nn.Module
     """The policy that drew them."""
     held: Scorer | None
-    """What `RolloutTeacher.module` returned."""
+    """The result of `RolloutTeacher.module`."""
     reference: Callable[[], AbstractContextManager[Scorer]]
     """Yields the module that computes the logits of `reference`, if the teacher `reads_reference`."""
+    encoder: Encoder
+    """Encoder of prompts with the settings of the run's."""
     options: ForwardOptions
     rows_at_once: int
     """Rows of a forward pass."""
