@@ -167,7 +167,7 @@ class PolicyGradient(OnPolicyModule, ABC):
             policy=self.policy,
             held=self.teacher_policy,
             reference=lambda: self.reference.scoring(self.policy, self.reference_policy),
-            encoder=self._encoder,
+            encoder=lambda: self._encoder,
             options=self.forward_options,
             rows_at_once=self.rows_at_once(scored.completions),
         )
@@ -320,6 +320,10 @@ class PolicyGradient(OnPolicyModule, ABC):
             self.supervised.texts.check(self._encoder, self.model.processor)
         if self.distillation is not None and stage == "fit":
             self.distillation.teacher.check_data(self.trainer.datamodule)  # pyright: ignore
+
+    def columns_read(self, columns: Sequence[str]) -> set[str]:
+        of_teacher = set() if self.distillation is None else self.distillation.teacher.columns_read(columns)
+        return super().columns_read(columns) | of_teacher
 
     def companions(self, policy: nn.Module) -> dict[str, Any]:
         """Return the teacher's module, which no checkpoint contains, like a reference."""

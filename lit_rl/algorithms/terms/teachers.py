@@ -9,7 +9,7 @@ of them. Log-probs of teacher and policy are at the temperature of `sampling`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -59,8 +59,8 @@ class TeacherRequest:
     """The result of `RolloutTeacher.module`."""
     reference: Callable[[], AbstractContextManager[Scorer]]
     """Yields the module that computes the logits of `reference`, if the teacher `reads_reference`."""
-    encoder: Encoder
-    """Encoder of prompts with the settings of the run's."""
+    encoder: Callable[[], Encoder]
+    """Makes the encoder of prompts, with the settings of the run's."""
     options: ForwardOptions
     rows_at_once: int
     """Rows of a forward pass."""
@@ -113,6 +113,10 @@ class RolloutTeacher(ABC):
         Raises:
             ConfigError: names the setting.
         """
+
+    def columns_read(self, columns: Sequence[str]) -> set[str]:
+        """Return the columns of the data, among these, that it may read."""
+        return set()
 
     @property
     def frozen(self) -> LanguageModel | None:
