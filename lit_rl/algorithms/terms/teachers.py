@@ -9,7 +9,7 @@ of them. Log-probs of teacher and policy are at the temperature of `sampling`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -97,6 +97,9 @@ class RolloutTeacher(ABC):
     reads_reference = False
     """True if it scores with the run's `reference`, which is loaded then."""
 
+    columns: Collection[str] = ()
+    """Columns of the data that it reads."""
+
     def check(self, student: LanguageModel, sampling: Sampling) -> None:  # noqa: B027 (most take any)
         """Refuse a policy that it cannot teach, before anything is loaded. Called once, by the algorithm.
 
@@ -111,6 +114,17 @@ class RolloutTeacher(ABC):
             ConfigError: names the setting.
         """
 
+    def start(self, top: int) -> None:  # noqa: B027 (most have nothing to ask)
+        """Check once, before weights are loaded, that it can teach. Every rank calls it.
+
+        Args:
+            top: Likeliest tokens that it will be asked for at each position.
+
+        Raises:
+            GenerationError: a server does not answer.
+            ConfigError: names the setting.
+        """
+
     @property
     def frozen(self) -> LanguageModel | None:
         """The description of a second model on the policy's device, for the memory plan. None: there is none."""
@@ -119,6 +133,16 @@ class RolloutTeacher(ABC):
     def module(self, policy: nn.Module) -> Scorer | None:
         """Return the frozen module to hold beside the policy; None if it holds none."""
         return None
+
+    @property
+    def frozen_models(self) -> dict[str, LanguageModel]:
+        """The descriptions of all such models, by name."""
+        return {} if self.frozen is None else {"teacher": self.frozen}
+
+    def companions(self, policy: nn.Module) -> dict[str, Scorer]:
+        """Return all modules to hold beside the policy, by the attribute name that each shall have."""
+        held = self.module(policy)
+        return {} if held is None else {"teacher_policy": held}
 
     @abstractmethod
     def score(self, request: TeacherRequest) -> tuple[TeacherScores, Metrics]:
