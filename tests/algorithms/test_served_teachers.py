@@ -61,7 +61,7 @@ def request_of(drawn: Completions, top: int, held: Any = None, groups: Any = Non
         prompts = replace(prompts, columns={"source": groups})
     return TeacherRequest(
         Scored(prompts, drawn, scores([0.0] * len(drawn))), top=top, sampling=PLAIN, policy=small_policy(0), held=held,
-        reference=lambda: None, options=DEFAULT, rows_at_once=2,  # pyright: ignore
+        reference=lambda: None, encoder=None, options=DEFAULT, rows_at_once=2,  # pyright: ignore
     )  # fmt: skip
 
 
@@ -195,3 +195,23 @@ def test_the_column_counts_as_read(urls):
     assert "source" in module.columns_read(["source", "other"]) and not module.needs_reference
     with pytest.raises(ConfigError, match=r"sampling\.temperature=0\.7"):
         GRPO("tiny", len, teacher=ServerTeacher(urls[0]), sampling=Sampling(temperature=0.7))
+
+
+def test_overlap_is_the_share_of_likeliest_tokens_that_both_have():
+    drawn = completions([3, 5, 1, 4, 2, 2, 3, 3, 1, 1])
+    for seed in (0, 1):
+        request = request_of(drawn, 4, small_policy(seed))
+        teacher, _ = local(seed).score(request)
+        ((name, (above, below)),) = request.overlap(teacher).items()
+        assert name == "teacher/overlap" and below == drawn.lengths[:8].sum()
+        ids, _ = local(0).score(request_of(drawn, 4, small_policy(0)))
+        shares = [
+            len({*ours} & {*theirs}) / 4
+            for ours, theirs in zip(
+                ids.top_ids[:8][drawn.response_mask[:8]].tolist(),
+                teacher.top_ids[:8][drawn.response_mask[:8]].tolist(),
+                strict=True,
+            )
+        ]
+        assert above.item() == pytest.approx(sum(shares)) and (above < below if seed else above == below)
+    assert request_of(drawn, 0, small_policy(1)).overlap(local(1).score(request_of(drawn, 0, small_policy(1)))[0]) == {}

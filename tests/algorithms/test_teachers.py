@@ -19,8 +19,8 @@ from lit_rl.algorithms.rollouts.rollout_plan import BatchPlan, micro_batch, rows
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.terms.teachers import ModelTeacher, SampledKL, TeacherAdvantage, TopDivergence
 from lit_rl.core.rollout import Completions, Rollout, Sampling, join_rollouts
-from lit_rl.models.distillation import top_tokens
 from lit_rl.models.forward import score
+from lit_rl.models.frozen_teacher import top_tokens
 from lit_rl.models.language_model import DEFAULT
 from lit_rl.ops.advantages import no_advantage
 from lit_rl.ops.distillation import renormalized, with_tail
@@ -303,11 +303,11 @@ def test_further_tokens_are_scored_by_the_same_pass(changes: dict[str, bool]) ->
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_likeliest_tokens_are_those_of_the_softmax(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lit_rl.models import distillation
+    from lit_rl.models import frozen_teacher
 
-    monkeypatch.setattr(distillation, "LOGITS_PER_BLOCK", 2 * VOCABULARY)
+    monkeypatch.setattr(frozen_teacher, "LOGITS_PER_BLOCK", 2 * VOCABULARY)
     if not fused:
-        monkeypatch.setattr(distillation, "has_separable_head", lambda model: False)
+        monkeypatch.setattr(frozen_teacher, "has_separable_head", lambda model: False)
     model, drawn = small_policy(0), completions([3, 1, 2, 4])
     values, ids = top_tokens(model, drawn, 4, Sampling(temperature=0.8), tokens=10)
     best = (logits_of(model, drawn) / 0.8).log_softmax(-1)[:, :10].topk(4)

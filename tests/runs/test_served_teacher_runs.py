@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,12 +65,11 @@ def test_two_processes_ask_for_their_own_rows_and_a_lost_server_ends_both_saved(
 
 def test_a_column_of_the_data_names_the_teacher(train, tmp_path, capfd):
     data = tmp_path / "rows.jsonl"
-    data.write_text(
-        '{"prompt": "1+1=", "answer": "2", "source": "math"}\n{"prompt": "a", "answer": "b", "source": "x"}\n' * 8
-    )
+    lines = [{"prompt": f"{i}+1=", "answer": str(i + 1), "source": "x" if i % 2 else "math"} for i in range(16)]
+    data.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     with teaching() as (served, url):
         run = [
-            *SMALL[2:], "data=jsonl", f"data.path={data}", "trainer.max_steps=1", "trainer.accelerator=cpu",
+            *SMALL[2:], "data=jsonl", f"data.path={data}", "data.val_fraction=0", "trainer.max_steps=1", "trainer.accelerator=cpu",
             "algo/advantage=none", "algo/teacher=by_column", "algo.teacher.column=source",
             "+algo/teacher@algo.teacher.teachers.math=server", f"algo.teacher.teachers.math.base_url={url}",
         ]  # fmt: skip

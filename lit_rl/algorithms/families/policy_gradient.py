@@ -167,12 +167,13 @@ class PolicyGradient(OnPolicyModule, ABC):
             policy=self.policy,
             held=self.teacher_policy,
             reference=lambda: self.reference.scoring(self.policy, self.reference_policy),
+            encoder=self._encoder,
             options=self.forward_options,
             rows_at_once=self.rows_at_once(scored.completions),
         )
         scores, metrics = self.distillation.teacher.score(request)
         rollout, of_term = self.distillation.at_rollout(rollout, scores)
-        return rollout, metrics | of_term
+        return rollout, metrics | of_term | request.overlap(scores)
 
     def loss_mask(self, scored: Scored) -> Tensor:
         """Return the sampled tokens, bool `(b, t)`, without rows that are left out, or masked as truncated."""

@@ -22,9 +22,10 @@ from lit_rl.algorithms.rollouts.rollout_plan import frozen_logprobs, without_gra
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import ConfigError
-from lit_rl.core.rollout import Completions, Rollout, Sampling
-from lit_rl.models.distillation import Teacher, top_tokens
+from lit_rl.core.rollout import Completions, Rollout, Sampling, select
+from lit_rl.data.encode import Encoder
 from lit_rl.models.forward import TokenScores
+from lit_rl.models.frozen_teacher import Teacher, top_tokens
 from lit_rl.models.language_model import ForwardOptions, LanguageModel
 from lit_rl.models.references import Scorer
 from lit_rl.ops.distillation import (
@@ -33,6 +34,7 @@ from lit_rl.ops.distillation import (
     token_advantages,
     top_divergence,
     top_mass,
+    top_overlap,
     with_tail,
 )
 from lit_rl.ops.kl import corrected_k3
@@ -40,6 +42,10 @@ from lit_rl.ops.ranges import AtLeastOne, Portion, Positive
 from lit_rl.ops.reductions import Metrics, mean_of
 
 # ------------------------------------------------------------------ teachers
+
+
+_ROWS_COMPARED = 8
+"""Rows of each rank in the metric of overlap."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +61,11 @@ class TeacherRequest:
     policy: nn.Module
     """The policy that drew them."""
     held: Scorer | None
-    """What `RolloutTeacher.module` returned."""
+    """The result of `RolloutTeacher.module`."""
     reference: Callable[[], AbstractContextManager[Scorer]]
     """Yields the module that computes the logits of `reference`, if the teacher `reads_reference`."""
+    encoder: Encoder
+    """Encoder of prompts with the settings of the run's."""
     options: ForwardOptions
     rows_at_once: int
     """Rows of a forward pass."""
@@ -89,6 +97,24 @@ class TeacherRequest:
 
         values, ids = without_gradient(scorer, completions, of_rows, rows_at_once=self.rows_at_once).chunk(2, -1)
         return TeacherScores(logprobs, mask, ids.long(), values.contiguous())
+
+    def overlap(self, teacher: TeacherScores) -> Metrics:
+        """Return the share of the teacher's likeliest tokens that are among the policy's, of this rank's first rows.
+
+        It takes a pass over them, so a few stand for all; none where the teacher names no tokens. Where it stays low,
+        distillation does not succeed (2604.13016).
+        """
+        if teacher.top_ids is None:
+            return {}
+        few = torch.arange(min(_ROWS_COMPARED, len(self.completions)))
+        ids = without_gradient(
+            self.policy,
+            select(self.completions, few),
+            lambda part: top_tokens(self.policy, part, self.top, self.sampling)[1].float(),
+            rows_at_once=self.rows_at_once,
+        )
+        mask = teacher.mask[: len(few)]
+        return {"teacher/overlap": mean_of(top_overlap(ids.long(), teacher.top_ids[: len(few)], mask), mask)}
 
 
 class RolloutTeacher(ABC):
