@@ -78,6 +78,8 @@ TARGETS = {
     "FixedEntropy": "lit_rl.algorithms.terms.regularizers.FixedEntropy",
     "AdaptiveEntropy": "lit_rl.algorithms.terms.regularizers.AdaptiveEntropy",
     "ModelTeacher": "lit_rl.algorithms.terms.teachers.ModelTeacher",
+    "ServerTeacher": "lit_rl.algorithms.terms.served_teachers.ServerTeacher",
+    "ColumnTeachers": "lit_rl.algorithms.terms.served_teachers.ColumnTeachers",
     "SelfTeacher": "lit_rl.algorithms.terms.self_teacher.SelfTeacher",
     "ColumnContext": "lit_rl.algorithms.terms.self_teacher.ColumnContext",
     "OutcomeContext": "lit_rl.algorithms.terms.self_teacher.OutcomeContext",

@@ -118,6 +118,7 @@ class TeacherServer:
     def _reset(self) -> None:
         self._sender = PatientSender(self.concurrency, self.attempts, self.backoff, self.patience)
         self._name, self._longest, self._vocabulary = "", None, 0
+        self._requests, self._waited = 0, 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
@@ -272,6 +273,7 @@ class TeacherServer:
             return await asyncio.to_thread(parse, answer.body)
 
         sent = await self._sender.send(call)
+        self._requests, self._waited = self._requests + sent.requests, self._waited + sent.waited
         if sent.fault is not None:
             raise self._failure(f"{verb} {route}", sent.fault, sent.requests)
         return sent.result

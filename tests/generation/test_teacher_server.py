@@ -60,7 +60,6 @@ class StandInTeacher:
         self.delay = 0.0
 
     def __call__(self, handler: Handler) -> None:
-        server: Any = handler.server
         with self.lock:
             self.now += 1
             self.most = max(self.most, self.now)
@@ -72,8 +71,7 @@ class StandInTeacher:
             elif handler.path == "/v1/models":
                 answers({"data": self.models})(handler)
             else:
-                body = next(seen[3] for seen in reversed(server.seen) if seen[0] == "POST")
-                answers(self.change(completion(body)))(handler)
+                answers(self.change(completion(handler.asked)))(handler)
         finally:
             with self.lock:
                 self.now -= 1
@@ -198,8 +196,7 @@ def test_fewer_tokens_than_are_asked_for_are_refused_with_the_flag(server, rule)
     said = "Requested prompt logprobs of 50, which is greater than max allowed: 20"
 
     def refuse(handler: Handler) -> None:
-        server_: Any = handler.server
-        asks = (server_.seen[-1][3] or {}).get("prompt_logprobs", 0) > 20
+        asks = (handler.asked or {}).get("prompt_logprobs", 0) > 20
         answers({"error": {"message": said}}, 400)(handler) if asks else rule(handler)
 
     with standing_in(refuse) as picky:

@@ -173,7 +173,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         )
         scores, metrics = self.distillation.teacher.score(request)
         rollout, of_term = self.distillation.at_rollout(rollout, scores)
-        return rollout, metrics | of_term
+        return rollout, metrics | of_term | request.overlap(scores)
 
     def loss_mask(self, scored: Scored) -> Tensor:
         """Return the sampled tokens, bool `(b, t)`, without rows that are left out, or masked as truncated."""
@@ -320,6 +320,11 @@ class PolicyGradient(OnPolicyModule, ABC):
             self.supervised.texts.check(self._encoder, self.model.processor)
         if self.distillation is not None and stage == "fit":
             self.distillation.teacher.check_data(self.trainer.datamodule)  # pyright: ignore
+            self.distillation.teacher.start(self.distillation.form.top)
+
+    def columns_read(self, columns: Sequence[str]) -> set[str]:
+        teaching = () if self.distillation is None else self.distillation.teacher.columns
+        return super().columns_read(columns) | {*teaching}
 
     def columns_read(self, columns: Sequence[str]) -> set[str]:
         of_teacher = set() if self.distillation is None else self.distillation.teacher.columns_read(columns)
@@ -328,14 +333,15 @@ class PolicyGradient(OnPolicyModule, ABC):
     def companions(self, policy: nn.Module) -> dict[str, Any]:
         """Return the teacher's module, which no checkpoint contains, like a reference."""
         found = super().companions(policy)
-        if self.distillation is not None and (held := self.distillation.teacher.module(policy)) is not None:
-            found["teacher_policy"] = held
+        if self.distillation is not None:
+            found |= self.distillation.teacher.companions(policy)
         return found
 
     def step_facts(self) -> StepFacts:
         facts, step, texts = super().step_facts(), self.micro_batches.step, self.supervised.texts
-        if self.distillation is not None and (second := self.distillation.teacher.frozen) is not None:
-            facts = replace(facts, frozen={**facts.frozen, "teacher": frozen_bytes(second)})
+        if self.distillation is not None:
+            seconds = {name: frozen_bytes(each) for name, each in self.distillation.teacher.frozen_models.items()}
+            facts = replace(facts, frozen={**facts.frozen, **seconds})
         if texts is None or step is None:
             return facts
         of_all_ranks = step.units * step.rows * self.ranks.world_size

@@ -9,7 +9,7 @@ of them. Log-probs of teacher and policy are at the temperature of `sampling`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -22,7 +22,7 @@ from lit_rl.algorithms.rollouts.rollout_plan import frozen_logprobs, without_gra
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import ConfigError
-from lit_rl.core.rollout import Completions, Rollout, Sampling
+from lit_rl.core.rollout import Completions, Rollout, Sampling, select
 from lit_rl.data.encode import Encoder
 from lit_rl.models.forward import TokenScores
 from lit_rl.models.frozen_teacher import Teacher, top_tokens
@@ -34,6 +34,7 @@ from lit_rl.ops.distillation import (
     token_advantages,
     top_divergence,
     top_mass,
+    top_overlap,
     with_tail,
 )
 from lit_rl.ops.kl import corrected_k3
@@ -41,6 +42,10 @@ from lit_rl.ops.ranges import AtLeastOne, Portion, Positive
 from lit_rl.ops.reductions import Metrics, mean_of
 
 # ------------------------------------------------------------------ teachers
+
+
+_ROWS_COMPARED = 8
+"""Rows of each rank in the metric of overlap."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +98,33 @@ class TeacherRequest:
         values, ids = without_gradient(scorer, completions, of_rows, rows_at_once=self.rows_at_once).chunk(2, -1)
         return TeacherScores(logprobs, mask, ids.long(), values.contiguous())
 
+    def overlap(self, teacher: TeacherScores) -> Metrics:
+        """Return the share of the teacher's likeliest tokens that are among the policy's, of this rank's first rows.
+
+        It takes a pass over them, so a few stand for all; none where the teacher names no tokens. Where it stays low,
+        distillation does not succeed (2604.13016).
+        """
+        if teacher.top_ids is None:
+            return {}
+        few = torch.arange(min(_ROWS_COMPARED, len(self.completions)))
+        ids = without_gradient(
+            self.policy,
+            select(self.completions, few),
+            lambda part: top_tokens(self.policy, part, self.top, self.sampling)[1].float(),
+            rows_at_once=self.rows_at_once,
+        )
+        mask = teacher.mask[: len(few)]
+        return {"teacher/overlap": mean_of(top_overlap(ids.long(), teacher.top_ids[: len(few)], mask), mask)}
+
 
 class RolloutTeacher(ABC):
     """Abstract base of what scores the tokens of a rollout for distillation."""
 
     reads_reference = False
     """True if it scores with the run's `reference`, which is loaded then."""
+
+    columns: Collection[str] = ()
+    """Columns of the data that it reads."""
 
     def check(self, student: LanguageModel, sampling: Sampling) -> None:  # noqa: B027 (most take any)
         """Refuse a policy that it cannot teach, before anything is loaded. Called once, by the algorithm.
@@ -118,6 +144,17 @@ class RolloutTeacher(ABC):
         """Return the columns of the data, among these, that it may read."""
         return set()
 
+    def start(self, top: int) -> None:  # noqa: B027 (most have nothing to ask)
+        """Check once, before weights are loaded, that it can teach. Every rank calls it.
+
+        Args:
+            top: Likeliest tokens that it will be asked for at each position.
+
+        Raises:
+            GenerationError: a server does not answer.
+            ConfigError: names the setting.
+        """
+
     @property
     def frozen(self) -> LanguageModel | None:
         """The description of a second model on the policy's device, for the memory plan. None: there is none."""
@@ -126,6 +163,16 @@ class RolloutTeacher(ABC):
     def module(self, policy: nn.Module) -> Scorer | None:
         """Return the frozen module to hold beside the policy; None if it holds none."""
         return None
+
+    @property
+    def frozen_models(self) -> dict[str, LanguageModel]:
+        """The descriptions of all such models, by name."""
+        return {} if self.frozen is None else {"teacher": self.frozen}
+
+    def companions(self, policy: nn.Module) -> dict[str, Scorer]:
+        """Return all modules to hold beside the policy, by the attribute name that each shall have."""
+        held = self.module(policy)
+        return {} if held is None else {"teacher_policy": held}
 
     @abstractmethod
     def score(self, request: TeacherRequest) -> tuple[TeacherScores, Metrics]:
