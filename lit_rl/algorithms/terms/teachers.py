@@ -9,7 +9,7 @@ of them. Log-probs of teacher and policy are at the temperature of `sampling`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -139,10 +139,6 @@ class RolloutTeacher(ABC):
         Raises:
             ConfigError: names the setting.
         """
-
-    def columns_read(self, columns: Sequence[str]) -> set[str]:
-        """Return the columns of the data, among these, that it may read."""
-        return set()
 
     def start(self, top: int) -> None:  # noqa: B027 (most have nothing to ask)
         """Check once, before weights are loaded, that it can teach. Every rank calls it.
