@@ -86,6 +86,16 @@ VALUES = {  # what has no default
     "judge/pairwise": [f"judge.fn='{Path(__file__).with_name('pairwise_judge.py')}:longer'"],
     "judge/pairrm": ["algo=online_dpo", "judge.name=o/m"],
     "judge/llm": ["algo=online_dpo", "judge.base_url=https://h/v1", "judge.model=m"],
+    "algo/teacher/server": ["algo.teacher.base_url=https://h/v1"],
+    "algo/teacher/by_column": [
+        "algo.teacher.column=answer",
+        "+algo/teacher@algo.teacher.teachers.math=server",
+        "algo.teacher.teachers.math.base_url=https://h/v1",
+    ],
+    **{
+        f"algo/distillation/{name}": ["algo/teacher=server", "algo.teacher.base_url=https://h/v1"]
+        for name in ("iw_opd", "forward_kl")
+    },
     "reward/none": ["algo=dpo"],
     "reward/process_reward_model": ["reward.functions.process_reward_model.name=o/m"],
     "reference/path": ["reference.name=tiny"],
