@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from online_modules import VOCABULARY, completions, scores, small_policy
-from small_rollouts import batch, credited
+from small_rollouts import EachBatch, batch, credited, trainer
 from torch import Tensor
 
-from lit_rl.algorithms import GRPO, RLOO, Reinforce
+from lit_rl.algorithms import GRPO, RLOO, AdamW, Constant, Reinforce
 from lit_rl.algorithms.data_parallel import Ranks
 from lit_rl.algorithms.evaluation.summary_statistics import Averages
 from lit_rl.algorithms.rollouts import checkpoints
 from lit_rl.algorithms.rollouts.rollout_plan import BatchPlan, micro_batch, rows_of_slots, step_counts, step_totals
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.algorithms.terms.teachers import ModelTeacher, SampledKL, TeacherAdvantage, TopDivergence
+from lit_rl.algorithms.terms.self_teacher import (
+    ColumnContext,
+    OutcomeContext,
+    SelfTeacher,
+    first_siblings,
+    with_prompts,
+)
+from lit_rl.algorithms.terms.teachers import ModelTeacher, SampledKL, TeacherAdvantage, TeacherRequest, TopDivergence
+from lit_rl.core.errors import DataError
 from lit_rl.core.rollout import Completions, Rollout, Sampling, join_rollouts
+from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.models.forward import score
 from lit_rl.models.frozen_teacher import top_tokens
-from lit_rl.models.language_model import DEFAULT
+from lit_rl.models.language_model import DEFAULT, LanguageModel
+from lit_rl.models.references import EMA
 from lit_rl.ops.advantages import no_advantage
 from lit_rl.ops.distillation import renormalized, with_tail
 from lit_rl.ops.imitation import generalized_jsd
 from lit_rl.ops.kl import corrected_k1, k3_with_k2_gradient
 from lit_rl.ops.policy_losses import reinforce_loss
+from lit_rl.rewards import exact_match
 
 FORMS = {
     "advantage": TeacherAdvantage(0.7),
@@ -233,12 +245,10 @@ def test_what_a_teacher_says_outside_its_mask_changes_nothing() -> None:
 
 
 def request_of(module: Any, found: Scored) -> Any:
-    from lit_rl.algorithms.terms.teachers import TeacherRequest
-
     return TeacherRequest(
         found, top=module.distillation.form.top, sampling=module.sampling, policy=module.policy,
         held=module.teacher_policy, reference=lambda: module.reference.scoring(module.policy, None),
-        options=DEFAULT, rows_at_once=2,
+        encoder=lambda: module._encoder, options=DEFAULT, rows_at_once=2,
     )  # fmt: skip
 
 
@@ -314,3 +324,139 @@ def test_the_likeliest_tokens_are_those_of_the_softmax(fused: bool, monkeypatch:
     assert torch.equal(ids[drawn.response_mask], best.indices) and not values.requires_grad
     torch.testing.assert_close(values[drawn.response_mask], best.values.detach())
     assert not values[~drawn.response_mask].any()
+
+
+# ------------------------------------------------------------------ the policy as its own teacher
+
+PAIRS = (3, 4), (5, 9), (8, 7), (2, 2)
+SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "easier": f"{b}+{a}="} for a, b in PAIRS]
+
+
+def self_taught(context: Any, form: Any = None, rows: Any = SUMS, **settings: Any) -> Any:
+    """GRPO of the shipped policy, which teaches itself, and its data."""
+    teacher = settings.pop("teacher", None) or SelfTeacher(context, "live")
+    module = GRPO(
+        "tiny", exact_match, teacher=teacher, distillation=form,
+        **{"group_size": 4, "sampling": Sampling(max_new_tokens=5), "optimizer": AdamW(lr=1e-3)} | settings,
+    )  # fmt: skip
+    return module, RolloutDataModule(rows, prompts_per_rollout=4, val_fraction=0)
+
+
+def rollouts_of(tmp_path: Path, module: Any, data: Any, steps: int = 1, **how: Any) -> list[Any]:
+    looks = EachBatch(lambda module: (module.scored, module.rollout))
+    trainer(tmp_path, max_steps=steps, max_epochs=-1, callbacks=[looks], **how).fit(module, datamodule=data)
+    return looks.seen
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_without_a_context_and_with_live_weights_the_policy_teaches_itself_nothing(name: str, tmp_path: Path) -> None:
+    context = ColumnContext("prompt_again", template="$context")
+    rows = [row | {"prompt_again": row["prompt"]} for row in SUMS]
+    module, data = self_taught(context, FORMS[name], rows, advantage=no_advantage)
+    module.configure_model()
+    before = [p.detach().clone() for p in module.policy.parameters()]
+    ((_, rollout),) = rollouts_of(tmp_path, module, data)
+    assert rollout.teacher_mask.equal(rollout.completions.response_mask)
+    if rollout.old_logprobs is not None:
+        assert rollout.teacher_logprobs[rollout.teacher_mask].equal(rollout.old_logprobs[rollout.teacher_mask])
+        assert not rollout.advantages.any()
+    assert module.trainer.callback_metrics["train/grad_norm"] < 1e-5
+    assert all((now - then).abs().max() < 3e-3 for now, then in zip(module.policy.parameters(), before))
+
+
+def test_the_response_is_scored_behind_the_other_prompt(tmp_path: Path) -> None:
+    """By hand: a plain forward pass over the prompt with its context and the same response tokens."""
+    module, data = self_taught(ColumnContext("answer", template="$prompt$context\n$prompt"), sampling=Sampling(0.7))
+    ((scored, rollout),) = rollouts_of(tmp_path, module, data)
+    start = LanguageModel("tiny").load().eval()  # the weights when the rollout was taken
+    drawn, tokenizer = rollout.completions, module.tokenizer
+    for row in range(len(drawn)):
+        sums = scored.batch.prompts[row // 4], scored.batch.columns["answer"][row // 4]
+        prompt = tokenizer(f"{sums[0]}{sums[1]}\n{sums[0]}").input_ids
+        response = drawn.response_ids[row][drawn.response_mask[row]]
+        logits = start(torch.tensor([[*prompt, *response.tolist()]])).logits[0, len(prompt) - 1 : -1]
+        by_hand = (logits / 0.7).log_softmax(-1).gather(1, response[:, None])[:, 0].detach()
+        said = rollout.teacher_logprobs[row][drawn.response_mask[row]]
+        torch.testing.assert_close(said, by_hand, atol=1e-4, rtol=1e-4)
+    shown = "".join(map(str, module.samples["prompt"]))
+    assert "\n" not in shown, "the context is in the samples"
+
+
+def test_rows_without_a_context_drop_out_and_are_counted(tmp_path: Path) -> None:
+    hints = "7+7=", None, "  ", "9" * 600  # the last one is too long
+    rows = [row | {"hint": hint} for row, hint in zip(SUMS, hints)]
+    module, data = self_taught(ColumnContext("hint", template="$context"), rows=rows)
+    ((scored, rollout),) = rollouts_of(tmp_path, module, data)
+    taught = {row for row, learned in zip(scored.batch.rows, rollout.teacher_mask.any(1)[::4].tolist()) if learned}
+    assert taught == {0}
+    logged = module.trainer.callback_metrics
+    assert logged["train/teacher/coverage"] == 0.25 == logged["train/teacher/left_out"]
+
+
+def test_the_first_successful_sibling_is_shown_and_never_the_own_answer() -> None:
+    success = torch.tensor([False, True, True, False, False, True, False, False, False])
+    groups = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2, 1])
+    assert first_siblings(success, groups) == [1, 2, 1, 1, 5, None, None, None, 5]
+
+    module = GRPO("tiny", len, group_size=2)
+    drawn = replace(completions([3, 3, 3, 3]), response_ids=torch.tensor([[22, 23, 256]] * 2 + [[24, 25, 256]] * 2))
+    found = Scored(batch(range(2)), drawn, scores([1.0, 0.0, float("nan"), 0.9]))
+    context = OutcomeContext(template="$prompt|$context", solution_template="<$solution>", feedback="answer",
+                             feedback_template="!$feedback")  # fmt: skip
+    assert context.texts(found, module.tokenizer) == ["!0", "<78>\n\n!0", "!1", "!1"]
+    assert OutcomeContext(siblings="none", feedback="answer").texts(found, module.tokenizer)[0].endswith("\n\n0")
+    assert OutcomeContext(threshold=0.9).texts(found, module.tokenizer)[2].endswith("9:")
+    own = replace(found, scores=replace(found.scores, extras={"said": ["a", None, "", "$solution $feedback"]}))
+    context = OutcomeContext(threshold=2, feedback="said", feedback_template="$feedback")
+    assert context.texts(own, module.tokenizer) == ["a", None, None, "$solution $feedback"]  # in one pass
+
+
+def test_a_context_is_put_into_the_last_message_of_the_user() -> None:
+    context = ColumnContext("hint")
+    asked = {"role": "user", "content": "$context?"}
+    prompt = [{"role": "system", "content": "s"}, asked, {"role": "assistant", "content": "x"}]
+    shown = {"role": "user", "content": "$context?\n\nbecause"}
+    assert context.prompt(prompt, "because", "row 1") == [prompt[0], shown, prompt[2]]
+    with pytest.raises(DataError, match="row 1"):
+        context.prompt(prompt[:1], "because", "row 1")
+
+
+def test_other_prompts_stand_before_the_same_responses() -> None:
+    drawn = completions([3, 1, 2, 4])
+    behind = with_prompts(drawn, [None, [9], [1, 2, 3, 4, 5], None])
+    rows = [ids[mask].tolist() for ids, mask in zip(behind.prompt_ids, behind.prompt_mask)]
+    assert rows == [drawn.prompt_ids[0].tolist(), [9], [1, 2, 3, 4, 5], drawn.prompt_ids[3].tolist()]
+    assert behind.response_ids is drawn.response_ids
+    told = score(small_policy(0), behind, Sampling()).logprobs
+    plain = replace(drawn, prompt_ids=torch.tensor([[1, 2, 3, 4, 5]]), prompt_mask=torch.ones(1, 5, dtype=torch.bool))
+    alone = replace(plain, **{name: getattr(drawn, name)[2:3] for name in (
+        "response_ids", "response_mask", "sampler_logprobs", "ended", "group_id")})  # fmt: skip
+    torch.testing.assert_close(told[2, :2], score(small_policy(0), alone, Sampling()).logprobs[0, :2])
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_an_average_of_the_policy_teaches_it(minibatches: int, tmp_path: Path) -> None:
+    """With the reference's weights at that moment, which follow after every optimizer step."""
+    teacher = SelfTeacher(ColumnContext("easier", template="$context"))
+    module, data = self_taught(None, teacher=teacher, reference=EMA(0.5), minibatches=minibatches)
+    seen = rollouts_of(tmp_path, module, data, steps=4 * minibatches)
+    firsts = seen[::minibatches]
+    gaps = [float((r.teacher_logprobs - r.old_logprobs)[r.teacher_mask].abs().max()) for _, r in firsts]
+    assert len({round(gap, 6) for gap in gaps}) == len(gaps) and module.reference_policy is not None
+    assert all(rollout.ref_logprobs is None for _, rollout in seen)
+    assert "train/kl" not in module.trainer.callback_metrics
+
+
+def test_the_policy_learns_to_answer_as_it_does_behind_the_context(tmp_path: Path) -> None:
+    """Prompts in a form that it cannot read, and as context the form that it can."""
+    rows = [{"prompt": f"#{a}+{b}=", "answer": str(a + b), "plain": f"{a}+{b}="} for a in range(8) for b in range(8)]
+    form = TopDivergence(top_k=20, beta=0.5)
+    teacher = SelfTeacher(ColumnContext("plain", template="$context"))
+    module = Reinforce(
+        "tiny", exact_match, teacher=teacher, distillation=form, advantage=no_advantage, group_size=4,
+        sampling=Sampling(max_new_tokens=4), optimizer=AdamW(lr=1e-3), scheduler=Constant(),
+    )  # fmt: skip
+    data = RolloutDataModule(rows, prompts_per_rollout=32, val_fraction=0)
+    looks = EachBatch(lambda module: float(module.scored.scores.total.mean()))
+    trainer(tmp_path, max_steps=24, max_epochs=-1, callbacks=[looks]).fit(module, datamodule=data)
+    assert sum(looks.seen[:3]) / 3 < 0.3 and sum(looks.seen[-3:]) / 3 > 0.6, looks.seen

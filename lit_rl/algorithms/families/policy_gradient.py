@@ -167,7 +167,7 @@ class PolicyGradient(OnPolicyModule, ABC):
             policy=self.policy,
             held=self.teacher_policy,
             reference=lambda: self.reference.scoring(self.policy, self.reference_policy),
-            encoder=self._encoder,
+            encoder=lambda: self._encoder,
             options=self.forward_options,
             rows_at_once=self.rows_at_once(scored.completions),
         )

@@ -39,11 +39,11 @@ class PrivilegedContext(ABC):
     """Abstract base of what a self-teacher is shown beside the prompt.
 
     Args:
-        template: The prompt with it, with `$prompt` and `$context`; of chat messages the last one of the user.
+        template: The prompt with it, with `$context` and mostly `$prompt`; of chat messages the last one of the user.
     """
 
     def __init__(self, template: str) -> None:
-        check_template("algo.teacher.context.template", template, ("prompt", "context"))
+        check_template("algo.teacher.context.template", template, "context", "prompt")
         self.template = template
 
     def check(self, columns: Sequence[str], rewards: Sequence[str], group_size: int) -> None:  # noqa: B027
@@ -57,6 +57,11 @@ class PrivilegedContext(ABC):
         Raises:
             ConfigError: names the setting.
         """
+
+    @property
+    def columns_read(self) -> set[str]:
+        """Names of columns that it may read."""
+        return set()
 
     @abstractmethod
     def texts(self, scored: Scored, tokenizer: Any) -> list[str | None]:
@@ -81,16 +86,16 @@ class PrivilegedContext(ABC):
         return [*prompt[:last], {**prompt[last], "content": text}, *prompt[last + 1 :]]
 
 
-def check_template(key: str, template: str, names: Sequence[str]) -> None:
-    """Refuse a template that lacks one of the parts, or names another.
+def check_template(key: str, template: str, needed: str, *more: str) -> None:
+    """Refuse a template without the part that it needs, or with a name that stands for nothing.
 
     Raises:
-        ConfigError: names the key, the value and what it needs.
+        ConfigError: names the key, the value and the names.
     """
     found = string.Template(template).get_identifiers() if isinstance(template, str) else []
-    if sorted(found) != sorted(names):
-        needed = " and ".join(f"${name}" for name in names)
-        raise ConfigError(f"{key}={template!r} needs {needed}, once each or more, and no other name behind a $.")
+    if needed not in found or {*found} - {needed, *more}:
+        further = "".join(f", may name ${name}" for name in more)
+        raise ConfigError(f"{key}={template!r} needs ${needed}{further}, and no other name behind a $ ($$ is a $).")
 
 
 def _filled(template: str, parts: Mapping[str, str]) -> str:
@@ -104,12 +109,16 @@ class ColumnContext(PrivilegedContext):
 
     Args:
         column: The column, of texts.
-        template: The prompt with it, with `$prompt` and `$context`; of chat messages the last one of the user.
+        template: The prompt with it, with `$context` and mostly `$prompt`; of chat messages the last one of the user.
     """
 
     def __init__(self, column: str, template: str = TEMPLATE) -> None:
         super().__init__(template)
         self.column = column
+
+    @property
+    def columns_read(self) -> set[str]:
+        return {self.column}
 
     def check(self, columns: Sequence[str], rewards: Sequence[str], group_size: int) -> None:
         if self.column not in columns:
@@ -125,7 +134,7 @@ class ColumnContext(PrivilegedContext):
 
 @checked("algo.teacher.context")
 class OutcomeContext(PrivilegedContext):
-    """What became of the rollout (SDPO, 2601.20802): a successful answer of the same group, feedback on the own one.
+    """The outcome of the rollout (SDPO, 2601.20802): a successful answer of the same group, feedback on the own one.
 
     A completion succeeds whose reward is at least the threshold. Shown is the first of its group but the completion
     itself, as text without special tokens. One without a successful sibling and without feedback has no teacher.
@@ -136,7 +145,7 @@ class OutcomeContext(PrivilegedContext):
         feedback: A column of the data, or a name under which a reward function logs texts (`log_extra`): shown too
             where it is not empty. null: none.
         siblings: Which successful completion is shown: the `first`, or `none`, for feedback alone.
-        template: The prompt with it, with `$prompt` and `$context`; of chat messages the last one of the user.
+        template: The prompt with it, with `$context` and mostly `$prompt`; of chat messages the last one of the user.
         solution_template: The part of a sibling, with `$solution`.
         feedback_template: The part of the feedback, with `$feedback`.
     """
@@ -152,8 +161,8 @@ class OutcomeContext(PrivilegedContext):
         feedback_template: str = "Feedback on an attempt at it:\n\n$feedback",
     ) -> None:
         super().__init__(template)
-        check_template("algo.teacher.context.solution_template", solution_template, ("solution",))
-        check_template("algo.teacher.context.feedback_template", feedback_template, ("feedback",))
+        check_template("algo.teacher.context.solution_template", solution_template, "solution")
+        check_template("algo.teacher.context.feedback_template", feedback_template, "feedback")
         if siblings == "none" and feedback is None:
             raise ConfigError(
                 "algo.teacher.context.siblings=none shows feedback alone, and algo.teacher.context.feedback=null names "
@@ -161,6 +170,10 @@ class OutcomeContext(PrivilegedContext):
             )
         self.threshold, self.metric, self.feedback, self.siblings = threshold, metric, feedback, siblings
         self.solution_template, self.feedback_template = solution_template, feedback_template
+
+    @property
+    def columns_read(self) -> set[str]:
+        return set() if self.feedback is None else {self.feedback}
 
     def check(self, columns: Sequence[str], rewards: Sequence[str], group_size: int) -> None:
         if self.siblings == "none":
@@ -276,11 +289,9 @@ class SelfTeacher(RolloutTeacher):
                 f"model.name={student.name!r} is a model over images, and algo/teacher=self writes prompts of text "
                 "alone. Take algo/teacher=model or none."
             )
-        if self._longest(sampling.max_new_tokens) < 1:
-            raise ConfigError(
-                f"sampling.max_new_tokens={sampling.max_new_tokens} leaves no token of the context of {student.name!r} "
-                f"({self._context_length}) for a prompt. Lower it."
-            )
+
+    def columns_read(self, columns: Sequence[str]) -> set[str]:
+        return self.context.columns_read & {*columns}
 
     def check_data(self, data: Any) -> None:
         module = data.trainer.lightning_module
@@ -298,8 +309,9 @@ class SelfTeacher(RolloutTeacher):
 
     def score(self, request: TeacherRequest) -> tuple[TeacherScores, Metrics]:
         completions = request.completions
-        contexts = self.context.texts(request.scored, request.encoder.tokenizer)
-        prompts = self._prompts(request.scored, contexts, request.encoder)
+        encoder = request.encoder()
+        contexts = self.context.texts(request.scored, encoder.tokenizer)
+        prompts = self._prompts(request.scored, contexts, encoder)
         has_context = torch.tensor([prompt is not None for prompt in prompts], device=completions.device)
         behind = with_prompts(completions, prompts)
         mask = completions.response_mask & has_context[:, None]

@@ -66,8 +66,8 @@ class TeacherRequest:
     """The result of `RolloutTeacher.module`."""
     reference: Callable[[], AbstractContextManager[Scorer]]
     """Yields the module that computes the logits of `reference`, if the teacher `reads_reference`."""
-    encoder: Encoder
-    """Encoder of prompts with the settings of the run's."""
+    encoder: Callable[[], Encoder]
+    """Makes the encoder of prompts, with the settings of the run's."""
     options: ForwardOptions
     rows_at_once: int
     """Rows of a forward pass."""
