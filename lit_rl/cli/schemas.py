@@ -85,6 +85,8 @@ TARGETS = {
     "OutcomeContext": "lit_rl.algorithms.terms.self_teacher.OutcomeContext",
     "TeacherAdvantage": "lit_rl.algorithms.terms.teachers.TeacherAdvantage",
     "SampledKL": "lit_rl.algorithms.terms.teachers.SampledKL",
+    "PrefixWeightedAdvantage": "lit_rl.algorithms.terms.teachers.PrefixWeightedAdvantage",
+    "TopForwardKL": "lit_rl.algorithms.terms.teachers.TopForwardKL",
     "TopDivergence": "lit_rl.algorithms.terms.teachers.TopDivergence",
     "SupervisedText": "lit_rl.data.supervised_text.SupervisedText",
     "Sampling": "lit_rl.core.rollout.Sampling",

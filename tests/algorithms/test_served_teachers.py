@@ -18,11 +18,19 @@ from standin_teacher import ModelAsTeacher
 from lit_rl.algorithms import GRPO
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.terms.served_teachers import ColumnTeachers, ServerTeacher
-from lit_rl.algorithms.terms.teachers import ModelTeacher, RolloutTeacher, TeacherRequest
+from lit_rl.algorithms.terms.teachers import (
+    ModelTeacher,
+    PrefixWeightedAdvantage,
+    RolloutTeacher,
+    TeacherRequest,
+    TopForwardKL,
+)
 from lit_rl.core.errors import ConfigError, DataError, GenerationError
-from lit_rl.core.rollout import Completions, Sampling
+from lit_rl.core.rollout import Completions, Rollout, Sampling
 from lit_rl.models import LanguageModel
+from lit_rl.models.forward import TokenScores
 from lit_rl.models.language_model import DEFAULT
+from lit_rl.ops.distillation import prefix_weights, token_advantages, top_forward_kl
 
 
 class Letters:
@@ -195,6 +203,25 @@ def test_the_column_counts_as_read(urls):
     assert "source" in module.columns_read(["source", "other"]) and not module.needs_reference
     with pytest.raises(ConfigError, match=r"sampling\.temperature=0\.7"):
         GRPO("tiny", len, teacher=ServerTeacher(urls[0]), sampling=Sampling(temperature=0.7))
+
+
+def test_forms_of_iw_opd_and_of_verl_are_their_formulas():
+    drawn = completions([3, 5, 1, 4])
+    teacher, _ = local(1).score(request_of(drawn, 4, small_policy(1)))
+    old = torch.rand(drawn.response_ids.shape).log()
+    rollout = Rollout(
+        drawn, torch.zeros(4), advantages=torch.tensor([1.0, -1.0, 2.0, 0.0]), loss_mask=drawn.response_mask,
+        old_logprobs=old, teacher_logprobs=teacher.log_probs, teacher_mask=teacher.mask,
+    )  # fmt: skip
+    gap = token_advantages(teacher.log_probs, old, teacher.mask)
+    found = PrefixWeightedAdvantage(0.3, gamma=2.0).with_advantages(rollout).advantages
+    wanted = rollout.advantages[:, None] + 0.3 * gap * prefix_weights(gap, teacher.mask, 2.0)
+    torch.testing.assert_close(found, wanted)
+
+    further = torch.rand(teacher.top_log_probs.shape).log()
+    losses, metrics = TopForwardKL(0.3, top_k=4).losses(teacher, TokenScores(old, None, further=further), old)
+    torch.testing.assert_close(losses, 0.3 * top_forward_kl(further, teacher.top_log_probs, teacher.mask))
+    assert {"teacher/divergence", "teacher/mass", "teacher/student_mass"} <= set(metrics)
 
 
 def test_overlap_is_the_share_of_likeliest_tokens_that_both_have():

@@ -69,7 +69,8 @@ def test_a_column_of_the_data_names_the_teacher(train, tmp_path, capfd):
     data.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     with teaching() as (served, url):
         run = [
-            *SMALL[2:], "data=jsonl", f"data.path={data}", "data.val_fraction=0", "trainer.max_steps=1", "trainer.accelerator=cpu",
+            *SMALL[2:], "data=jsonl", f"data.path={data}", "data.val_fraction=0",
+            "trainer.max_steps=1", "trainer.accelerator=cpu",
             "algo/advantage=none", "algo/teacher=by_column", "algo.teacher.column=source",
             "+algo/teacher@algo.teacher.teachers.math=server", f"algo.teacher.teachers.math.base_url={url}",
         ]  # fmt: skip

@@ -323,8 +323,8 @@ class PolicyGradient(OnPolicyModule, ABC):
             self.distillation.teacher.start(self.distillation.form.top)
 
     def columns_read(self, columns: Sequence[str]) -> set[str]:
-        teaching = () if self.distillation is None else self.distillation.teacher.columns
-        return super().columns_read(columns) | {*teaching}
+        of_teacher = set() if self.distillation is None else self.distillation.teacher.columns_read(columns)
+        return super().columns_read(columns) | of_teacher
 
     def companions(self, policy: nn.Module) -> dict[str, Any]:
         """Return the teacher's module, which no checkpoint contains, like a reference."""

@@ -290,9 +290,8 @@ class SelfTeacher(RolloutTeacher):
                 "alone. Take algo/teacher=model or none."
             )
 
-    @property
-    def columns(self) -> set[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.context.columns
+    def columns_read(self, columns: Sequence[str]) -> set[str]:
+        return self.context.columns & {*columns}
 
     def check_data(self, data: Any) -> None:
         module = data.trainer.lightning_module

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
+from lit_rl.algorithms.optim.strategies import shards_weights
 from lit_rl.algorithms.terms.teachers import RolloutTeacher, TeacherRequest
 from lit_rl.core import ranks
 from lit_rl.core.declared_settings import checked
@@ -119,15 +120,21 @@ class ColumnTeachers(RolloutTeacher):
     def reads_reference(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return any(teacher.reads_reference for teacher in self.teachers.values())
 
-    @property
-    def columns(self) -> set[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return {self.column}.union(*(teacher.columns for teacher in self.teachers.values()))
+    def columns_read(self, columns: Sequence[str]) -> set[str]:
+        return {self.column}.union(*(teacher.columns_read(columns) for teacher in self.teachers.values()))
 
     def check(self, student: LanguageModel, sampling: Sampling) -> None:
         self._each("check", student, sampling)
 
     def check_data(self, data: object) -> None:
         self._each("check_data", data)
+        strategy = getattr(getattr(data, "trainer", None), "strategy", None)
+        if shards_weights(strategy) and not all(isinstance(each, ServerTeacher) for each in self.teachers.values()):
+            raise ConfigError(
+                f"algo/teacher=by_column with {type(strategy).__name__}, which shards weights: ranks have different "
+                "numbers of rows for each teacher, and would wait for one another. Take servers (algo/teacher=server "
+                "for each) or strategy=ddp."
+            )
         columns = getattr(data, "columns_of_sets", lambda: [{}])()[0]
         if self.column not in columns:
             raise ConfigError(

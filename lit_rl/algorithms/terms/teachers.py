@@ -9,7 +9,7 @@ of them. Log-probs of teacher and policy are at the temperature of `sampling`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -30,15 +30,17 @@ from lit_rl.models.language_model import ForwardOptions, LanguageModel
 from lit_rl.models.references import Scorer
 from lit_rl.ops.distillation import (
     TeacherScores,
+    prefix_weights,
     sampled_kl,
     token_advantages,
     top_divergence,
+    top_forward_kl,
     top_mass,
     top_overlap,
     with_tail,
 )
 from lit_rl.ops.kl import corrected_k3
-from lit_rl.ops.ranges import AtLeastOne, Portion, Positive
+from lit_rl.ops.ranges import AtLeastOne, NotNegative, Portion, Positive
 from lit_rl.ops.reductions import Metrics, mean_of
 
 # ------------------------------------------------------------------ teachers
@@ -123,9 +125,6 @@ class RolloutTeacher(ABC):
     reads_reference = False
     """True if it scores with the run's `reference`, which is loaded then."""
 
-    columns: Collection[str] = ()
-    """Columns of the data that it reads."""
-
     def check(self, student: LanguageModel, sampling: Sampling) -> None:  # noqa: B027 (most take any)
         """Refuse a policy that it cannot teach, before anything is loaded. Called once, by the algorithm.
 
@@ -139,6 +138,10 @@ class RolloutTeacher(ABC):
         Raises:
             ConfigError: names the setting.
         """
+
+    def columns_read(self, columns: Sequence[str]) -> set[str]:
+        """Return the columns of the data, among these, that it may read."""
+        return set()
 
     def start(self, top: int) -> None:  # noqa: B027 (most have nothing to ask)
         """Check once, before weights are loaded, that it can teach. Every rank calls it.
@@ -276,7 +279,11 @@ class TeacherAdvantage(DistillationForm):
         assert teacher is not None and old is not None and advantages is not None
         of_rewards = advantages if advantages.ndim == 2 else advantages[:, None]
         gap = token_advantages(teacher.log_probs, old, teacher.mask)
-        return replace(rollout, advantages=of_rewards + self.coef * gap)
+        return replace(rollout, advantages=of_rewards + self.coef * self.weighted(gap, teacher.mask))
+
+    def weighted(self, gap: Tensor, mask: Tensor) -> Tensor:
+        """Return the log ratios `(b, t)`, each by the weight of its token."""
+        return gap
 
     def losses(self, teacher: TeacherScores, scores: TokenScores, old: Tensor) -> tuple[Tensor, Metrics]:
         gap = token_advantages(teacher.log_probs, scores.logprobs, teacher.mask)
@@ -338,15 +345,57 @@ class TopDivergence(DistillationForm):
                 f"{tokens} at most; 100 is usual."
             )
 
+    def divergence(self, logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tensor:
+        """Return the divergence `(b, t)` over the teacher's tokens, from the log-probs of both `(b, t, k)`."""
+        return top_divergence(logprobs, teacher_logprobs, mask, beta=self.beta, support=self.support)
+
     def losses(self, teacher: TeacherScores, scores: TokenScores, old: Tensor) -> tuple[Tensor, Metrics]:
         assert scores.further is not None and teacher.top_log_probs is not None
         mask = teacher.mask
-        value = top_divergence(scores.further, teacher.top_log_probs, mask, beta=self.beta, support=self.support)
+        value = self.divergence(scores.further, teacher.top_log_probs, mask)
         return self.coef * value, {
             "teacher/divergence": mean_of(value, mask),
             "teacher/mass": mean_of(top_mass(teacher.top_log_probs, mask), mask),
             "teacher/student_mass": mean_of(top_mass(scores.further, mask), mask),
         }
+
+
+@checked("algo.distillation")
+class TopForwardKL(TopDivergence):
+    """A loss: the forward KL over the teacher's likeliest tokens with the masses that they have, never below 0.
+
+    verl's; see :func:`~lit_rl.ops.distillation.top_forward_kl`.
+
+    Args:
+        coef: Weight beside the loss of the rewards, above 0.
+        top_k: Number of the teacher's likeliest tokens, at least 1. verl takes 32.
+    """
+
+    def __init__(self, coef: Positive = 1.0, top_k: AtLeastOne = 32) -> None:
+        super().__init__(coef, top_k, beta=0.0)
+
+    def divergence(self, logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tensor:
+        return top_forward_kl(logprobs, teacher_logprobs, mask)
+
+
+@checked("algo.distillation")
+class PrefixWeightedAdvantage(TeacherAdvantage):
+    """IW-OPD (2606.22600): ``coef w (log T - log S)`` is added to the advantage of each token, in the clipped loss.
+
+    ``w = 1 + gamma (1 - share)``, where the share is how much of the row's ``sum |log T - log S|`` lies before the
+    token: what follows once teacher and policy have come apart counts less.
+
+    Args:
+        coef: Weight beside the advantages of the rewards, above 0.
+        gamma: Weight of the first token above that of the last, at least 0.
+    """
+
+    def __init__(self, coef: Positive = 1.0, gamma: NotNegative = 0.5) -> None:
+        super().__init__(coef)
+        self.gamma = gamma
+
+    def weighted(self, gap: Tensor, mask: Tensor) -> Tensor:
+        return gap * prefix_weights(gap, mask, self.gamma)
 
 
 # ------------------------------------------------------------------ the term
