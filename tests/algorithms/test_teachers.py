@@ -409,7 +409,9 @@ def test_without_a_context_and_with_live_weights_the_policy_teaches_itself_nothi
 
 def test_the_response_is_scored_behind_the_other_prompt(tmp_path: Path) -> None:
     """By hand: a plain forward pass over the prompt with its context and the same response tokens."""
-    module, data = self_taught(ColumnContext("answer", template="$prompt$context\n$prompt"), sampling=Sampling(0.7))
+    module, data = self_taught(
+        ColumnContext("answer", template="$prompt$context\n$prompt"), sampling=Sampling(0.7, max_new_tokens=5)
+    )
     ((scored, rollout),) = rollouts_of(tmp_path, module, data)
     start = LanguageModel("tiny").load().eval()  # the weights when the rollout was taken
     drawn, tokenizer = rollout.completions, module.tokenizer
@@ -490,16 +492,22 @@ def test_an_average_of_the_policy_teaches_it(minibatches: int, tmp_path: Path) -
     assert "train/kl" not in module.trainer.callback_metrics
 
 
-def test_the_policy_learns_to_answer_as_it_does_behind_the_context(tmp_path: Path) -> None:
-    """Prompts in a form that it cannot read, and as context the form that it can."""
-    rows = [{"prompt": f"#{a}+{b}=", "answer": str(a + b), "plain": f"{a}+{b}="} for a in range(8) for b in range(8)]
-    form = TopDivergence(top_k=20, beta=0.5)
-    teacher = SelfTeacher(ColumnContext("plain", template="$context"))
+@pytest.mark.parametrize("context", ["column", "feedback"])
+def test_the_policy_learns_to_answer_as_it_does_behind_the_context(context: str, tmp_path: Path) -> None:
+    """Prompts in a form that it hardly reads, and as context the form that it reads."""
+    pairs = [(n * 37 % 100, n * 59 % 100) for n in range(1, 97)]
+    rows = [{"prompt": f"#{a}+{b}=", "answer": str(a + b), "plain": f"{a}+{b}="} for a, b in pairs]
+    shown = ColumnContext("plain", template="$context")
+    if context == "feedback":
+        shown = OutcomeContext(
+            siblings="none", feedback="plain", feedback_template="$feedback", template="$context"
+        )  # fmt: skip
     module = Reinforce(
-        "tiny", exact_match, teacher=teacher, distillation=form, advantage=no_advantage, group_size=4,
-        sampling=Sampling(max_new_tokens=4), optimizer=AdamW(lr=1e-3), scheduler=Constant(),
+        "tiny", exact_match, teacher=SelfTeacher(shown), distillation=TopDivergence(top_k=20, beta=0.0),
+        advantage=no_advantage, group_size=2, sampling=Sampling(max_new_tokens=5), optimizer=AdamW(lr=1e-3),
+        scheduler=Constant(),
     )  # fmt: skip
     data = RolloutDataModule(rows, prompts_per_rollout=32, val_fraction=0)
-    looks = EachBatch(lambda module: float(module.scored.scores.total.mean()))
+    looks = EachBatch(lambda module: float(module.trainer.callback_metrics["train/teacher/divergence"]))
     trainer(tmp_path, max_steps=24, max_epochs=-1, callbacks=[looks]).fit(module, datamodule=data)
-    assert sum(looks.seen[:3]) / 3 < 0.3 and sum(looks.seen[-3:]) / 3 > 0.6, looks.seen
+    assert sum(looks.seen[-3:]) < 0.5 * sum(looks.seen[:3]), looks.seen
