@@ -50,7 +50,11 @@ class ServerTeacher(TeacherServer, RolloutTeacher):
         if completions.vision is not None:
             raise GenerationError("A teacher that is a server does not see the images of prompts.")
         before = self._requests, self._waited
-        scores = ranks.run_on_all_ranks(lambda: self._scores(completions, request.top))
+        try:
+            scores = ranks.run_on_all_ranks(lambda: self._scores(completions, request.top))
+        except GenerationError as error:
+            error.on_every_rank = True  # so a checkpoint can be saved together
+            raise
         spoken = completions.response_mask
         asked, waited, rows = spoken.new_tensor(
             [self._requests - before[0], self._waited - before[1], len(completions)], dtype=torch.float32
