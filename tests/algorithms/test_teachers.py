@@ -38,6 +38,7 @@ from lit_rl.ops.distillation import renormalized, with_tail
 from lit_rl.ops.imitation import generalized_jsd
 from lit_rl.ops.kl import corrected_k1, k3_with_k2_gradient
 from lit_rl.ops.policy_losses import reinforce_loss
+from lit_rl.ops.reductions import sequence_mean
 from lit_rl.rewards import exact_match
 
 FORMS = {
@@ -144,6 +145,48 @@ def test_over_the_whole_vocabulary_the_divergence_is_that_of_gkd(beta: float, su
     assert metrics["teacher/mass"] == pytest.approx(1) == metrics["teacher/student_mass"]
     of_gkd = torch.cat([p.grad.flatten() for p in module.policy.parameters()])
     torch.testing.assert_close(gradient, of_gkd, rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("tail", [True, False])
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_the_loss_is_that_of_sdpo_in_trl(alpha: float, tail: bool) -> None:
+    """The k tokens are the teacher's here and the student's there, so k is the vocabulary. A row has no teacher."""
+    trl = pytest.importorskip("trl.experimental.sdpo.loss_utils")
+    form = TopDivergence(1.0, top_k=VOCABULARY, beta=alpha, support=with_tail if tail else renormalized)
+    module = taught_by_model(form, advantage=no_advantage, reduction=sequence_mean)
+    drawn = completions([3, 1, 2, 4])
+    found = Scored(batch(range(2)), drawn, scores([1.0, 0.0, 0.0, 1.0]))
+    teacher, _ = module.distillation.teacher.score(request_of(module, found))
+    with_teacher = torch.tensor([True, True, False, True])
+    teacher = replace(teacher, mask=teacher.mask & with_teacher[:, None])
+    loss, gradient, _ = gradient_of(module, module.distillation.at_rollout(credited(module, found)[0], teacher)[0])
+
+    module.policy.zero_grad()
+    student, expert = (logits_of(model, drawn) / 1.3 for model in (module.policy, module.teacher_policy))
+    per_token = trl.compute_topk_self_distillation_loss(
+        student, expert.detach(), distillation_topk=VOCABULARY, distillation_alpha=alpha, distillation_add_tail=tail
+    )
+    rows = torch.stack([row.mean() for row in per_token.split(drawn.lengths.tolist())])
+    whole = (rows * with_teacher).mean()
+    whole.backward()
+    assert loss == pytest.approx(whole.item(), abs=2e-5)
+    of_trl = torch.cat([p.grad.flatten() for p in module.policy.parameters()])
+    torch.testing.assert_close(gradient, of_trl, rtol=1e-3, atol=2e-5)
+
+
+def test_the_gradient_of_the_advantage_is_that_of_trls_sampled_tokens() -> None:
+    trl = pytest.importorskip("trl.experimental.sdpo.loss_utils")
+    module = taught_by_model(advantage=no_advantage)
+    drawn = completions([3, 1, 2, 4])
+    _, gradient, _ = gradient_of(module, taught(module, drawn, [0.0] * 4))
+    module.policy.zero_grad()
+    student, expert = (logits_of(model, drawn)[None] / 1.3 for model in (module.policy, module.teacher_policy))
+    ids = drawn.response_ids[drawn.response_mask][None]
+    trl.compute_sampled_token_self_distillation_loss(
+        student, expert.detach(), ids, distillation_alpha=1.0
+    ).mean().backward()
+    of_trl = torch.cat([p.grad.flatten() for p in module.policy.parameters()])
+    torch.testing.assert_close(gradient, of_trl, rtol=1e-3, atol=1e-5)
 
 
 # ------------------------------------------------------------------ laws of the term

@@ -59,8 +59,8 @@ class PrivilegedContext(ABC):
         """
 
     @property
-    def columns_read(self) -> set[str]:
-        """Names of columns that it may read."""
+    def columns(self) -> set[str]:
+        """Names of columns of the data that it may read."""
         return set()
 
     @abstractmethod
@@ -117,7 +117,7 @@ class ColumnContext(PrivilegedContext):
         self.column = column
 
     @property
-    def columns_read(self) -> set[str]:
+    def columns(self) -> set[str]:
         return {self.column}
 
     def check(self, columns: Sequence[str], rewards: Sequence[str], group_size: int) -> None:
@@ -172,7 +172,7 @@ class OutcomeContext(PrivilegedContext):
         self.solution_template, self.feedback_template = solution_template, feedback_template
 
     @property
-    def columns_read(self) -> set[str]:
+    def columns(self) -> set[str]:
         return set() if self.feedback is None else {self.feedback}
 
     def check(self, columns: Sequence[str], rewards: Sequence[str], group_size: int) -> None:
@@ -291,7 +291,7 @@ class SelfTeacher(RolloutTeacher):
             )
 
     def columns_read(self, columns: Sequence[str]) -> set[str]:
-        return self.context.columns_read & {*columns}
+        return self.context.columns & {*columns}
 
     def check_data(self, data: Any) -> None:
         module = data.trainer.lightning_module
