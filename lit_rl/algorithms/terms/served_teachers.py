@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lit_rl.algorithms.optim.strategies import shards_weights
@@ -218,7 +218,7 @@ class ColumnTeachers(RolloutTeacher):
 
 def _nothing(metric: Metric) -> Metric:
     """Return a mean of no rows; an extreme stays."""
-    return tuple(map(torch.zeros_like, metric)) if isinstance(metric, tuple) else metric
+    return (torch.zeros_like(metric[0]), torch.zeros_like(metric[1])) if isinstance(metric, tuple) else metric
 
 
 def _rows_of(prompts: Sequence[int], size: int, device: torch.device) -> Tensor:
