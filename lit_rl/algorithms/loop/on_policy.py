@@ -551,7 +551,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             tokenizer=self.model.tokenizer,
             ranks=self.ranks,
         )
-        self._nothing_rewarded = bool(self._records.unscored)
+        self._nothing_rewarded = bool(self._records.unscored) and not self.needs_teacher
         if self._nothing_rewarded:  # unless a replay buffer put rewarded groups in, on any rank
             self._nothing_rewarded = not self.ranks.any(bool((~self.rollout.rewards.isnan()).any()))
         self.costs.restart()
