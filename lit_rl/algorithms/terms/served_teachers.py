@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lit_rl.algorithms.optim.strategies import shards_weights
@@ -50,7 +50,11 @@ class ServerTeacher(TeacherServer, RolloutTeacher):
         if completions.vision is not None:
             raise GenerationError("A teacher that is a server does not see the images of prompts.")
         before = self._requests, self._waited
-        scores = ranks.run_on_all_ranks(lambda: self._scores(completions, request.top))
+        try:
+            scores = ranks.run_on_all_ranks(lambda: self._scores(completions, request.top))
+        except GenerationError as error:
+            error.on_every_rank = True  # so a checkpoint can be saved together
+            raise
         spoken = completions.response_mask
         asked, waited, rows = spoken.new_tensor(
             [self._requests - before[0], self._waited - before[1], len(completions)], dtype=torch.float32
@@ -214,7 +218,7 @@ class ColumnTeachers(RolloutTeacher):
 
 def _nothing(metric: Metric) -> Metric:
     """Return a mean of no rows; an extreme stays."""
-    return tuple(map(torch.zeros_like, metric)) if isinstance(metric, tuple) else metric
+    return (torch.zeros_like(metric[0]), torch.zeros_like(metric[1])) if isinstance(metric, tuple) else metric
 
 
 def _rows_of(prompts: Sequence[int], size: int, device: torch.device) -> Tensor:

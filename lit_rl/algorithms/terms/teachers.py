@@ -191,7 +191,8 @@ class ModelTeacher(RolloutTeacher):
     """
 
     def __init__(self, model: LanguageModel | str, device: Literal["cpu"] | None = None) -> None:
-        self.model, self.device = model, device
+        self.model = model
+        self.device: Literal["cpu"] | None = device
         self._held: Teacher | None = None
 
     @property
