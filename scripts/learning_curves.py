@@ -122,11 +122,11 @@ OWN = {
     "opd": (COMPLETED["opd"][0], "the student is the first layer of the shipped policy, which is its teacher"),
     "sdft": (
         "algo.teacher.context.template='$context+0='",
-        "the shipped policy reads nothing but sums, and of those it is a teacher that knows no more: nothing is learned",
+        "the shipped policy reads nothing but sums, and of those it is no better a teacher: nothing is learned",
     ),
     "sdpo": (
         "algo.teacher.context.template='$context' algo.teacher.context.solution_template='$solution+0='",
-        "the shipped policy reads nothing but sums, and of those it is a teacher that knows no more: nothing is learned",
+        "the shipped policy reads nothing but sums, and of those it is no better a teacher: nothing is learned",
     ),
 }
 """What a preset cannot do without here, and why."""
