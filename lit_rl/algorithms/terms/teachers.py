@@ -88,8 +88,8 @@ class TeacherRequest:
             shared_tokens: Tokens, the first of the vocabulary, that may be among the likeliest. None: all.
         """
         scorer: nn.Module = model  # pyright: ignore[reportAssignmentType]
-        how = {"sampling": self.sampling, "rows_at_once": self.rows_at_once}
-        logprobs = frozen_logprobs(scorer, completions, options=self.options, **how)
+        rows, sampling = self.rows_at_once, self.sampling
+        logprobs = frozen_logprobs(scorer, completions, sampling=sampling, options=self.options, rows_at_once=rows)
         if not self.top:
             return TeacherScores(logprobs, mask)
 
@@ -97,7 +97,7 @@ class TeacherRequest:
             values, ids = top_tokens(scorer, part, self.top, self.sampling, tokens=shared_tokens)
             return torch.cat([values, ids.float()], -1)  # ids are exact below 2^24
 
-        values, ids = without_gradient(scorer, completions, of_rows, rows_at_once=self.rows_at_once).chunk(2, -1)
+        values, ids = without_gradient(scorer, completions, of_rows, rows_at_once=rows).chunk(2, -1)
         return TeacherScores(logprobs, mask, ids.long(), values.contiguous())
 
     def overlap(self, teacher: TeacherScores) -> Metrics:
