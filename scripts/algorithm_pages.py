@@ -90,7 +90,7 @@ SMALL_ROLLOUT = SMALL | {"data.prompts_per_rollout": 4, "sampling.max_new_tokens
 SMALL_STEP = SMALL | {"data.batch_size": 4}
 """A rollout, or a step, that takes a tenth of a second."""
 
-COMPLETED = {"gkd": ("experiment=gkd_addition",)}
+COMPLETED = {"gkd": ("experiment=gkd_addition",), "opd": ("experiment=opd_addition",)}
 """Settings without which a preset does not run."""
 
 SPEED = r"(time|memory)/.+|tokens_per_second.*|tflops_per_second|mfu|idle_share"
@@ -220,6 +220,8 @@ TRL = {
     "sft": "`SFTConfig()`",
     "dft": '`SFTConfig(loss_type="dft")`',
     "gkd": "`GKDConfig()`, experimental",
+    "sdft": "`SDFTConfig()`, experimental",
+    "sdpo": '`SDPOConfig(distillation_mode="topk_logits")`, experimental',
     "cdpo": "",  # TRL's sigmoid loss does not read label_smoothing
     "ld_dpo": "`DPOConfig(ld_alpha=0.5)`",
     "mpo": '`DPOConfig(loss_type=["sigmoid", "bco_pair", "sft"], loss_weights=[0.8, 0.2, 1.0])`',

@@ -445,6 +445,8 @@ def shown(default: Any) -> str:
         return "required"
     if type(default).__name__ == "_HAS_DEFAULT_FACTORY_CLASS":
         return "`{}`"
+    if inspect.isfunction(default):  # its address is another in each process
+        return f"`{default.__name__}`"
     if isinstance(default, tuple):
         default = list(default)
     if isinstance(default, str) and "\n" in default:

@@ -119,6 +119,15 @@ OWN = {
         "a fifth of two or three tokens is less than one, and with the default the reward does not rise here",
     ),
     "iterative_dpo": ("reference.every=15", "with the default the run has one round of 50 steps and a part of another"),
+    "opd": (COMPLETED["opd"][0], "the student is the first layer of the shipped policy, which is its teacher"),
+    "sdft": (
+        "algo.teacher.context.template='$context+0='",
+        "the shipped policy reads nothing but sums, and of those it is no better a teacher: nothing is learned",
+    ),
+    "sdpo": (
+        "algo.teacher.context.template='$context' algo.teacher.context.solution_template='$solution+0='",
+        "the shipped policy reads nothing but sums, and of those it is no better a teacher: nothing is learned",
+    ),
 }
 """What a preset cannot do without here, and why."""
 
@@ -161,7 +170,7 @@ def run(preset: str, seed: int, rollouts: int = ROLLOUTS) -> Curve:
     config, _ = composed(preset)
     prompts = max(8, PER_ROLLOUT // config.algo.group_size)
     overrides = [*SETTINGS, f"data.prompts_per_rollout={prompts}", f"seed={seed}"]
-    overrides += [OWN[preset][0]] if preset in OWN else []
+    overrides += OWN[preset][0].split() if preset in OWN else []
     module, data = parts(composed(preset, *overrides)[0])
     L.seed_everything(seed, verbose=False)
     watch = RolloutWatch()

@@ -16,6 +16,9 @@ Behaviour = Callable[["Handler"], None]
 class Handler(BaseHTTPRequestHandler):
     """Notes every request, and behaves as its server was told."""
 
+    asked: Any = None
+    """The body of the request; None where it has none."""
+
     def do_GET(self) -> None:
         self._do()
 
@@ -25,7 +28,8 @@ class Handler(BaseHTTPRequestHandler):
     def _do(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         server: Any = self.server
-        server.seen.append((self.command, self.path, dict(self.headers), json.loads(body) if body else None))
+        self.asked = json.loads(body) if body else None
+        server.seen.append((self.command, self.path, dict(self.headers), self.asked))
         server.behaviour(self)
 
     def log_message(self, format: str, *args: Any) -> None:

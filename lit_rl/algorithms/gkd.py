@@ -34,8 +34,8 @@ from lit_rl.core.errors import ConfigError
 from lit_rl.core.examples import ExampleBatch, TextBatch, TokenBatch, Totals
 from lit_rl.core.interrupts import run_ending_hook
 from lit_rl.core.rollout import Completions, PromptBatch
-from lit_rl.models.distillation import Teacher, distillation_scores
 from lit_rl.models.forward import refuse_leaks
+from lit_rl.models.frozen_teacher import Teacher, distillation_scores
 from lit_rl.models.references import OnCPU, Scorer
 from lit_rl.models.sharding import unsharded
 from lit_rl.ops.imitation import generalized_jsd

@@ -129,10 +129,10 @@ class PPO(PolicyGradient):
 
     # ------------------------------------------------------------------ loss
 
-    def token_scores(self, completions: Completions) -> TokenScores:
+    def token_scores(self, completions: Completions, **further: Any) -> TokenScores:
         read = completions.with_observations if self.echo_coef else completions
         scores, values = self.value_function.scores_and_values(
-            self.policy, self.critic, read, self.sampling, **self.score_terms
+            self.policy, self.critic, read, self.sampling, **self.score_terms, **further
         )
         return replace(scores, values=values)
 
@@ -164,8 +164,8 @@ class PPO(PolicyGradient):
 
     trained_beside = ("critic",)
 
-    def companions(self, policy: nn.Module) -> dict[str, nn.Module]:
-        critic = {"critic": self.value_function.module(policy)}
+    def companions(self, policy: nn.Module) -> dict[str, Any]:
+        critic = super().companions(policy) | {"critic": self.value_function.module(policy)}
         return critic if self.adapter is None else critic | {"reward_adapter": self.adapter.module(policy)}
 
     @property

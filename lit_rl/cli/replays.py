@@ -237,6 +237,11 @@ def _module(name: str, algo: dict[str, Any], parts: dict[str, Any], rollout: Sav
             f"losses: {name} compares with the reward of greedy completions, and this rollout has none: only runs of "
             "algo=remax draw them. Leave it out."
         )
+    if module.needs_teacher:
+        raise ConfigError(
+            f"losses: {name} learns from what a teacher said of the rollout (algo/teacher), which no rollout file "
+            "holds. Leave it out."
+        )
     if module.needs_gradient_norms and rollout.gradient_norms is None:
         raise ConfigError(
             f"losses: {name} reads how large a gradient each token had when the rollout was taken, and this rollout "

@@ -25,6 +25,7 @@ from lit_rl.core.errors import ConfigError, check_strings, in_range
 from lit_rl.core.other_names import reject_unknown_keywords
 from lit_rl.core.transfers import CopiedToHost, HostCopy, to_device
 from lit_rl.core.vision_inputs import PromptVision, Vision
+from lit_rl.ops.distillation import TeacherScores
 from lit_rl.ops.ranges import AtLeastOne, AtLeastZero, Finite, Portion, Positive, Share
 from lit_rl.ops.sampling_distribution import Truncation
 
@@ -432,9 +433,25 @@ class Rollout:
     """Float32 ``(b, t)``: the targets of the critic. None without a critic."""
     kl_factor: float = 1.0
     """The factor of the KL's controller when the rollout was taken. Both weights of the KL are multiplied by it."""
+    teacher_logprobs: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
+    """Float32 ``(b, t)``: a teacher's; anything outside `teacher_mask`. None without a teacher."""
+    teacher_mask: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
+    """Bool ``(b, t)``: the tokens of the loss of which the teacher has an opinion. None without a teacher."""
+    teacher_top_ids: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
+    """Long ``(b, t, k)``: the teacher's likeliest tokens. None where none are learned."""
+    teacher_top_logprobs: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
+    """Float32 ``(b, t, k)``: of these. None where none are learned."""
 
     def __len__(self) -> int:
         return len(self.completions)
+
+    @property
+    def teacher(self) -> TeacherScores | None:
+        """What a teacher says of the tokens of the loss. None without a teacher."""
+        if self.teacher_logprobs is None or self.teacher_mask is None:
+            return None
+        top = self.teacher_top_ids, self.teacher_top_logprobs
+        return TeacherScores(self.teacher_logprobs, self.teacher_mask, *top)
 
 
 def select(item: Any, rows: Tensor) -> Any:
@@ -554,7 +571,8 @@ def _joined(one: Any, two: Any) -> Any:
         if width is not Width.NONE:
             widest = max(part.shape[1] for part in parts)
             missing = [widest - part.shape[1] for part in parts]
-            pads = [(count, 0) if width is Width.PROMPT else (0, count) for count in missing]
+            inner = (0, 0) * (first.ndim - 2)  # of several numbers a token
+            pads = [(*inner, count, 0) if width is Width.PROMPT else (*inner, 0, count) for count in missing]
             parts = [F.pad(part, pad) for part, pad in zip(parts, pads)]
         values[name] = torch.cat(parts)
     return dataclasses.replace(one, **values)

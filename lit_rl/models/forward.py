@@ -55,9 +55,12 @@ class TokenScores:
     """Float ``(b, t)``, with gradient: what a critic expects. None without a critic."""
     stats: TokenStats | None = None
     """``(b, t)`` each, without gradient, of the same distribution. None unless they were asked for."""
+    further: Tensor | None = None
+    """Float32 ``(b, t, k)``, with gradient: log-probs of further tokens, of the same distribution. None without
+    them."""
 
 
-def score(
+def score(  # noqa: PLR0913 (one keyword a number that is asked for)
     model: nn.Module,
     completions: Completions,
     sampling: Sampling,
@@ -66,6 +69,7 @@ def score(
     entropy_gradient: bool = False,
     router_aux: bool = False,
     stats: bool = False,
+    further_ids: Tensor | None = None,
     options: ForwardOptions = DEFAULT,
 ) -> TokenScores:
     """Score the response tokens under the distribution that ``sampling`` draws from, given this model's logits.
@@ -83,6 +87,7 @@ def score(
         router_aux: Whether to compute the load-balancing loss of a mixture of experts (2101.03961, eq. 4 to 6), as
             transformers does: over the attended tokens, prompts included, and all layers, without its coefficient.
         stats: Whether to compute `lit_rl.ops.logprobs.TokenStats`: where ``sampling`` neither truncates nor reshapes.
+        further_ids: Long ``(b, t, k)``: further tokens at each position to score, under the same condition. None: none.
         options: Choices for computing the pass.
 
     Raises:
@@ -98,11 +103,13 @@ def score(
         stats=stats,
     )
 
-    def score_rows(rows: Completions) -> tuple[TargetScores, Any]:
+    def score_rows(rows: Completions, further: Tensor | None = further_ids) -> tuple[TargetScores, Any]:
         """Return the scores of rows that run in one call of the model, and its output."""
         ids, host = rows.response_ids, rows.on_host
         columns = ids.shape[1] + 1  # positions that predict a response token, and the last one
-        targets = Targets(ids, host.response_mask, first=-columns, history=_history(rows, sampling))
+        targets = Targets(
+            ids, host.response_mask, first=-columns, history=_history(rows, sampling), further_ids=further
+        )
         inputs = {**trunk_inputs(model, rows), "logits_to_keep": columns, "use_cache": False}
         with known_masks(host.attention_mask):
             return score_targets(model, targets, distribution, fused=options.fused_head, **inputs, **experts)
@@ -110,19 +117,26 @@ def score(
     with fused_accumulation(model, options):
         if router_aux:
             scores, output = score_rows(completions)
-            return TokenScores(scores.logprobs, scores.entropy, _aux_loss(model, output, True), stats=scores.stats)
+            aux_loss = _aux_loss(model, output, True)
+            return TokenScores(scores.logprobs, scores.entropy, aux_loss, stats=scores.stats, further=scores.further)
         prompts = shared_prompts(model, completions) if options.shared_prompts else None
         buckets: list[Bucket] = []
         if prompts is None and options.rows_by_length and not isinstance(model, FSDPModule):
             buckets = bucket_by_length(completions.on_host.attention_mask.sum(1), completions.response_ids.device)
         if prompts is not None:
-            scores = run_shared(model, completions, prompts, distribution, options, _history(completions, sampling))
+            past = _history(completions, sampling)
+            scores = run_shared(model, completions, prompts, distribution, options, past, further_ids)
         elif len(buckets) < 2:
             scores, _ = score_rows(completions)
         else:
-            parts = [score_rows(trim(select(completions, bucket.rows)))[0] for bucket in buckets]
+            parts = []
+            for bucket in buckets:
+                rows, further = trim(select(completions, bucket.rows)), None
+                if further_ids is not None:
+                    further = further_ids[to_device(bucket.rows, further_ids.device), : rows.response_ids.shape[1]]
+                parts.append(score_rows(rows, further)[0])
             scores = TargetScores.of_buckets(parts, buckets, completions.response_ids.shape[1])
-    return TokenScores(scores.logprobs, scores.entropy, stats=scores.stats)
+    return TokenScores(scores.logprobs, scores.entropy, stats=scores.stats, further=scores.further)
 
 
 def response_logprobs(

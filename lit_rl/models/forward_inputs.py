@@ -327,8 +327,12 @@ def bucket_by_length(lengths: Tensor, device: torch.device) -> list[Bucket]:
 
 
 def join_buckets(parts: Sequence[Tensor], buckets: Sequence[Bucket], width: int) -> Tensor:
-    """Return ``(b, width)`` of the ``(rows, columns)`` of each bucket, whose columns are the first; 0 in the others."""
-    wide = torch.cat([F.pad(part, (0, width - part.shape[1])) for part in parts])
+    """Return ``(b, width)`` of the ``(rows, columns)`` of each bucket, whose columns are the first; 0 in the others.
+
+    Of several numbers at each position, ``(rows, columns, k)``, the result is ``(b, width, k)``.
+    """
+    inner = (0, 0) * (parts[0].ndim - 2)
+    wide = torch.cat([F.pad(part, (*inner, 0, width - part.shape[1])) for part in parts])
     order = torch.cat([bucket.rows for bucket in buckets]).argsort()
     return wide.index_select(0, to_device(order, wide.device))
 

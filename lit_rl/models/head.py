@@ -108,6 +108,8 @@ class Targets:
     """Long ``(b,)``: the row of the pass that predicts each row of ``ids``. None: its own."""
     history: History | None = None
     """Earlier tokens, which change the logits of the ``(b, t)``. None: no change."""
+    further_ids: Tensor | None = None
+    """Long ``(b, t, k)``: further tokens at each position, which are scored too. None: none."""
 
     def columns_of(self, passed: Tensor) -> Tensor:
         """Return the ``(b, t, ...)`` that predict the tokens, of the ``(rows, columns, ...)`` that a pass computed."""
@@ -126,22 +128,27 @@ class TargetScores:
     """The entropy, of the same type. None unless requested."""
     stats: TokenStats | None
     """Statistics of the logits. None unless requested."""
+    further: Tensor | None = None
+    """``(b, t, k)``: log-probs of the further tokens, of the same type, with gradient. None without them."""
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> TargetScores:
         """Return the scores in another shape."""
         entropy = None if self.entropy is None else change(self.entropy)
         stats = {name: change(getattr(self.stats, name)) for name in _STATS if self.stats}
-        return TargetScores(change(self.logprobs), entropy, TokenStats(**stats) if stats else None)
+        further = None if self.further is None else change(self.further)
+        return TargetScores(change(self.logprobs), entropy, TokenStats(**stats) if stats else None, further)
 
     def beside(self, later: TargetScores) -> TargetScores:
         """Return these columns, and those of later tokens of the same rows."""
         entropy = [part.entropy for part in (self, later) if part.entropy is not None]
         both = [part.stats for part in (self, later) if part.stats is not None]
         stats = {name: torch.cat([getattr(each, name) for each in both], 1) for name in _STATS if both}
+        further = [part.further for part in (self, later) if part.further is not None]
         return TargetScores(
             torch.cat([self.logprobs, later.logprobs], 1),
             torch.cat(entropy, 1) if entropy else None,
             TokenStats(**stats) if stats else None,
+            torch.cat(further, 1) if further else None,
         )
 
     @staticmethod
@@ -158,7 +165,12 @@ class TargetScores:
         stats = {
             name: join_buckets([getattr(each, name) for each in found], buckets, width) for name in _STATS if found
         }
-        return TargetScores(logprobs, joint([part.entropy for part in parts]), TokenStats(**stats) if stats else None)
+        return TargetScores(
+            logprobs,
+            joint([part.entropy for part in parts]),
+            TokenStats(**stats) if stats else None,
+            joint([part.further for part in parts]),
+        )
 
 
 def score_targets(
@@ -181,17 +193,21 @@ def score_targets(
         stats = None
         if distribution.stats:
             stats = token_stats(logits.detach(), targets.ids, temperature=distribution.temperature)
-        return TargetScores(logprobs, entropy, stats), output
+        further = None if targets.further_ids is None else distribution.score_further(logits, targets.further_ids)
+        return TargetScores(logprobs, entropy, stats, further), output
     with replaced_forward(
         head, lambda hidden: _stacked_scores(targets.columns_of(hidden), head, targets, distribution)
     ):
         output = model(**inputs)
-    logprobs, *others = output.logits.unbind(-1)
+    passed, further = output.logits, None
+    if targets.further_ids is not None:
+        passed, further = passed.tensor_split([passed.shape[-1] - targets.further_ids.shape[-1]], -1)
+    logprobs, *others = passed.unbind(-1)
     entropy = others.pop(0) if distribution.entropy else None
     if entropy is not None and not distribution.entropy_gradient:
         entropy = entropy.detach()
     if not distribution.stats:
-        return TargetScores(logprobs, entropy, None), output
+        return TargetScores(logprobs, entropy, None, further), output
     log_sum_sq, correct, mean_logit = (part.detach() for part in others)
     return TargetScores(logprobs, entropy, TokenStats(log_sum_sq, correct.bool(), mean_logit)), output
 
@@ -251,7 +267,7 @@ _STATS = tuple(field.name for field in fields(TokenStats))
 
 
 def _stacked_scores(hidden: Tensor, head: nn.Linear, targets: Targets, distribution: Distribution) -> Tensor:
-    """Return ``(b, t, k)``: the k scores of the targets in one tensor, as a head returns one."""
+    """Return ``(b, t, k)``: the k scores of the targets in one tensor, as a head returns one; further tokens last."""
     at = to_device(targets.wanted.flatten().nonzero().flatten(), hidden.device)
     rows, weight, bias = factors(hidden.flatten(0, 1).index_select(0, at), head)
     summed = summed_weight(head.weight)
@@ -265,9 +281,13 @@ def _stacked_scores(hidden: Tensor, head: nn.Linear, targets: Targets, distribut
             history=targets.history and targets.history.mapped(lambda field: field.flatten()[at]),
             summed=summed,
             compiler=compiler_of(head) if torch.is_grad_enabled() else None,
+            further_ids=None if targets.further_ids is None else targets.further_ids.flatten(0, 1)[at],
         )
     stats = [getattr(found.stats, name) for name in _STATS] if found.stats else []
     parts = [part for part in (found.logprobs, found.entropy, *stats) if part is not None]
     size, dtype = targets.ids.numel(), found.logprobs.dtype
     spread = [part.new_zeros(size).index_copy(0, at, part).view(targets.ids.shape).to(dtype) for part in parts]
-    return torch.stack(spread, -1)
+    if found.further is None:
+        return torch.stack(spread, -1)
+    further = found.further.new_zeros(size, found.further.shape[1]).index_copy(0, at, found.further).to(dtype)
+    return torch.cat([torch.stack(spread, -1), further.view(*targets.ids.shape, -1)], -1)

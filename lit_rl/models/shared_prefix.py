@@ -135,6 +135,7 @@ def run_shared(
     distribution: Distribution,
     options: ForwardOptions,
     history: History | None = None,
+    further_ids: Tensor | None = None,
 ) -> TargetScores:
     """Score the response tokens: the prompts run once, then the responses behind them.
 
@@ -146,6 +147,7 @@ def run_shared(
         options: Whether the head is fused, whether responses of like length run together, and whether they attend to
             a prompt's keys where they lie, if this model can.
         history: Effect of earlier tokens on the logits of the response tokens ``(b, t)``. None: no effect.
+        further_ids: Long ``(b, t, k)``: further tokens to score. None: none.
     """
     folds = options.folded_attention and can_fold(
         model,
@@ -154,7 +156,7 @@ def run_shared(
         len(prompts.of_row),
     )
     cache = FoldedCache if folds and _proven(model) else None
-    return _run_behind(model, completions, prompts, distribution, options, cache, history)
+    return _run_behind(model, completions, prompts, distribution, options, cache, history, further_ids)
 
 
 def _run_behind(
@@ -165,6 +167,7 @@ def _run_behind(
     options: ForwardOptions,
     cache: type[FoldedCache] | None,
     history: History | None = None,
+    further_ids: Tensor | None = None,
 ) -> TargetScores:
     """Compute `run_shared` with responses that run with this cache; None: with their prompts' keys repeated."""
     host, device = completions.on_host, completions.response_ids.device
@@ -177,7 +180,14 @@ def _run_behind(
     with known_masks(attended[prompts.rows, :p]):
         first, _ = score_targets(
             model,
-            Targets(response_ids[:, :1], wanted[:, :1], -1, of_row, history and history.at((slice(None), slice(0, 1)))),
+            Targets(
+                response_ids[:, :1],
+                wanted[:, :1],
+                -1,
+                of_row,
+                history and history.at((slice(None), slice(0, 1))),
+                None if further_ids is None else further_ids[:, :1],
+            ),
             distribution,
             fused=options.fused_head,
             input_ids=completions.prompt_ids[first_rows],
@@ -206,7 +216,12 @@ def _run_behind(
         with known_masks(attended[bucket.rows, : p + t - 1]), prompts_cache as inputs:
             found, _ = score_targets(
                 model,
-                Targets(response_ids[rows, 1:t], wanted[bucket.rows, 1:t], history=earlier),
+                Targets(
+                    response_ids[rows, 1:t],
+                    wanted[bucket.rows, 1:t],
+                    history=earlier,
+                    further_ids=None if further_ids is None else further_ids[rows, 1:t],
+                ),
                 distribution,
                 fused=options.fused_head,
                 input_ids=response_ids[rows, : t - 1],

@@ -39,6 +39,7 @@ __all__ = [
     "leave_one_out",
     "maxrl",
     "missing_eos",
+    "no_advantage",
     "normalize_then_sum",
     "opo",
     "pass_at_k",
@@ -403,6 +404,19 @@ def whiten_tokens(
     out = torch.zeros_like(advantages)
     out[mask] = divide(tokens.deviation, scale, 0.0).to(advantages.dtype)
     return out
+
+
+@AdvantageTraits(compares_group=False, reads_rewards=False, reads_kl=False)
+def no_advantage(rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
+    """Return 0 for every row: nothing is learned from the rewards, which are logged and may choose.
+
+    A teacher alone teaches then (`algo/teacher`).
+
+    Args:
+        rewards: Not read.
+        group_id: Not read.
+    """
+    return torch.zeros_like(rewards)
 
 
 @AdvantageTraits(compares_group=False, reads_rewards=False, reads_kl=False)

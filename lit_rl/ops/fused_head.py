@@ -151,7 +151,7 @@ class _Lookup(torch.autograd.Function):
 
 
 Measure = Callable[[slice, Tensor], tuple[Tensor, ...]]
-"""Measures of some rows, ``(rows,)`` each, from the rows' numbers and their logits ``(rows, v)``."""
+"""Measures of some rows, ``(rows,)`` or ``(rows, k)`` each, from the rows' numbers and their logits ``(rows, v)``."""
 
 _PRODUCTS = 2**13
 """Rows of a product that stands beside a wider sum until it is added."""
@@ -166,7 +166,7 @@ def measure_rows(
     size: int,
     learned: int = 1,
     summed: SummedWeight | None = None,
-) -> tuple[Float[Tensor, " n"], ...]:
+) -> tuple[Float[Tensor, "n ..."], ...]:
     """Return the results of `measure` for the logits of all rows, of which no more than a block are in memory.
 
     Args:
@@ -347,6 +347,11 @@ class Distribution:
             entropy_gradient=self.entropy_gradient,
         )
 
+    def score_further(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """Return log-probs ``(b, t, k)`` of several ids at each position, with gradient, where nothing is truncated."""
+        wide = logits.to(accumulation_dtype(logits)) / self.temperature
+        return wide.gather(-1, ids) - wide.logsumexp(-1, keepdim=True)
+
 
 @dataclass(frozen=True)
 class LinearScores:
@@ -358,9 +363,11 @@ class LinearScores:
     """Entropy, in nats. None unless requested."""
     stats: TokenStats | None = None
     """Statistics of the logits, without gradient. None unless requested."""
+    further: Float[Tensor, "n k"] | None = None
+    """Log-probs of further tokens, with gradient. None unless requested."""
 
 
-def linear_logprobs(
+def linear_logprobs(  # noqa: PLR0913 (one keyword a part of the computation)
     hidden: Float[Tensor, "n d"],
     weight: Float[Tensor, "v d"],
     ids: Int[Tensor, " n"],
@@ -370,6 +377,7 @@ def linear_logprobs(
     history: History | None = None,
     summed: SummedWeight | None = None,
     compiler: Compiler | None = None,
+    further_ids: Int[Tensor, "n k"] | None = None,
 ) -> LinearScores:
     """``log softmax_S((hidden weightᵀ + bias) / temperature)`` at ``ids``, without the logits in memory.
 
@@ -385,9 +393,11 @@ def linear_logprobs(
         distribution: Of what the log-probs are, and what else is asked about it.
         compiler: Returns a function of tensors as one that reads and writes a block of logits once, where there is
             neither truncation nor history. None: operators of torch, one after another.
+        further_ids: Further tokens at each position, whose log-probs are asked for too: where there is neither
+            truncation nor history, and no statistic but the entropy. None: none.
     """
     assert ids.shape == hidden.shape[:1]
-    if distribution.truncation.off and history is None:
+    if distribution.truncation.off and history is None and further_ids is None:
         learned = torch.is_grad_enabled()
         token, total = (summed.token, summed.total) if summed else (None, None)
         logprobs, entropy, *stats = _LinearScores.apply(
@@ -395,7 +405,7 @@ def linear_logprobs(
         )
         return LinearScores(logprobs, entropy, TokenStats(*stats) if stats else None)
     past = None if history is None else history.over(len(weight))
-    return _by_rows(hidden, weight, bias, ids, distribution, past, summed)
+    return _by_rows(hidden, weight, bias, ids, distribution, past, summed, further_ids)
 
 
 # ---------------------------------------------------------------- without truncation: blocks of tokens and vocabulary
@@ -681,14 +691,20 @@ def _by_rows(
     distribution: Distribution,
     history: History | None,
     summed: SummedWeight | None,
+    further_ids: Tensor | None,
 ) -> LinearScores:
+    assert further_ids is None or (distribution.truncation.off and history is None and not distribution.stats)
+
     def measured(rows: slice, logits: Tensor) -> tuple[Tensor, ...]:
         seen = None if history is None else history.at((None, rows))
-        found = distribution.score_tokens(logits[None], ids[rows][None], seen)
-        return tuple(part[0] for part in found if part is not None)
+        found = [part for part in distribution.score_tokens(logits[None], ids[rows][None], seen) if part is not None]
+        if further_ids is not None:  # behind the log-probs: what has a gradient comes first
+            found.insert(1, distribution.score_further(logits[None], further_ids[rows][None]))
+        return tuple(part[0] for part in found)
 
     size = _rows(hidden.device, weight.shape[0], distribution.truncation, history)
-    learned = 2 if distribution.entropy_gradient else 1
+    learned = 1 + (further_ids is not None) + distribution.entropy_gradient
     found = measure_rows(hidden, weight, bias, measured, size=size, learned=learned, summed=summed)
-    logprobs, *entropies = (column.to(accumulation_dtype(hidden)) for column in found)
-    return LinearScores(logprobs, entropies[0] if entropies else None)
+    logprobs, *others = (column.to(accumulation_dtype(hidden)) for column in found)
+    further = None if further_ids is None else others.pop(0)
+    return LinearScores(logprobs, others[0] if others else None, further=further)

@@ -99,7 +99,7 @@ class _Divergence(torch.autograd.Function):
         value = torch.empty(student.shape[:2], dtype=_dtype(student), device=student.device)
         for block in blocks(student, NO_TRUNCATION):
             s, t = _log_softmax(student[block], temperature), _log_softmax(teacher[block], temperature)
-            value[block] = _value(s, t, beta)
+            value[block] = divergence(s, t, beta)
         ctx.save_for_backward(student, teacher)
         ctx.settings = beta, temperature
         return value
@@ -115,7 +115,9 @@ class _Divergence(torch.autograd.Function):
         return grad, None, None, None
 
 
-def _value(s: Tensor, t: Tensor, beta: float) -> Tensor:
+def divergence(s: Float[Tensor, "*b k"], t: Float[Tensor, "*b k"], beta: float) -> Float[Tensor, "*b"]:
+    """Return the divergence of :func:`generalized_jsd` between distributions, the last dimension of finite
+    log-probs ``s`` (student) and ``t`` (teacher); differentiable by both."""
     if beta == 0:
         return _kl(t, s)
     if beta == 1:

@@ -9,15 +9,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import math
 import string
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-
-import torch.distributed as dist
 
 from lit_rl.core.declared_settings import checked
 from lit_rl.core.episode import Prompt
@@ -27,7 +23,7 @@ from lit_rl.ops.ranges import AtLeastOne, AtLeastZero, NotNegative, Portion, Pos
 from lit_rl.rewards.caller import ScoreCache
 from lit_rl.rewards.contract import content_of
 from lit_rl.rewards.jobs import TooManyFailures
-from lit_rl.rewards.remote_reward import RemoteReward, RequestFailed, back_off, wait_after
+from lit_rl.rewards.remote_reward import PatientSender, RemoteReward, RequestFailed
 
 QUOTED = object()
 """The value of a reply that stands word for word in what the judge was shown."""
@@ -170,8 +166,7 @@ class JudgeEndpoint:
     def _reset(self) -> None:
         self._replies = ScoreCache(self.cache)
         self._asking: dict[bytes, _Asking] = {}
-        self._free: asyncio.Semaphore | None = None
-        self._held_until = 0.0
+        self._sender = PatientSender(self.concurrency, self.attempts, self.backoff, self.patience)
         self._asked, self._failed, self._answered, self._warned = 0, 0, 0, False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -262,42 +257,17 @@ class JudgeEndpoint:
 
     async def _send(self, body: bytes) -> Answer:
         """Send one request until it is answered, within `attempts` and `patience`."""
-        if self._free is None:
-            self._free = asyncio.Semaphore(max(1, self.concurrency // _processes()))
-        sent = failures = refusals = 0
-        waited, first_refusal = 0.0, math.inf
-        while True:
-            try:
-                async with self._free:
-                    waited += await self._while_held()
-                    sent += 1
-                    reply = await self._server.post(self.url, body)
-                    text, cut = parse_reply(reply)
-                tokens = dict(zip(("prompt_tokens", "completion_tokens"), tokens_of(reply), strict=True))
-                return Answer(text=text, cut=cut, requests=sent, **tokens, waited=waited)
-            except RequestFailed as error:
-                fault = error
-            if fault.retry_after is not None and fault.status in (429, 503):
-                now = time.monotonic()
-                first_refusal, refusals = min(first_refusal, now), refusals + 1
-                pause = wait_after(refusals, self.backoff, fault.retry_after)  # it may say 0, or a time that is past
-                if now - first_refusal + pause > self.patience:
-                    return Answer(fault=fault, requests=sent, waited=waited)
-                self._held_until = max(self._held_until, now + pause)
-                if pause:
-                    continue
-            failures += 1
-            if fault.for_good or failures >= self.attempts:
-                return Answer(fault=fault, requests=sent, waited=waited)
-            await back_off(failures, self.backoff)
 
-    async def _while_held(self) -> float:
-        """Wait as long as the server has asked to be left alone; return the seconds."""
-        began, held = time.monotonic(), False
-        while (left := self._held_until - time.monotonic()) > 0:
-            held = True
-            await asyncio.sleep(left)
-        return time.monotonic() - began if held else 0.0
+        async def send() -> tuple[str, bool, JSONValue]:
+            reply = await self._server.post(self.url, body)
+            return *parse_reply(reply), reply
+
+        sent = await self._sender.send(send)
+        if sent.result is None:
+            return Answer(fault=sent.fault, requests=sent.requests, waited=sent.waited)
+        text, cut, reply = sent.result
+        tokens = dict(zip(("prompt_tokens", "completion_tokens"), tokens_of(reply), strict=True))
+        return Answer(text=text, cut=cut, requests=sent.requests, **tokens, waited=sent.waited)
 
     # ------------------------------------------------------------------ limits
 
@@ -337,10 +307,6 @@ class JudgeEndpoint:
             f"does the key fit ({self._key_of('key_env')}), may the answer be longer ({self._key_of('max_tokens')}), "
             f"does the model follow {self._key_of('template')}?"
         )
-
-
-def _processes() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 # ---------------------------------------------------------------------- what is asked

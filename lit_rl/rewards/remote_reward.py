@@ -1,4 +1,4 @@
-"""Rewards from a server: texts out, numbers back, over HTTP."""
+"""Rewards from a server: texts out, numbers back, over HTTP; and how a request is sent until it is answered."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import asyncio
 import base64
 import inspect
 import json
+import math
 import os
 import random
-from collections.abc import Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
+from lit_rl.core import ranks
 from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import ConfigError, RewardError
 from lit_rl.core.http_client import HTTP_LOOP, JSONValue, NoAnswer, plain_line, request
@@ -19,6 +23,8 @@ from lit_rl.core.machine import is_loopback
 from lit_rl.core.visuals import ImageRef, VideoRef, visuals_in
 from lit_rl.ops.ranges import AtLeastOne, NotNegative, Positive
 from lit_rl.rewards.contract import ARGUMENTS
+
+Result = TypeVar("Result")
 
 _REQUESTS_PER_SERVER = 4
 _LONGEST_WAIT = 30.0
@@ -70,7 +76,7 @@ class RemoteReward:
         if not self.urls:
             raise ConfigError("urls is empty: give the address of at least one server.")
         for url in self.urls:
-            _check_url(url, allow_http)
+            check_address(url, allow_http)
         if token_env is not None and not os.environ.get(token_env):
             raise ConfigError(f"token_env={token_env!r}: there is no environment variable of this name. Set it first.")
         self.columns = None if columns is None else list(columns)
@@ -162,6 +168,75 @@ def wait_after(failures: int, first: float, at_least: float = 0.0) -> float:
     return max(at_least, min(_LONGEST_WAIT, doubled) * random.uniform(0.5, 1))
 
 
+@dataclass(frozen=True)
+class Sent(Generic[Result]):
+    """What became of one request of a `PatientSender`: a result or a fault, and what it took."""
+
+    result: Result | None
+    fault: RequestFailed | None
+    """The last failure, where there is no result."""
+    requests: int
+    """Times that it was sent."""
+    waited: float
+    """Seconds that the server's limit on its rate was waited for."""
+
+
+class PatientSender:
+    """Requests to one server, each sent until it is answered. For one event loop.
+
+    A request that fails is sent again after a wait (`wait_after`), unless the server refuses it for good. A server that
+    asks to be left alone (a status of 429 or 503 with Retry-After) is not sent any request by this process until then.
+
+    Args:
+        concurrency: Requests under way at once, over all processes of a run: each has its share, at least one.
+        attempts: Times that a request is sent before it counts as failed.
+        backoff: Seconds of the first wait after a failure.
+        patience: Seconds from the first time that the server asks to be left alone in which a request may wait for it;
+            this uses up no attempt.
+    """
+
+    def __init__(self, concurrency: int, attempts: int, backoff: float, patience: float) -> None:
+        self.concurrency, self.attempts, self.backoff, self.patience = concurrency, attempts, backoff, patience
+        self._free: asyncio.Semaphore | None = None
+        self._held_until = 0.0
+
+    async def send(self, call: Callable[[], Awaitable[Result]]) -> Sent[Result]:
+        """Return the result of `call`, which sends the request and raises `RequestFailed` where it fails."""
+        if self._free is None:
+            self._free = asyncio.Semaphore(max(1, self.concurrency // ranks.world_size()))
+        sent = failures = refusals = 0
+        waited, first_refusal = 0.0, math.inf
+        while True:
+            try:
+                async with self._free:
+                    waited += await self._while_held()
+                    sent += 1
+                    return Sent(await call(), None, sent, waited)
+            except RequestFailed as error:
+                fault = error
+            if fault.retry_after is not None and fault.status in (429, 503):
+                now = time.monotonic()
+                first_refusal, refusals = min(first_refusal, now), refusals + 1
+                pause = wait_after(refusals, self.backoff, fault.retry_after)  # it may say 0, or a time that is past
+                if now - first_refusal + pause > self.patience:
+                    return Sent(None, fault, sent, waited)
+                self._held_until = max(self._held_until, now + pause)
+                if pause:
+                    continue
+            failures += 1
+            if fault.for_good or failures >= self.attempts:
+                return Sent(None, fault, sent, waited)
+            await back_off(failures, self.backoff)
+
+    async def _while_held(self) -> float:
+        """Wait as long as the server has asked to be left alone; return the seconds."""
+        began, held = time.monotonic(), False
+        while (left := self._held_until - time.monotonic()) > 0:
+            held = True
+            await asyncio.sleep(left)
+        return time.monotonic() - began if held else 0.0
+
+
 class RequestFailed(Exception):
     """A request without the requested result.
 
@@ -181,7 +256,12 @@ class RequestFailed(Exception):
         return self.status is not None and 400 <= self.status < 500 and self.status not in _RETRIED_STATUSES
 
 
-def _check_url(url: str, allow_http: bool) -> None:
+def check_address(url: str, allow_http: bool) -> None:
+    """Refuse an address that is none, holds a password, or would send texts unencrypted over a network.
+
+    Raises:
+        ConfigError: the message begins with ``urls``.
+    """
     parts = urlsplit(str(url))
     shown = str(url).replace(f"{parts.username}:{parts.password}@", "***@") if parts.password else url
     if parts.scheme not in ("http", "https") or not parts.hostname:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lit_rl.algorithms.terms.credit import RunningNorm
     from lit_rl.algorithms.terms.groups import GroupReplay, GroupSelection
     from lit_rl.algorithms.terms.regularizers import AdaptiveEntropy, AdaptiveKL, FixedEntropy, FixedKL, KLControl
+    from lit_rl.algorithms.terms.teachers import DistillationForm, RolloutTeacher
     from lit_rl.algorithms.terms.verdict_terms import DensityRatio
     from lit_rl.core.rollout import Sampling
     from lit_rl.data.supervised_text import SupervisedText
@@ -168,6 +169,12 @@ class PolicyGradientConfig(OnPolicyConfig):
     echo_coef: NotNegative = 0.0
     """Weight of the cross-entropy of the tokens that tools or an environment wrote, a model of the world (ECHO;
     prime-rl takes 0.1). Only with `env`."""
+    teacher: RolloutTeacher | None = None
+    """A teacher that scores the tokens of each rollout: a second model, or the policy itself behind another prompt.
+    None: no teacher."""
+    distillation: DistillationForm | None = None
+    """How the policy learns from the teacher, beside the rewards. None: by adding log T - log S to the advantage of
+    each token."""
     skip_zero_advantages: bool = True
     """Leave rows whose advantages are all 0 out of the training's forward pass, if that changes no gradient: if
     no other term learns from them, and loss and reduction declare that (`lit_rl.ops.traits`)."""

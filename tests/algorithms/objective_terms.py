@@ -10,6 +10,8 @@ import torch
 
 from lit_rl.algorithms import GRPO, PPO, RLOO, Reinforce
 from lit_rl.algorithms.terms.regularizers import AdaptiveEntropy, FixedEntropy
+from lit_rl.algorithms.terms.self_teacher import ColumnContext, SelfTeacher
+from lit_rl.algorithms.terms.teachers import TeacherAdvantage, TopDivergence
 from lit_rl.core.rollout import Completions, Prompts, Sampling
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models.critics import SeparateCritic, SharedTrunk
@@ -35,6 +37,8 @@ class EngineWithOtherLogprobs(NativeGenerator):
 
 
 OTHER = {"generator": EngineWithOtherLogprobs()}
+ITSELF = SelfTeacher(ColumnContext("answer", template="$context+0="), "live")
+"""A teacher that knows the answer, in words that the shipped policy reads."""
 
 SEQUENCE = {"ratio": policy_losses.sequence_mean_ratio, "clip_low": 1e-3}
 TWO_STEPS = {
@@ -75,6 +79,11 @@ TWO_STEPS = {
     "gpg": (GRPO, {"loss": policy_losses.reinforce_loss, "advantage": advantages.gpg}),
     "opo": (GRPO, {"loss": policy_losses.importance_weighted_loss, "advantage": advantages.opo}),
     "otb": (GRPO, {"loss": policy_losses.reinforce_loss, "advantage": returns.optimal_token_baseline}),
+    "taught-advantage": (GRPO, {"teacher": ITSELF, "distillation": TeacherAdvantage(0.5)}),
+    "taught-top": (
+        GRPO,
+        {"teacher": ITSELF, "distillation": TopDivergence(top_k=20), "advantage": advantages.no_advantage},
+    ),
     "gdpo": (GRPO, {"advantage": advantages.normalize_then_sum}),
     "gigpo": (GRPO, {"advantage": turns.gigpo}),
     "process": (GRPO, {"advantage": returns.process_supervised}),

@@ -31,10 +31,12 @@ def schema_of(preset: str) -> str:
     return first.removeprefix("/schemas/").partition("@")[0] if first.startswith("/schemas/") else schema_of(first)
 
 
+TAUGHT = {"opd", "sdft", "sdpo"}
+"""Presets that learn from a teacher, whatever the reward: `test_teachers` trains these."""
 PRESETS = sorted(
     path.stem
     for path in ALGO.glob("*.yaml")
-    if issubclass(getattr(lit_rl.algorithms, schema_of(path.stem)), OnPolicyModule)
+    if issubclass(getattr(lit_rl.algorithms, schema_of(path.stem)), OnPolicyModule) and path.stem not in TAUGHT
 )
 ROLLOUTS, COMPLETIONS = 32, 64
 PASSES = {"ppo": 2}

@@ -86,6 +86,28 @@ VALUES = {  # what has no default
     "judge/pairwise": [f"judge.fn='{Path(__file__).with_name('pairwise_judge.py')}:longer'"],
     "judge/pairrm": ["algo=online_dpo", "judge.name=o/m"],
     "judge/llm": ["algo=online_dpo", "judge.base_url=https://h/v1", "judge.model=m"],
+    "algo/advantage/none": ["algo/teacher=model"],
+    "algo/teacher/context/outcome": ["algo/teacher=self"],
+    "algo/teacher/context/column": ["algo/teacher=self", "algo.teacher.context.column=answer"],
+    **{f"algo/distillation/{name}": ["algo/teacher=model"] for name in ("policy_gradient", "reverse_kl", "top_k")},
+    **{
+        f"algo/distillation/estimator/{path.stem}": ["algo/teacher=model", "algo/distillation=reverse_kl"]
+        for path in sorted((CONF / "algo/distillation/estimator").glob("*.yaml"))
+    },
+    **{
+        f"algo/distillation/support/{name}": ["algo/teacher=model", "algo/distillation=top_k"]
+        for name in ("with_tail", "renormalized")
+    },
+    "algo/teacher/server": ["algo.teacher.base_url=https://h/v1"],
+    "algo/teacher/by_column": [
+        "algo.teacher.column=answer",
+        "+algo/teacher@algo.teacher.teachers.math=server",
+        "algo.teacher.teachers.math.base_url=https://h/v1",
+    ],
+    **{
+        f"algo/distillation/{name}": ["algo/teacher=server", "algo.teacher.base_url=https://h/v1"]
+        for name in ("iw_opd", "forward_kl")
+    },
     "reward/none": ["algo=dpo"],
     "reward/process_reward_model": ["reward.functions.process_reward_model.name=o/m"],
     "reference/path": ["reference.name=tiny"],

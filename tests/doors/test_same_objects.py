@@ -190,6 +190,7 @@ HELD_AS = {
     "ptx_loss": "supervised.loss",
     "ptx_decay_steps": "supervised.decay_steps",
     "ptx_final_coef": "supervised.final_coef",
+    "teacher": "distillation",
 }
 """Where a module holds a setting that does not stand under its own name: in the term that it is of."""
 

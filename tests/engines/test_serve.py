@@ -20,6 +20,7 @@ from waiting import until
 from lit_rl.core.errors import ConfigError, GenerationError
 from lit_rl.core.http_client import HTTP_LOOP
 from lit_rl.core.processes import group_members
+from lit_rl.generation.teacher_server import TeacherServer
 from lit_rl.generation.vllm.client import Client, ServerHung, ServerRefused
 from lit_rl.generation.vllm.engine_settings import API_KEY_VARIABLE, EngineSettings, model_arguments
 from lit_rl.generation.vllm.launch import ServerProcess, server_arguments
@@ -119,6 +120,45 @@ def test_it_judges_completions_as_a_reward(served):
         assert 20 < means["prompt_tokens"] < LENGTH and 0 < means["completion_tokens"] <= 96
         values = scores.total.tolist()
         assert set(values) <= {0.0, 1.0} if extra_body else means["unparsable"] == sum(map(math.isnan, values)) / 3
+
+
+def test_it_teaches_by_the_log_probs_of_given_tokens(served):
+    """At temperature 1 whatever a request says, which is why another one is refused."""
+    model = LanguageModel("tiny")
+    rows, starts, vocabulary = [PROMPT, PROMPT[:20] * 2 + [7], [3, 4]], [30, 1, 0], len(model.tokenizer)
+    teacher = TeacherServer(f"{served.url}/v1", key_env=API_KEY_VARIABLE)
+    for k in (0, 5, vocabulary):
+        teacher.connect(model.tokenizer, k)
+        for row, begin, found in zip(rows, starts, teacher.score_rows(rows, starts, k), strict=True):
+            with torch.no_grad():
+                logprobs = model.load().eval()(torch.tensor([row])).logits[0, :-1].float().log_softmax(-1)
+            first = max(begin, 1)
+            wanted, given = logprobs[first - 1 :], slice(first - begin, None)
+            own = wanted.gather(-1, torch.tensor(row[first:])[:, None])[:, 0]
+            torch.testing.assert_close(found.log_probs[given], own, atol=1e-4, rtol=0)
+            ids, values = found.top_ids[given], found.top_log_probs[given]
+            torch.testing.assert_close(values, wanted.gather(-1, ids), atol=1e-4, rtol=0)
+            torch.testing.assert_close(values, wanted.topk(k).values, atol=1e-4, rtol=0)
+            assert begin > 0 or (found.log_probs[0].isnan() and found.top_log_probs[0].isnan().all())
+    asked = [
+        complete(Client(served.url), max_tokens=1, prompt_logprobs=2, temperature=temperature, top_p=top_p)
+        for temperature, top_p in ((1.0, 1.0), (0.3, 0.5))
+    ]
+    assert asked[0][0]["prompt_logprobs"] == asked[1][0]["prompt_logprobs"]
+
+
+def test_a_teacher_says_what_is_wrong_with_it(served, monkeypatch):
+    model = LanguageModel("tiny")
+    with pytest.raises(GenerationError, match=r"reads 384 tokens"):
+        teacher = TeacherServer(f"{served.url}/v1", key_env=API_KEY_VARIABLE)
+        teacher.connect(model.tokenizer, 0)
+        teacher.score_rows([[5] * LENGTH], [1], 0)
+    with pytest.raises(ConfigError, match="max allowed.*--max-logprobs"):
+        teacher.connect(model.tokenizer, 10**4)
+    with pytest.raises(ConfigError, match="different vocabularies"):
+        teacher.connect(LanguageModel("digits").tokenizer, 0)
+    with pytest.raises(GenerationError, match=r"401.*key_env=None"):
+        TeacherServer(f"{served.url}/v1").connect(model.tokenizer, 0)
 
 
 def test_an_adapter_of_the_models_rank_fits_and_a_higher_one_does_not(served, tmp_path):

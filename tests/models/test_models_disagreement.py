@@ -9,8 +9,8 @@ import torch
 
 from lit_rl.core.examples import TokenBatch
 from lit_rl.models import LanguageModel
-from lit_rl.models import distillation as module
-from lit_rl.models.distillation import distillation_scores
+from lit_rl.models import frozen_teacher as module
+from lit_rl.models.frozen_teacher import distillation_scores
 from lit_rl.ops.imitation import generalized_jsd
 
 DIVERGENCE = partial(generalized_jsd, beta=0.3, temperature=0.8)

@@ -1,4 +1,4 @@
-"""GKD against TRL 1.16: the divergence by itself, and a step's loss and gradient on a batch of TRL's own collator."""
+"""GKD against TRL 1.16: the divergence, also over a top k, and a step's loss and gradient on TRL's own batch."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from lit_rl.algorithms.gkd import as_tokens
 from lit_rl.core.examples import TextBatch, TokenBatch, Totals
 from lit_rl.core.rollout import Completions
 from lit_rl.models import LanguageModel
+from lit_rl.ops.distillation import prefix_weights, renormalized, token_advantages, top_divergence, with_tail
 from lit_rl.ops.imitation import generalized_jsd
 
 ROWS = [("one", " yes"), ("a longer one", " long"), ("q", "a"), ("to be", " or not")]
@@ -154,3 +155,54 @@ def test_trl_leaves_the_temperature_out_of_the_loss(trl: Any) -> None:
         assert theirs(trl, batch, 0.5).loss == plain.loss
     finally:
         trl.temperature = before
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("k", [1, 4])
+def test_a_divergence_over_a_top_k_is_that_of_sdpo_and_of_server_distillation(k, beta):
+    from trl.experimental.sdpo.loss_utils import compute_topk_self_distillation_loss
+    from trl.experimental.server_distillation.server_distillation_trainer import _add_tail_bucket, _jsd_divergence
+
+    student, teacher = torch.randn(2, 2, 3, 11, generator=torch.Generator().manual_seed(k), dtype=torch.float64)
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    for support in (with_tail, renormalized):
+        ids = student.topk(k).indices  # SDPO's support is the student's
+        s, t = (each.log_softmax(-1).gather(-1, ids) for each in (student, teacher))
+        wanted = compute_topk_self_distillation_loss(
+            student,
+            teacher,
+            distillation_topk=k,
+            distillation_alpha=beta,
+            distillation_add_tail=support is with_tail,
+        )
+        torch.testing.assert_close(top_divergence(s, t, mask, beta=beta, support=support), wanted)
+    ids = teacher.topk(k).indices
+    s, t = (each.log_softmax(-1).gather(-1, ids) for each in (student, teacher))
+    valid = torch.ones_like(s, dtype=torch.bool)
+    (more, seen), (others, _) = _add_tail_bucket(s, valid), _add_tail_bucket(t, valid)
+    torch.testing.assert_close(top_divergence(s, t, mask, beta=beta), _jsd_divergence(more, others, beta, seen).sum(-1))
+
+
+def test_the_weights_of_iw_opd_are_trls():
+    from collections import defaultdict
+
+    from trl.experimental.iw_opd.iw_opd_trainer import IWOPDTrainer
+
+    generator = torch.Generator().manual_seed(3)
+    logits, tokens = torch.randn(2, 5, 7, generator=generator), torch.randint(7, (2, 5), generator=generator)
+    teacher, rollout = -4 * torch.rand(2, 2, 5, generator=generator)
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]], dtype=torch.bool)
+    theirs: Any = SimpleNamespace(
+        temperature=1.0,
+        iw_opd_gamma=0.5,
+        iw_opd_epsilon=1e-8,
+        model=SimpleNamespace(training=True),
+        _metrics={"train": defaultdict(list)},
+    )
+    wanted = IWOPDTrainer._compute_iw_opd_loss(
+        theirs, logits, tokens, tokens.masked_fill(~mask, -100), teacher.masked_fill(~mask, torch.nan), rollout
+    )
+    advantages = token_advantages(teacher, rollout, mask)
+    logprobs = logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    found = -(prefix_weights(advantages, mask) * advantages * logprobs)[mask].mean()
+    torch.testing.assert_close(found, wanted)

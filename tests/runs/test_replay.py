@@ -368,6 +368,7 @@ REFUSED = {
     "offline": (["replay.losses=[grpo,dpo]"], 2, "dpo is no objective over the rewards of a rollout"),
     "pairs": (["replay.losses=[online_dpo]"], 2, "online_dpo is no objective over the rewards of a rollout"),
     "critic": (["replay.losses=[grpo,ppo]"], 2, "ppo learns with a critic"),
+    "teacher": (["replay.losses=[sdpo]"], 2, "sdpo learns from what a teacher said of the rollout"),
     "norms": (["replay.losses=[otb]"], 2, "otb reads how large a gradient each token had"),
     "greedy": (["replay.losses=[remax]"], 2, "remax compares with the reward of greedy completions"),
     "none": ([], 2, "replay.losses=[] must be a list of algo presets"),

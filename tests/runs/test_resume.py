@@ -34,6 +34,16 @@ SHAPES: dict[str, tuple[list[str], tuple[int, ...]]] = {
         ],
         (3, 8),
     ),
+    # what the teacher said is in the rollout, and its weights are an average of the policy's
+    "self-taught": (
+        [
+            *(*SMALL, "algo=sdpo", "algo.minibatches=2", "reference.decay=0.5", "algo.distillation.top_k=20"),
+            "algo.teacher.context.template='$context'",
+            "algo.teacher.context.solution_template='$solution+0='",
+            *("data.task.max_operand=3", "data.task.val_rows=8", "trainer.max_steps=6"),
+        ],
+        (3,),
+    ),
     # dropout draws from the global generator
     "dropout": (
         [

@@ -52,7 +52,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from lit_rl.models.distillation import LOGITS_PER_BLOCK
+from lit_rl.models.frozen_teacher import LOGITS_PER_BLOCK
 from lit_rl.models.model_costs import ModelShape
 from lit_rl.models.shared_prefix import WORTH
 from lit_rl.ops.folded_attention import is_worth, keeps_weights

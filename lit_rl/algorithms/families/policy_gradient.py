@@ -6,14 +6,17 @@ under the reference, sampler_it as the engine reported them, and the loss mask m
     rewards      R_i <- clip(norm(shape(R_i)));  r_it = R_i at the last token - reward_beta reward_kl(old_it, ref_it)
     advantages   A   =  clip(whiten(advantage(R, r, ...)))
     weights      u_it = weight_norm(correction(old_it, sampler_it)), m_it <- m_it and rejection(old_it, sampler_it)
+    teacher      A_it <- A_it + coef (log T_it - old_it), or D_it = coef * divergence from T at the token
     tokens       l_it = loss(lp_it, old_it, A) off_policy_mask_i selection_it u_it + beta kl(lp_it, ref_it, old_it)
+                 + D_it
     objective    reduction(l, m) - entropy coefficient * mean entropy + router_aux_loss_coef * router loss
                  + ptx_coef * mean of ptx_loss(log-probs of supervised text)
                  + echo_coef * mean of - lp_it over the tokens that tools or an environment wrote
 
-In the last three lines `loss` and `reduction` are on by default, and `correction` for a separate engine (vLLM).
-`PolicyGradient.advantages` computes the first three lines, and `PolicyGradient.loss` the others. Weights that need the
-log-probs of the training's own forward pass, and `weight_norm`, are computed in `loss` (`EngineCorrection`).
+In the last four lines `loss` and `reduction` are on by default, and `correction` for a separate engine (vLLM).
+`PolicyGradient.advantages` computes the first three lines, `taught` the fourth, and `PolicyGradient.loss` the others.
+Weights that need the log-probs of the training's own forward pass, and `weight_norm`, are computed in `loss`
+(`EngineCorrection`).
 """
 
 from __future__ import annotations
@@ -24,12 +27,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_rl.algorithms.checks import argument_checks, policy_gradient_checks
 from lit_rl.algorithms.checks.memory import AuxiliaryTexts
 from lit_rl.algorithms.checks.micro_batching import check_whole_groups
-from lit_rl.algorithms.checks.model_sizes import StepFacts
+from lit_rl.algorithms.checks.model_sizes import StepFacts, frozen_bytes
 from lit_rl.algorithms.checks.policy_gradient_checks import check_lag, check_sampling
 from lit_rl.algorithms.checks.strategy_checks import Feature
 from lit_rl.algorithms.chosen_functions import (
@@ -54,12 +57,14 @@ from lit_rl.algorithms.terms.regularizers import (
     ReferenceKL,
 )
 from lit_rl.algorithms.terms.supervised import SupervisedTerm
+from lit_rl.algorithms.terms.teachers import Distillation, TeacherRequest, check_pair
 from lit_rl.algorithms.terms.token_weights import EngineCorrection, OffPolicyMask, TokenSelection, step_tokens
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import Completions, Rollout
 from lit_rl.data.encode import Encoder
 from lit_rl.models.forward import TokenScores, score
 from lit_rl.models.modes import drops_out
+from lit_rl.models.references import Scorer
 from lit_rl.ops.imitation import cross_entropy
 from lit_rl.ops.reductions import Metrics, StepTokens, StepTotals, masked_sum
 from lit_rl.settings.algorithms import PolicyGradientConfig
@@ -95,17 +100,27 @@ class PolicyGradient(OnPolicyModule, ABC):
         decay = settings.ptx_decay_steps, settings.ptx_final_coef
         self.supervised = SupervisedTerm(settings.ptx, settings.ptx_coef, settings.ptx_loss, *decay)
         self.learns_text = settings.ptx is not None
+        self.distillation: Distillation | None = None
+        check_pair(settings.teacher, settings.distillation, settings.advantage)
+        if settings.teacher is not None:
+            alone = name_of(settings.advantage) == "no_advantage"
+            self.distillation = Distillation(settings.teacher, settings.distillation, alone=alone)
+        self.needs_teacher = self.distillation is not None
+        self.teacher_policy: Scorer | None = None
         self._loss_reads = tuple(name for name in ("weights", "step") if reads_column(settings.loss, name))
         if "group_id" in parameters(settings.loss):  # asked for by name: it makes micro-batches of whole groups
             self._loss_reads, self.compares_in_step = (*self._loss_reads, "group_id"), True
         self._check_terms()
-        self.needs_reference = self.kl.needs_reference
+        self.needs_ref_logprobs = self.kl.needs_reference
+        self.needs_reference = self.kl.needs_reference or bool(self.distillation and self.distillation.reads_reference)
         self.needs_greedy_rewards = "greedy_rewards" in parameters(settings.advantage)
         self.needs_gradient_norms = "gradient_norms" in parameters(settings.advantage)
         reads_step = reads_column(settings.loss, "step") or self.selection.needs_step
         self.needs_step = reads_step or (settings.selection is not None and settings.entropy is not None)
         made_of_old = self.kl.needs_old_logprobs, self.engine_correction.needs_old_logprobs, self.needs_gradient_norms
+        teaches_by_old = self.distillation is not None and self.distillation.form.in_advantages
         self._reads_old_logprobs = not self.ratio_is_one or settings.replay is not None or any(made_of_old)
+        self._reads_old_logprobs = self._reads_old_logprobs or teaches_by_old
         self._loss_multiplies_weights = multiplies_weights(settings.loss)
         self.skip_zero_advantages = settings.skip_zero_advantages
         self._zero_advantages_teach_nothing = policy_gradient_checks.can_skip_zero_advantages(
@@ -149,6 +164,23 @@ class PolicyGradient(OnPolicyModule, ABC):
             distances = distances | self.credit.roles.metrics(scored, getattr(self.advantage, "baseline", None))
         return rollout, distances | weighing
 
+    def taught(self, scored: Scored, rollout: Rollout) -> tuple[Rollout, Metrics]:
+        assert self.distillation is not None
+        request = TeacherRequest(
+            scored,
+            top=self.distillation.form.top,
+            sampling=self.sampling,
+            policy=self.policy,
+            held=self.teacher_policy,
+            reference=lambda: self.reference.scoring(self.policy, self.reference_policy),
+            encoder=lambda: self._encoder,
+            options=self.forward_options,
+            rows_at_once=self.rows_at_once(scored.completions),
+        )
+        scores, metrics = self.distillation.teacher.score(request)
+        rollout, of_term = self.distillation.at_rollout(rollout, scores)
+        return rollout, metrics | of_term | request.overlap(scores)
+
     def loss_mask(self, scored: Scored) -> Tensor:
         """Return the sampled tokens, bool `(b, t)`, without rows that are left out, or masked as truncated."""
         mask = scored.completions.response_mask
@@ -165,6 +197,8 @@ class PolicyGradient(OnPolicyModule, ABC):
             yield Feature("replay", "algo/replay", "Set algo/replay=none")
         if self.learns_text:
             yield Feature("supervised text", "algo.ptx", "Leave it out")
+        if self.distillation is not None:
+            yield Feature("teacher", "algo/teacher", "Set algo/teacher=none")
 
     def compares_completions(self) -> bool:
         """Tell whether the advantage needs several completions of one prompt."""
@@ -204,6 +238,9 @@ class PolicyGradient(OnPolicyModule, ABC):
         if weights is not None and not self._loss_multiplies_weights:
             tokens = tokens * weights
         tokens, distances = self.kl.add_to_loss(tokens, rollout, logprobs, old)
+        if self.distillation is not None:
+            tokens, taught = self.distillation.add_to_loss(tokens, rollout, scores, old)
+            metrics = metrics | taught
 
         objective = self.reduction(*copies_for(self.reduction, tokens, mask), totals)
         check_shape("reduction", objective, ())
@@ -233,9 +270,9 @@ class PolicyGradient(OnPolicyModule, ABC):
         """True if prompts may be shared: not with a router's loss, which reads the tokens of prompts row by row."""
         return self.router_aux_loss_coef == 0
 
-    def token_scores(self, completions: Completions) -> TokenScores:
+    def token_scores(self, completions: Completions, **further: Any) -> TokenScores:
         read = completions.with_observations if self.echo_coef else completions
-        return score(self.policy, read, self.sampling, **self.score_terms)
+        return score(self.policy, read, self.sampling, **self.score_terms, **further)
 
     @property
     def score_terms(self) -> dict[str, Any]:
@@ -258,6 +295,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         mismatch between engine and policy.
         """
         measured_in_loss = self.engine_correction.measures_mismatch and rollout.old_logprobs is None
+        in_loss = self.distillation is not None and not self.distillation.form.in_advantages
         others = (
             self.beta,
             self.entropy,
@@ -265,6 +303,7 @@ class PolicyGradient(OnPolicyModule, ABC):
             self.selection.choose,
             self.needs_step,
             self.echo_coef,
+            in_loss,
         )
         only_this_loss = self._zero_advantages_teach_nothing and type(self).loss is PolicyGradient.loss
         if any(others) or measured_in_loss or not (self.skip_zero_advantages and only_this_loss):
@@ -299,9 +338,27 @@ class PolicyGradient(OnPolicyModule, ABC):
         if self.supervised.texts is not None and stage == "fit":
             # Now: a bad file ends the run before any weight is loaded.
             self.supervised.texts.check(self._encoder, self.model.processor)
+        if self.distillation is not None and stage == "fit":
+            self.distillation.teacher.check_data(self.trainer.datamodule)  # pyright: ignore
+            self.distillation.teacher.start(self.distillation.form.top)
+
+    def columns_read(self, columns: Sequence[str]) -> set[str]:
+        of_teacher = set() if self.distillation is None else self.distillation.teacher.columns_read(columns)
+        of_roles = set() if self.credit.roles is None else {self.credit.roles.column}
+        return super().columns_read(columns) | of_teacher | of_roles
+
+    def companions(self, policy: nn.Module) -> dict[str, Any]:
+        """Return the teacher's module, which no checkpoint contains, like a reference."""
+        found = super().companions(policy)
+        if self.distillation is not None:
+            found |= self.distillation.teacher.companions(policy)
+        return found
 
     def step_facts(self) -> StepFacts:
         facts, step, texts = super().step_facts(), self.micro_batches.step, self.supervised.texts
+        if self.distillation is not None:
+            seconds = {name: frozen_bytes(each) for name, each in self.distillation.teacher.frozen_models.items()}
+            facts = replace(facts, frozen={**facts.frozen, **seconds})
         if texts is None or step is None:
             return facts
         of_all_ranks = step.units * step.rows * self.ranks.world_size
@@ -370,13 +427,12 @@ class PolicyGradient(OnPolicyModule, ABC):
             of_episodes = () if self.env is None else self.env.columns
             self.credit.roles.check(data.columns_of_sets()[0], [name for name in of_episodes if name != "episodes"])
 
-    def columns_read(self, columns: Sequence[str]) -> set[str]:
-        return super().columns_read(columns) | (set() if self.credit.roles is None else {self.credit.roles.column})
-
     def needs_whole_groups(self) -> Iterator[str]:
         yield from super().needs_whole_groups()
         if self.replay is not None:
             yield "algo/replay=buffer"
+        if self.distillation is not None and self.distillation.teacher.reads_siblings:
+            yield "algo.teacher.context"
 
     def _check_terms(self) -> None:
         """Refuse incompatible terms before anything is loaded; each term has already checked its own settings."""
@@ -386,6 +442,8 @@ class PolicyGradient(OnPolicyModule, ABC):
         policy_gradient_checks.check_observations(self.echo_coef, self.env, self.sampling)
         check_lag(self.generator, weighted=weighted)
         self.check_advantage()
+        if self.distillation is not None:
+            self.distillation.check(self.model, self.sampling)
         policy_gradient_checks.check_ranges(self.policy_loss, "algo.loss")
         if self.compares_in_step:
             check_whole_groups(f"algo/loss={name_of(self.policy_loss)}", self.micro_batches.split_groups)

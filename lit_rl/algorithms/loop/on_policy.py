@@ -141,6 +141,12 @@ class OnPolicyModule(GeneratingModule, ABC):
     opponent_writes = False
     """True if the second completion of each prompt is an opponent's. Samples and the logged reward leave it out."""
 
+    needs_teacher = False
+    """True if a teacher scores each rollout: `taught`."""
+
+    needs_ref_logprobs = True
+    """False if the reference is there for a teacher alone, so that `advantages` gets none of its log-probs."""
+
     learns_text = False
     """True if text is learned beside the rollouts: `supervised_share` is its loss."""
 
@@ -188,8 +194,12 @@ class OnPolicyModule(GeneratingModule, ABC):
                 scored = replace(scored, gradient_norms=norms)
             else:
                 old = self.old_logprobs(scored.completions) if self.needs_old_logprobs else None
-            ref = self.reference_of(scored) if self.needs_reference else None
+            ref = self.reference_of(scored) if self.needs_reference and self.needs_ref_logprobs else None
             rollout, metrics = self.advantages(scored, old, ref)
+        if self.needs_teacher:
+            with self.stopwatch.measure("teacher"):
+                rollout, of_teacher = self.taught(scored, rollout)
+            metrics |= of_teacher
         if self.feedback is not None:
             self.feedback.end(self.ranks)
         return scored, rollout, of_draw | selection_metrics | metrics
@@ -216,7 +226,8 @@ class OnPolicyModule(GeneratingModule, ABC):
         self.costs.add(self._work[batch.slot])
         if self.needs_step and number == 0 and self.plan.accumulate * self.plan.world_size > 1:
             self._step_tokens = self.look_ahead([self._micro_batch(batch, i) for i in range(self.plan.accumulate)])
-        scores = self.token_scores(micro.completions)
+        further = {} if micro.teacher_top_ids is None else {"further_ids": micro.teacher_top_ids}
+        scores = self.token_scores(micro.completions, **further)
         loss, metrics = self.loss(micro, scores, step_totals(self._counts[step], self.plan), self._step_tokens)
         shares = self.plan.accumulate * self.plan.world_size
         self._records.add({"loss": (loss, loss.new_full((), 1 / shares)), **metrics})
@@ -250,6 +261,10 @@ class OnPolicyModule(GeneratingModule, ABC):
         """Return the rollout with the judge's verdicts. Called after `choose`; unchanged in methods without a judge."""
         return scored
 
+    def taught(self, scored: Scored, rollout: Rollout) -> tuple[Rollout, Metrics]:
+        """Return the rollout with what a teacher says of its tokens, and metrics, if `needs_teacher`."""
+        raise NotImplementedError
+
     def greedy_rewards(self, batch: PromptBatch) -> Tensor:
         """Return the reward `(b,)` of the greedy completion of each row's prompt."""
         greedy = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
@@ -271,10 +286,13 @@ class OnPolicyModule(GeneratingModule, ABC):
         """True if a rollout is one optimizer step: the policy that learns is the one that sampled."""
         return self.steps_per_rollout == 1
 
-    def token_scores(self, completions: Completions) -> TokenScores:
-        """Return log-probs `(b, t)` of the response under the policy, with gradient, and entropies if logged."""
+    def token_scores(self, completions: Completions, **further: Any) -> TokenScores:
+        """Return log-probs `(b, t)` of the response under the policy, with gradient, and entropies if logged.
+
+        `further` are more arguments of `score`: the tokens that a teacher names.
+        """
         entropy, options = self.log_entropy, self.forward_options
-        return score(self.policy, completions, self.sampling, entropy=entropy, options=options)
+        return score(self.policy, completions, self.sampling, entropy=entropy, options=options, **further)
 
     def look_ahead(self, micro_batches: Sequence[Rollout]) -> StepTokens | None:
         """Return the loss tokens of a whole step, from its micro-batches on this rank, if `needs_step`."""
@@ -559,7 +577,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             tokenizer=self.model.tokenizer,
             ranks=self.ranks,
         )
-        self._nothing_rewarded = bool(self._records.unscored)
+        self._nothing_rewarded = bool(self._records.unscored) and not self.needs_teacher
         if self._nothing_rewarded:  # unless a replay buffer put rewarded groups in, on any rank
             self._nothing_rewarded = not self.ranks.any(bool((~self.rollout.rewards.isnan()).any()))
         self.costs.restart()

@@ -19,16 +19,17 @@ from torch import Tensor, nn
 
 from lit_rl.core.errors import ConfigError, GenerationError
 from lit_rl.core.examples import TokenBatch
+from lit_rl.core.rollout import Completions, Sampling
+from lit_rl.core.transfers import to_device
 from lit_rl.models import hub_files
 from lit_rl.models.forward import text_logits
+from lit_rl.models.forward_inputs import known_masks, trunk_inputs
 from lit_rl.models.head import factors, has_separable_head, linear_head, without_head
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.references import Held, OnCPU, Scorer
 from lit_rl.models.tokenizer import different_tokens
 from lit_rl.ops.fused_head import measure_rows
 from lit_rl.ops.logprobs import logprobs_and_entropy, token_stats
-
-_AS_TEACHER = ((r"\bmodel\.(?=[a-z])", "algo.teacher."), (r"reference\.device", "algo.teacher_device"))
 
 
 class Teacher(Held):
@@ -38,20 +39,29 @@ class Teacher(Held):
         model: The teacher. A name stands for that model in the student's type and with its attention.
         student: The policy's description.
         device: "cpu" keeps it on the CPU; None places it like the policy.
+        key: Setting of the teacher, for messages.
+        device_key: Setting of its device.
 
     Raises:
         ConfigError: a setting that would train it, or an unknown device.
     """
 
-    def __init__(self, model: LanguageModel | str, student: LanguageModel, device: Literal["cpu"] | None) -> None:
-        with hub_files.rename_keys(*_AS_TEACHER):
+    def __init__(
+        self,
+        model: LanguageModel | str,
+        student: LanguageModel,
+        device: Literal["cpu"] | None,
+        key: str = "algo.teacher",
+        device_key: str = "algo.teacher_device",
+    ) -> None:
+        self.key = key
+        self._renamed = (r"\bmodel\.(?=[a-z])", f"{key}."), (r"reference\.device", device_key)
+        with hub_files.rename_keys(*self._renamed):
             super().__init__(device)
             like_student = {"dtype": student.dtype, "attn_implementation": student.attn_implementation}
-            model = LanguageModel.of(model, "algo.teacher", **like_student)
+            model = LanguageModel.of(model, key, **like_student)
         if model.lora is not None:
-            raise ConfigError(
-                "algo.teacher.lora makes an adapter to be trained, and a teacher is frozen: leave it out."
-            )
+            raise ConfigError(f"{key}.lora makes an adapter to be trained, and a teacher is frozen: leave it out.")
         self.model, self.student = model, student
         self.shared_tokens: int | None = None
         """Rows of logits that the two have in common, where their embeddings are padded to different lengths. None
@@ -64,7 +74,7 @@ class Teacher(Held):
             ConfigError: it has another vocabulary than the student, or its settings are wrong.
         """
         self.check_vocabulary()
-        with hub_files.rename_keys(*_AS_TEACHER):
+        with hub_files.rename_keys(*self._renamed):
             model = self.model.load()
         held = self.hold(model)
         if isinstance(held, OnCPU):
@@ -78,7 +88,7 @@ class Teacher(Held):
         Raises:
             ConfigError: the two do not have the same tokens under the same ids.
         """
-        with hub_files.rename_keys(*_AS_TEACHER):
+        with hub_files.rename_keys(*self._renamed):
             teacher_tokens, rows = self.model.tokenizer.get_vocab(), self.model.config.get_text_config().vocab_size
         student_tokens, needed = self.student.tokenizer.get_vocab(), self.student.config.get_text_config().vocab_size
         different = different_tokens(teacher_tokens, student_tokens)
@@ -88,7 +98,7 @@ class Teacher(Held):
                 f"({', '.join(map(repr, different[:3]))})"
             )
             raise ConfigError(
-                f"algo.teacher.name={self.model.name!r} has another vocabulary than the policy {self.student.name!r}: "
+                f"{self.key}.name={self.model.name!r} has another vocabulary than the policy {self.student.name!r}: "
                 f"{difference}. Distributions are compared token by token, so the teacher must be of the policy's own "
                 "family. From any other model, learn its texts: algo=sft."
             )
@@ -121,7 +131,7 @@ class Teacher(Held):
         """
         if _weights(self.model) == _weights(self.student) and self.student.quantization == self.model.quantization:
             raise ConfigError(
-                f"algo.teacher.name={self.model.name!r} has the very weights that the policy begins with: there is "
+                f"{self.key}.name={self.model.name!r} has the very weights that the policy begins with: there is "
                 "nothing to learn from it. Name a better model of the same family, such as the run_dir/hf of another "
                 "run. The additions have an example: experiment=gkd_addition."
             )
@@ -214,3 +224,37 @@ def distillation_scores(
         *measure_rows(*factors(student_rows, student_head), compare, size=size),  # pyright: ignore
         aux_loss=aux_loss,
     )
+
+
+@torch.no_grad()
+def top_tokens(
+    model: nn.Module, completions: Completions, k: int, sampling: Sampling, *, tokens: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the likeliest tokens at each position of the responses: log-probs, float32, and ids, `(b, t, k)` each.
+
+    0 at padding and at tokens that the policy did not sample.
+
+    Args:
+        model: Called like the policy.
+        completions: `b` rows, in one call of the model.
+        k: Number of tokens, at most the vocabulary.
+        sampling: Settings whose temperature divides the logits; the others are not read.
+        tokens: Tokens, the first of the vocabulary, that may be among them. None: all.
+    """
+    completions = completions.with_host()
+    ids, host, in_blocks = completions.response_ids, completions.on_host, has_separable_head(model)
+    inputs = {**trunk_inputs(model, completions), "logits_to_keep": ids.shape[1] + 1, "use_cache": False}
+    with known_masks(host.attention_mask), without_head(model) if in_blocks else nullcontext():
+        outputs = model(**inputs).logits[:, -(ids.shape[1] + 1) : -1]
+    at = to_device(host.response_mask.flatten().nonzero().flatten(), ids.device)
+    rows = outputs.flatten(0, 1).index_select(0, at)
+    head = linear_head(model) if in_blocks else None
+    width = rows.shape[1] if head is None else head.weight.shape[0]
+    values = torch.zeros(*ids.shape, k, device=ids.device)
+    found = torch.zeros(*ids.shape, k, device=ids.device, dtype=torch.long)
+    for block in at.split(max(1, LOGITS_PER_BLOCK // width)):
+        logits, rows = rows[: len(block)], rows[len(block) :]
+        logits = logits if head is None else head(logits)
+        best = (logits.float() / sampling.temperature).log_softmax(-1)[:, :tokens].topk(k)
+        values.view(-1, k)[block], found.view(-1, k)[block] = best.values, best.indices
+    return values, found

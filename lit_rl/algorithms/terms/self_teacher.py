@@ -1,0 +1,373 @@
+"""The policy as its own teacher: the tokens that it wrote, scored behind a prompt that says more than it was told.
+
+What the teacher sees beside the prompt is a `PrivilegedContext`: a column of the data, such as a demonstration (SDFT,
+2601.19897), or what became of the rollout, a successful answer of the same group or feedback on the own one (SDPO,
+2601.20802). The weights are the policy's of that moment, or those of the run's `reference`: the initial policy, an
+average. The response is the same tokens; only the prompt before them is another.
+"""
+
+from __future__ import annotations
+
+import string
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lit_rl.algorithms.rollouts.scored import Scored, check_reward_name, deciding_rewards
+from lit_rl.algorithms.terms.teachers import RolloutTeacher, TeacherRequest
+from lit_rl.core.declared_settings import checked
+from lit_rl.core.episode import Prompt
+from lit_rl.core.errors import ConfigError, DataError, did_you_mean
+from lit_rl.core.rollout import Completions, Sampling
+from lit_rl.data.encode import Encoder
+from lit_rl.data.rendering import row_template_kwargs
+from lit_rl.generation.collect import texts_of
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.ops.distillation import TeacherScores
+from lit_rl.ops.ranges import AtLeastOne, Finite
+from lit_rl.ops.reductions import Metrics
+
+TEMPLATE = "$prompt\n\n$context"
+
+
+class PrivilegedContext(ABC):
+    """Abstract base of what a self-teacher is shown beside the prompt.
+
+    Args:
+        template: The prompt with it, with `$context` and mostly `$prompt`; of chat messages the last one of the user.
+    """
+
+    reads_siblings = False
+    """True if it shows other completions of the same prompt."""
+
+    def __init__(self, template: str) -> None:
+        check_template("algo.teacher.context.template", template, "context", "prompt")
+        self.template = template
+
+    def check(self, columns: Sequence[str], rewards: Sequence[str], group_size: int) -> None:  # noqa: B027
+        """Refuse a run in which there is nothing to show.
+
+        Args:
+            columns: Columns of the data.
+            rewards: Names of the reward functions.
+            group_size: Completions of a prompt.
+
+        Raises:
+            ConfigError: names the setting.
+        """
+
+    @property
+    def columns(self) -> set[str]:
+        """Names of columns of the data that it may read."""
+        return set()
+
+    @abstractmethod
+    def texts(self, scored: Scored, tokenizer: Any) -> list[str | None]:
+        """Return the context of each completion; None where there is none, and the teacher has no opinion."""
+
+    def prompt(self, prompt: Prompt, context: str, where: str) -> Prompt:
+        """Return a prompt with its context.
+
+        Raises:
+            DataError: it has no message of a user that is plain text.
+        """
+        if isinstance(prompt, str):
+            return _filled(self.template, {"prompt": prompt, "context": context})
+        last = max((i for i, message in enumerate(prompt) if message.get("role") == "user"), default=None)
+        content = None if last is None else prompt[last].get("content")
+        if last is None or not isinstance(content, str):
+            raise DataError(
+                f"{where}: a self-teacher (algo/teacher=self) puts its context into the last message of the user, and "
+                "this prompt has none that is plain text. Leave such rows out, or take algo/teacher=model."
+            )
+        text = _filled(self.template, {"prompt": content, "context": context})
+        return [*prompt[:last], {**prompt[last], "content": text}, *prompt[last + 1 :]]
+
+
+def check_template(key: str, template: str, needed: str, *more: str) -> None:
+    """Refuse a template without the part that it needs, or with a name that stands for nothing.
+
+    Raises:
+        ConfigError: names the key, the value and the names.
+    """
+    found = string.Template(template).get_identifiers() if isinstance(template, str) else []
+    if needed not in found or {*found} - {needed, *more}:
+        further = "".join(f", may name ${name}" for name in more)
+        raise ConfigError(f"{key}={template!r} needs ${needed}{further}, and no other name behind a $ ($$ is a $).")
+
+
+def _filled(template: str, parts: Mapping[str, str]) -> str:
+    """Return the template with its parts put in, in one pass: a text that holds `$prompt` keeps it."""
+    return string.Template(template).safe_substitute(parts)
+
+
+@checked("algo.teacher.context")
+class ColumnContext(PrivilegedContext):
+    """A column of the data, such as a demonstration (SDFT, 2601.19897). Rows where it is empty have no teacher.
+
+    Args:
+        column: The column, of texts.
+        template: The prompt with it, with `$context` and mostly `$prompt`; of chat messages the last one of the user.
+    """
+
+    def __init__(self, column: str, template: str = TEMPLATE) -> None:
+        super().__init__(template)
+        self.column = column
+
+    @property
+    def columns(self) -> set[str]:
+        return {self.column}
+
+    def check(self, columns: Sequence[str], rewards: Sequence[str], group_size: int) -> None:
+        if self.column not in columns:
+            raise ConfigError(
+                f"algo.teacher.context.column={self.column!r} is no column of the data. There are: "
+                f"{', '.join(columns) or 'none'}.{did_you_mean(self.column, columns)}"
+            )
+
+    def texts(self, scored: Scored, tokenizer: Any) -> list[str | None]:
+        values = scored.batch.columns[self.column]
+        return [_text(values[i], f"the column {self.column!r}") for i in _prompt_of_rows(scored)]
+
+
+@checked("algo.teacher.context")
+class OutcomeContext(PrivilegedContext):
+    """The outcome of the rollout (SDPO, 2601.20802): a successful answer of the same group, feedback on the own one.
+
+    A completion succeeds whose reward is at least the threshold. Shown is the first of its group but the completion
+    itself, as text without special tokens. One without a successful sibling and without feedback has no teacher.
+
+    Args:
+        threshold: Least reward of a success.
+        metric: The reward function whose value decides, before its weight. null: the sum of all.
+        feedback: A column of the data, or a name under which a reward function logs texts (`log_extra`): shown too
+            where it is not empty. null: none.
+        siblings: Which successful completion is shown: the `first`, or `none`, for feedback alone.
+        template: The prompt with it, with `$context` and mostly `$prompt`; of chat messages the last one of the user.
+        solution_template: The part of a sibling, with `$solution`.
+        feedback_template: The part of the feedback, with `$feedback`.
+    """
+
+    def __init__(
+        self,
+        threshold: Finite = 1.0,
+        metric: str | None = None,
+        feedback: str | None = None,
+        siblings: Literal["first", "none"] = "first",
+        template: str = TEMPLATE,
+        solution_template: str = "A correct answer to it:\n\n$solution",
+        feedback_template: str = "Feedback on an attempt at it:\n\n$feedback",
+    ) -> None:
+        super().__init__(template)
+        check_template("algo.teacher.context.solution_template", solution_template, "solution")
+        check_template("algo.teacher.context.feedback_template", feedback_template, "feedback")
+        if siblings == "none" and feedback is None:
+            raise ConfigError(
+                "algo.teacher.context.siblings=none shows feedback alone, and algo.teacher.context.feedback=null names "
+                "none. Set one of them."
+            )
+        self.threshold, self.metric, self.feedback, self.siblings = threshold, metric, feedback, siblings
+        self.solution_template, self.feedback_template = solution_template, feedback_template
+
+    @property
+    def reads_siblings(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.siblings == "first"
+
+    @property
+    def columns(self) -> set[str]:
+        return set() if self.feedback is None else {self.feedback}
+
+    def check(self, columns: Sequence[str], rewards: Sequence[str], group_size: int) -> None:
+        if self.siblings == "none":
+            return
+        if group_size < 2:
+            raise ConfigError(
+                f"algo.group_size={group_size}: the teacher is shown another completion of the same prompt, and there "
+                "is none. Set it to 2 or more (8 is usual), or algo.teacher.context.siblings=none with a feedback."
+            )
+        if not rewards:
+            raise ConfigError(
+                "algo.teacher.context: a sibling is successful by its reward, and there is no reward function. Set "
+                "reward, such as exact_match."
+            )
+        if self.metric is not None:
+            check_reward_name("algo.teacher.context.metric", self.metric, rewards)
+
+    def texts(self, scored: Scored, tokenizer: Any) -> list[str | None]:
+        found: list[list[str]] = [[] for _ in range(len(scored.completions))]
+        if self.siblings == "first":
+            answers = texts_of(scored.completions, tokenizer)
+            success = deciding_rewards(scored.scores, self.metric) >= self.threshold  # not where it is NaN
+            chosen = first_siblings(success, scored.completions.on_host.group_id)
+            for parts, sibling in zip(found, chosen):
+                if sibling is not None and answers[sibling].strip():
+                    parts.append(_filled(self.solution_template, {"solution": answers[sibling]}))
+        if self.feedback is not None:
+            for parts, text in zip(found, self._feedback(scored)):
+                if text is not None:
+                    parts.append(_filled(self.feedback_template, {"feedback": text}))
+        return ["\n\n".join(parts) or None for parts in found]
+
+    def _feedback(self, scored: Scored) -> list[str | None]:
+        name = self.feedback
+        assert name is not None
+        extras, columns = scored.scores.extras, scored.batch.columns
+        if name in extras:
+            return [_text(value, f"log_extra {name!r}") for value in extras[name]]
+        if name in columns:
+            return [_text(columns[name][i], f"the column {name!r}") for i in _prompt_of_rows(scored)]
+        known = [*columns, *extras]
+        raise ConfigError(
+            f"algo.teacher.context.feedback={name!r} is no column of the data, and no reward function has logged "
+            f"texts under that name. There are: {', '.join(known) or 'none'}.{did_you_mean(name, known)}"
+        )
+
+
+def first_siblings(success: Tensor, group_id: Tensor) -> list[int | None]:
+    """Return for each completion the first successful one of its group but itself; None where there is none.
+
+    Args:
+        success: Bool `(b,)`.
+        group_id: Long `(b,)`.
+    """
+    of_group: dict[int, list[int]] = {}
+    groups = group_id.tolist()
+    for row in success.nonzero().flatten().tolist():
+        of_group.setdefault(groups[row], []).append(row)
+    return [next((i for i in of_group.get(group, ())[:2] if i != row), None) for row, group in enumerate(groups)]
+
+
+def _prompt_of_rows(scored: Scored) -> list[int]:
+    return [row // scored.group_size for row in range(len(scored.completions))]
+
+
+def _text(value: Any, what: str) -> str | None:
+    """Return a context as text; None where it is empty.
+
+    Raises:
+        DataError: it is no text.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise DataError(f"algo.teacher.context: {what} holds a {type(value).__name__}, and a text is needed.")
+    return value if value.strip() else None
+
+
+# ------------------------------------------------------------------ the teacher
+
+
+@checked("algo.teacher")
+class SelfTeacher(RolloutTeacher):
+    """The policy itself, or the run's reference, behind a prompt with privileged context.
+
+    The prompt is encoded like those of the run, by its chat template and the arguments of the row. A completion whose
+    prompt with context is too long, or holds the text of a control token, has no teacher, and is counted.
+
+    Args:
+        context: What the teacher is shown beside the prompt.
+        weights: Of the teacher: the run's `reference` (`frozen_copy` is the initial policy, `ema` an average), or
+            `live`, those of the policy when the rollout is taken.
+        max_prompt_tokens: Longest prompt with context, in tokens. null: as the model's context allows.
+    """
+
+    def __init__(
+        self,
+        context: PrivilegedContext,
+        weights: Literal["reference", "live"] = "reference",
+        max_prompt_tokens: AtLeastOne | None = None,
+    ) -> None:
+        self.context, self.weights, self.max_prompt_tokens = context, weights, max_prompt_tokens
+        self._context_length: int | None = None
+
+    @property
+    def reads_reference(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.weights == "reference"
+
+    @property
+    def reads_siblings(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.context.reads_siblings
+
+    def check(self, student: LanguageModel, sampling: Sampling) -> None:
+        self._context_length = student.context_length
+        if student.sees:
+            raise ConfigError(
+                f"model.name={student.name!r} is a model over images, and algo/teacher=self writes prompts of text "
+                "alone. Take algo/teacher=model or none."
+            )
+
+    def columns_read(self, columns: Sequence[str]) -> set[str]:
+        return self.context.columns & {*columns}
+
+    def check_data(self, data: Any) -> None:
+        module = data.trainer.lightning_module
+        if module.env is not None:
+            raise ConfigError(
+                f"env={type(module.env).__name__} writes the prompts of its episodes itself, and algo/teacher=self "
+                "cannot put a context into them. Leave one of them out, or take algo/teacher=model."
+            )
+        self.context.check(data.columns, module.reward_functions.names, module.group_size)
+
+    def _longest(self, response: int) -> int:
+        """Return the most tokens of a prompt before a response of so many tokens."""
+        left = 1 << 62 if self._context_length is None else self._context_length - response
+        return left if self.max_prompt_tokens is None else min(left, self.max_prompt_tokens)
+
+    def score(self, request: TeacherRequest) -> tuple[TeacherScores, Metrics]:
+        completions = request.completions
+        encoder = request.encoder()
+        contexts = self.context.texts(request.scored, encoder.tokenizer)
+        prompts = self._prompts(request.scored, contexts, encoder)
+        has_context = torch.tensor([prompt is not None for prompt in prompts], device=completions.device)
+        behind = with_prompts(completions, prompts)
+        mask = completions.response_mask & has_context[:, None]
+        live = self.weights == "live"
+        with nullcontext(request.policy) if live else request.reference() as model:
+            scores = request.scores_by(model, behind, mask)
+        given = sum(context is not None for context in contexts)
+        left_out = torch.full((), float(given - sum(prompt is not None for prompt in prompts)), device=mask.device)
+        return scores, {"teacher/left_out": (left_out, torch.full_like(left_out, float(len(prompts))))}
+
+    def _prompts(self, scored: Scored, contexts: Sequence[str | None], encoder: Encoder) -> list[list[int] | None]:
+        """Return the tokens of each completion's prompt with its context; None without one, and where it is left out.
+
+        Raises:
+            DataError: a prompt of messages has none of the user.
+        """
+        batch, lengths = scored.batch, scored.completions.on_host.read_lengths.tolist()
+        tools = batch.columns.get("tools")
+        known: dict[tuple[int, str], list[int] | None] = {}
+        found: list[list[int] | None] = []
+        for i, context, length in zip(_prompt_of_rows(scored), contexts, lengths):
+            if context is None:
+                found.append(None)
+                continue
+            if (i, context) not in known:
+                where = f"row {batch.rows[i]}"
+                own = {name: values[i] for name, values in batch.columns.items()}
+                prompt = self.context.prompt(batch.prompts[i], context, where)
+                of_row = encoder.with_kwargs(row_template_kwargs(own, where))
+                try:
+                    known[i, context] = of_row.prompt_ids(prompt, where, tools=tools and tools[i])
+                except DataError:  # the policy wrote the text of a control token
+                    known[i, context] = None
+            ids = known[i, context]
+            found.append(None if ids is None or len(ids) > self._longest(length) else ids)
+        return found
+
+
+def with_prompts(completions: Completions, prompts: Sequence[Sequence[int] | None]) -> Completions:
+    """Return the same responses behind other prompts, padded on the left; None keeps a row's own."""
+    host = completions.on_host
+    own = [ids[mask].tolist() for ids, mask in zip(host.prompt_ids, host.prompt_mask)]
+    rows = [mine if other is None else list(other) for mine, other in zip(own, prompts, strict=True)]
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    mask = torch.arange(width) >= width - torch.tensor([len(row) for row in rows])[:, None]
+    moved = {"prompt_ids": ids.to(completions.device), "prompt_mask": mask.to(completions.device)}
+    return replace(completions, **moved, episodes=None, host=None)
