@@ -227,7 +227,7 @@ def test_a_group_that_is_left_out_has_no_loss_token_and_is_in_no_denominator():
     counts, rollout = counts_of(module, kept, [1.0, 1.0, 0.0, 1.0])
     assert not rollout.loss_mask[:2].any() and rollout.loss_mask[2:].sum() == 4
     # rows, tokens, rows with tokens, weights of tokens and of rows, tokens of rows that a judge found better
-    assert counts.tolist() == [2, 4, 2, 4, 2, 0]
+    assert counts.tolist() == [2, 4, 2, 4, 2, 0, 0]
     assert rollout.advantages[:2].tolist() == [0, 0] and rollout.rewards[:2].isnan().all()
 
 
