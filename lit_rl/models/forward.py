@@ -7,7 +7,7 @@ find, by short passes, models that would score a token by texts beside it or by 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lit_rl.core.branches import branches_of
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.examples import TokenBatch
 from lit_rl.core.rollout import Completions, Sampling, select, trim
@@ -56,6 +57,12 @@ class TokenScores:
     stats: TokenStats | None = None
     """``(b, t)`` each, without gradient, of the same distribution. None unless they were asked for."""
 
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> TokenScores:
+        """Return the scores in another shape."""
+        found = TargetScores(self.logprobs, self.entropy, self.stats).mapped(change)
+        values = None if self.values is None else change(self.values)
+        return TokenScores(found.logprobs, found.entropy, self.aux_loss, values, found.stats)
+
 
 def score(
     model: nn.Module,
@@ -73,6 +80,7 @@ def score(
     That is ``softmax(logits / temperature)`` over the tokens that top-k, top-p and min-p keep of *these* logits, and
     the token itself (``lit_rl.ops.logprobs``), after what repetition penalty and ``min_new_tokens`` make of the logits
     (``lit_rl.ops.sampling_distribution``). With the weights that drew the tokens it equals ``sampler_logprobs``.
+    Completions that fork are scored branch by branch, each token behind what was read when it was drawn.
 
     Args:
         model: A causal language model; under PEFT with the adapter that is active.
@@ -88,6 +96,10 @@ def score(
     Raises:
         ConfigError: the model has no router whose load could be balanced.
     """
+    if completions.follows is not None:
+        branches, wanted = branches_of(completions), {"entropy": entropy, "entropy_gradient": entropy_gradient}
+        wanted |= {"router_aux": router_aux, "stats": stats}
+        return score(model, branches.rows, sampling, **wanted, options=options).mapped(branches.fold)
     experts = _router_inputs(model, router_aux)
     completions, entropy = completions.with_host(), entropy or entropy_gradient
     distribution = Distribution(

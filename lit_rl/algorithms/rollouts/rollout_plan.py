@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_rl.algorithms.data_parallel import Ranks
+from lit_rl.core.branches import tokens_read
 from lit_rl.core.errors import ConfigError, in_range
 from lit_rl.core.rollout import Completions, Rollout, Sampling, Width, select, trim, trim_rollout, used_columns
 from lit_rl.core.transfers import to_device
@@ -226,7 +227,7 @@ class RowCounts(NamedTuple):
     prompt: Tensor
     """Tokens of the prompt."""
     read: Tensor
-    """Tokens after the prompt that a model reads."""
+    """Tokens after the prompt that a model reads, those of several branches once in each."""
     sampled: Tensor
     """Tokens among these that the policy sampled."""
 
@@ -234,7 +235,7 @@ class RowCounts(NamedTuple):
     def of(cls, rollout: Rollout) -> RowCounts:
         """Count the tokens of a rollout, in its copy on the host."""
         host = rollout.completions.on_host
-        return cls(host.group_id, host.prompt_mask.sum(1), host.read_lengths, host.lengths)
+        return cls(host.group_id, host.prompt_mask.sum(1), tokens_read(host), host.lengths)
 
 
 class Dealt(NamedTuple):
