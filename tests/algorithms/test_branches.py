@@ -301,6 +301,12 @@ def test_how_a_step_is_cut_changes_no_weight(tmp_path: Path) -> None:
     start = LanguageModel("tiny").load().state_dict()
     moved = max(float((value - start[name]).abs().max()) for name, value in whole.policy.state_dict().items())
     assert moved > 1e-4
+    planned = whole.step_facts().lengths
+    whole.env.max_branches = 1
+    alone = whole.step_facts().lengths
+    assert (planned.texts, planned.shares, alone.texts, alone.shares) == (3, False, 1, True), (
+        "memory is planned for all"
+    )
 
 
 class Keep(L.Callback):

@@ -235,7 +235,8 @@ class RowCounts(NamedTuple):
     def of(cls, rollout: Rollout) -> RowCounts:
         """Count the tokens of a rollout, in its copy on the host."""
         host = rollout.completions.on_host
-        return cls(host.group_id, host.prompt_mask.sum(1), tokens_read(host), host.lengths)
+        read = host.read_lengths if host.follows is None else tokens_read(host)
+        return cls(host.group_id, host.prompt_mask.sum(1), read, host.lengths)
 
 
 class Dealt(NamedTuple):
