@@ -32,6 +32,7 @@ from lit_rl.algorithms.optim.schedules import After, FromTorch, Schedule, as_sch
 from lit_rl.algorithms.rollouts.rollout_plan import without_gradient
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.terms.credit import Credit, turns_of
+from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import Completions, PromptBatch, Rollout
 from lit_rl.core.transfers import to_device
 from lit_rl.models.critics import AdapterCritic, Critic, SeparateCritic, SharedTrunk
@@ -205,6 +206,11 @@ class PPO(PolicyGradient):
         self.value_function.check(self.model)
         if self.adapter is not None:
             self.adapter.check(self.model)
+            if self.env is not None and self.env.max_branches > 1:
+                raise ConfigError(
+                    f"algo.reward_adapter scores one text at its last token, and with env.max_branches="
+                    f"{self.env.max_branches} an episode may have several. Leave one of the two out."
+                )
 
 
 def with_reward_function(scores: Scores, name: str, values: Tensor) -> Scores:

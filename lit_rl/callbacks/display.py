@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lit_rl.core.episode import message_text, transcript_of
+from lit_rl.core.episode import fork_lines, message_text, transcript_of
 from lit_rl.core.visuals import THUMBNAIL, WHITE, Visual, pillow, shown_in
 
 if TYPE_CHECKING:
@@ -48,16 +48,21 @@ class ShownConversation:
     messages: Sequence[Mapping[str, Any]]
     learned: Sequence[bool]
     """A truth value for each turn of the policy: is it in the loss."""
+    forks: Sequence[Sequence[int | None]] = ()
+    """See `lit_rl.core.episode.Episode.forks`."""
 
     def __str__(self) -> str:
-        return transcript_of(self.messages)
+        return transcript_of(self.messages, self.forks)
 
     def lines(self) -> list[ShownMessage]:
         """Return a line for each message, dim where it is not learned from, and marked so where the policy wrote it."""
-        lines, turns = [], iter(self.learned)
+        lines, turns, forks, number = [], iter(self.learned), fork_lines(self.forks), 0
         for message in self.messages:
             role = str(message["role"])
             style, by_policy = STYLES.get(role, ""), role == "assistant"
+            if line := forks.pop(number, None):
+                lines.append(ShownMessage("fork", f"turn {number} {line}", "dim"))
+            number += by_policy
             if by_policy and next(turns, True):
                 lines.append(ShownMessage(role, message_text(message), style))
             else:
@@ -73,7 +78,9 @@ def conversation_of(table: Mapping[str, Sequence[Any]], row: int) -> ShownConver
     """Return the episode in a row of a table of samples, with its turns in the loss."""
     turn, learned = table["tokens/turn"][row], table["tokens/learned"][row]
     return ShownConversation(
-        json.loads(table["messages"][row]), [bool(learned[turn == i].any()) for i in range(table["turns"][row])]
+        json.loads(table["messages"][row]),
+        [bool(learned[turn == i].any()) for i in range(table["turns"][row])],
+        json.loads(table["forks"][row]) if "forks" in table else (),
     )
 
 

@@ -23,10 +23,10 @@ Message = dict[str, Any]
 Prompt = str | list[Message]
 """A prompt as the data set has it: plain text, or a list of chat messages."""
 
-End = Literal["answered", "done", "max_turns", "max_tokens", "cut", "timeout", "failed"]
+End = Literal["answered", "done", "max_turns", "max_tokens", "max_branches", "cut", "timeout", "failed"]
 """The reason why an episode is over: the policy answered without calling a tool (answered); the environment ended it
-(done); a limit of turns, of tokens, of one turn's tokens or of the environment (cut) was met; time was up; it
-raised."""
+(done); a limit of turns, of tokens, of branches, of one turn's tokens or of the environment (cut) was met; time was up;
+it raised."""
 
 TOKENS = "tokens/"
 """The prefix of the table columns that hold an episode's tokens."""
@@ -69,6 +69,13 @@ class Episode:
     environment: Any = field(default=None, repr=False, compare=False)
     """The user's object that answered, closed by now, where reward functions name ``environments``; else None. It is
     no part of what is written down."""
+    branches: int | None = None
+    """Texts that the policy read and wrote. None where its settings allow a single one."""
+    read_again: int = 0
+    """Tokens that several branches have, counted once for each branch beyond the first."""
+    forks: list[list[int | None]] = field(default_factory=list)
+    """The turns that do not go on from the turn before them: pairs of a turn and the one whose text it goes on from; -1
+    is the prompt, and None a new beginning."""
 
     @property
     def failed(self) -> bool:
@@ -78,7 +85,7 @@ class Episode:
     @property
     def cut(self) -> bool:
         """True if a limit of turns or tokens ended it."""
-        return self.end in ("max_turns", "max_tokens", "cut")
+        return self.end in ("max_turns", "max_tokens", "max_branches", "cut")
 
     def plain(self) -> dict[str, Any]:
         """Return the fields as a dict that shares its values with the episode, without the environment."""
@@ -86,12 +93,24 @@ class Episode:
 
     def transcript(self) -> str:
         """Return the messages as readable text: each with its author, calls as ``name(argument=value)``."""
-        return transcript_of(self.messages)
+        return transcript_of(self.messages, self.forks)
 
 
-def transcript_of(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return messages as readable text, see `Episode.transcript`."""
-    return "\n".join(f"{message['role']}: {message_text(message)}" for message in messages)
+def transcript_of(messages: Sequence[Mapping[str, Any]], forks: Sequence[Sequence[int | None]] = ()) -> str:
+    """Return messages as readable text, see `Episode.transcript`; a line tells where the policy read another text."""
+    lines, turns, origins = list[str](), 0, fork_lines(forks)
+    for message in messages:
+        if line := origins.pop(turns, None):
+            lines.append(f"(turn {turns} {line})")
+        lines.append(f"{message['role']}: {message_text(message)}")
+        turns += message["role"] == "assistant"
+    return "\n".join(lines)
+
+
+def fork_lines(forks: Sequence[Sequence[int | None]]) -> dict[int, str]:
+    """Return what is said of each turn of `Episode.forks`."""
+    origins = {None: "begins another text", -1: "goes on from the prompt"}
+    return {turn: origins.get(origin, f"goes on from turn {origin}") for turn, origin in forks if turn is not None}
 
 
 def message_text(message: Mapping[str, Any]) -> str:

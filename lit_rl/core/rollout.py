@@ -337,6 +337,9 @@ class Completions(CopiedToHost):
     they cut nothing, and outside ``response_mask``. None where none of them is in force, or the engine cannot tell."""
     turn: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
     """Long ``(b, t)``: index of the turn a token belongs to. None for single-turn responses."""
+    follows: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
+    """Long ``(b, t)``: the column of the token that each stands behind; negative ones are the prompt's, see
+    `lit_rl.core.branches`. None where each stands behind the one before it."""
     blocked_eos: Tensor | None = field(default=None, metadata=PER_ROW)
     """Long ``(b, k)``: the tokens that end a turn, blocked at its begin by ``Sampling.min_new_tokens``. None if none
     is blocked."""
@@ -532,8 +535,9 @@ def _cut(item: Any, used: Mapping[Width, slice]) -> Any:
 def join_completions(first: Completions, second: Completions) -> Completions:
     """Join the rows of both; `version` is the first's.
 
-    A column that one of them lacks is filled with its meaning: all sampled tokens were attended, in the first turn; the
-    mass left by truncation is known for all rows, or for none; rows without images see none.
+    A column that one of them lacks is filled with its meaning: all sampled tokens were attended, in the first turn,
+    each behind the one before it; the mass left by truncation is known for all rows, or for none; rows without images
+    see none.
     """
     joined = _joined(_filled(first, second), _filled(second, first))
     vision = None
@@ -555,6 +559,10 @@ def _filled(one: Completions, other: Completions) -> Completions:
         changes["attended"] = one.response_mask
     if one.turn is None and other.turn is not None:
         changes["turn"] = torch.zeros_like(one.response_ids)
+    if one.follows is None and other.follows is not None:
+        changes["follows"] = (torch.arange(one.response_ids.shape[1], device=one.device) - 1).expand_as(
+            one.response_ids
+        )
     if other.kept_logmass is None:
         changes["kept_logmass"] = None
     return dataclasses.replace(one, **changes)

@@ -130,6 +130,8 @@ class Interactive:
 
     max_tokens: int = 2048
     """Tokens of a completion, what the policy reads between its turns included."""
+    max_branches: int = 1
+    """Texts that the policy may read and write in an episode: with 1, a single one that goes on."""
     untyped: frozenset[str] = frozenset()
     """Names of the sizes that the user did not choose: they are lowered to what the model's context leaves."""
     converses: bool = True

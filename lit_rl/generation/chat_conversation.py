@@ -3,7 +3,8 @@
 `read_request` reads a request for a chat completion, and `ChatTurn` is the answer to it. An agent sends the whole
 conversation with each request. The policy's own turns in it are not tokenised again: they have to equal the earlier
 answers, and stand for their tokens. New messages answer the last turn, and are rendered behind it as
-`lit_rl.environments.frames` does.
+`lit_rl.environments.frames` does. A request that does not answer the last turn goes on from an earlier one, or begins
+another text, as far as `env.max_branches` allows: see `lit_rl.core.branches`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from lit_rl.core.episode import Message
+from lit_rl.core.branches import TokenTree
+from lit_rl.core.episode import End, Message, message_text
 from lit_rl.core.errors import excerpt
 from lit_rl.environments.frames import AnswerRole, ChatFrames, check_tools_are_rendered
 from lit_rl.environments.parser_base import UNREADABLE, BadCall, Parser
@@ -179,31 +181,52 @@ class ChatConversation:
 
     Args:
         reading: Converts its tokens.
-        max_tokens: Most tokens of the completion, with the answers that the policy reads between its turns.
+        max_tokens: Most tokens of the completion, with the answers that the policy reads between its turns; of each of
+            its branches.
+        max_branches: Most branches.
     """
 
     reading: ChatReading
     max_tokens: int
-    prompt_ids: list[int] = field(default_factory=list)
-    completion_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    written: list[int] = field(default_factory=list)
-    """1 for the tokens of the policy."""
+    max_branches: int = 1
+    tree: TokenTree = field(default_factory=TokenTree)
+    """The tokens."""
     ended: bool = False
     """True where the last turn came to its end, and nothing was cut."""
     full: bool = False
-    """True where a turn was requested that did not fit."""
+    """True where a turn was requested that a limit forbids: of tokens, or of several branches."""
+    limit: End | None = None
+    """The limit of branches, where the last request met it."""
     turns: int = 0
     messages: list[Message] = field(default_factory=list)
-    """The messages behind the prompt, in the form for templates: one of the assistant for each turn."""
-    _history: list[Message] = field(default_factory=list)
-    """The messages of the last answered request, and its answer."""
-    _asked: tuple[ChatRequest, list[Message], list[int]] | None = None
+    """The messages behind the prompt, in the form for templates: one of the assistant for each turn. Where another text
+    begins, they are all of that text; what an assistant says in it is of a user with that name, as it is only read."""
+    _said: list[_Said] = field(default_factory=list)
+    """The turns so far."""
+    _asked: _Asked | None = None
     _answered: tuple[ChatRequest, ChatTurn] | None = None
-    _tools: frozenset[str] = frozenset()
-    """The names of the tools in the prompt."""
-    _newest: list[int] = field(default_factory=list)
-    """The tokens of the last turn."""
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.tree.prompt_ids
+
+    @property
+    def completion_ids(self) -> list[int]:
+        return self.tree.token_ids
+
+    @property
+    def logprobs(self) -> list[float]:
+        return self.tree.logprobs
+
+    @property
+    def written(self) -> list[int]:
+        """1 for the tokens of the policy."""
+        return self.tree.written
+
+    @property
+    def follows(self) -> list[int]:
+        """The place that each token stands behind."""
+        return self.tree.follows
 
     def answered(self, request: ChatRequest) -> ChatTurn | None:
         """Return the answer to this very request if it was the last one: a client repeats it where it has lost the
@@ -214,17 +237,23 @@ class ChatConversation:
         """Return the tokens from which the policy continues, and the most that it may write.
 
         Raises:
-            ChatRequestRefused: the request is no next turn of this conversation, or there is no room for one.
+            ChatRequestRefused: the request is no next turn of this conversation and may begin no other, or there is no
+                room for one.
         """
         if self._asked is not None:
             raise ChatRequestRefused("the policy was asked before it had answered: one turn of a completion at a time")
-        answers, between = list[Message](), list[int]()
-        if self.turns:
-            answers = self._answers(request)
-            between = self.reading.answers(answers, request, closed=self.reading.closed(self._newest))
-        else:
-            self.prompt_ids, self._tools = self.reading.prompt(request), _names(request)
-        room = self.max_tokens - len(self.completion_ids) - len(between)
+        asked = self._continued(request) if self._said else self._begun(request)
+        if (count := self.tree.branches_with(asked.place)) > self.max_branches:
+            self.ended, self.full, self.limit = False, True, "max_branches"
+            raise ChatRequestRefused(
+                f"A completion may have env.max_branches={self.max_branches} texts, and this would be number {count}: "
+                "go on with one of them, or end.",
+                code="max_branches",
+            )
+        path = self.tree.path(asked.place)
+        own = next((number for number, place in enumerate(path) if place >= 0 and self.written[place]), None)
+        prompt = min(len(path) + len(asked.read) if own is None else own, len(self.prompt_ids))
+        room = self.max_tokens - (len(path) - prompt) - len(asked.read)
         if room < 1:
             self.ended, self.full = False, True
             raise ChatRequestRefused(
@@ -232,67 +261,121 @@ class ChatConversation:
                 f"{self.max_tokens} tokens.",
                 code="context_length_exceeded",
             )
-        self._asked, self._answered = (request, answers, between), None
-        return [*self.prompt_ids, *self.completion_ids, *between], room
+        self._asked, self._answered = asked, None
+        return [*self.tree.text(asked.place), *asked.read], room
 
     def answer(self, ids: Sequence[int], logprobs: Sequence[float], *, ended: bool) -> ChatTurn:
         """Record the policy's continuation, and return it as a turn."""
         assert self._asked is not None, "nobody asked"
-        (request, answers, between), self._asked = self._asked, None
-        prompt = len(self.prompt_ids) + len(self.completion_ids) + len(between)
-        self.completion_ids += [*between, *ids]
-        self.logprobs += [*[0.0] * len(between), *logprobs]
-        self.written += [*[0] * len(between), *[1] * len(ids)]
-        message = self.reading.turn(ids, request, sum(len(each.get("tool_calls") or ()) for each in self._history))
-        self._history = [*request.messages, message]
-        self._note(answers if between else [], message)
-        self._newest, self.ended, self.turns = list(ids), ended, self.turns + 1
+        asked, self._asked = self._asked, None
+        request, prompt = asked.request, len(self.tree.path(asked.place)) + len(asked.read)
+        goes_on = asked.place == self.tree.last
+        self.tree.grow(asked.place, asked.read, ids, logprobs)
+        earlier = request.messages if self._said else ()
+        calls = sum(len(each.get("tool_calls") or ()) for each in earlier)
+        message = self.reading.turn(ids, request, calls)
+        self._note(asked.noted if asked.read or not goes_on else [], message, joins=goes_on)
+        self._said.append(_Said([*request.messages, message], self.tree.last, self.reading.closed(ids), asked.tools))
+        self.ended, self.limit, self.turns = ended, None, self.turns + 1
         finish = "tool_calls" if message.get("tool_calls") else "stop" if ended else "length"
         self._answered = request, ChatTurn(message, finish, prompt, len(ids))
         return self._answered[1]
 
     def write(self, prompt_ids: Sequence[int], ids: Sequence[int], logprobs: Sequence[float], *, ended: bool) -> None:
         """Record a completion of one turn without a request."""
-        self.prompt_ids, self.completion_ids, self.logprobs = list(prompt_ids), list(ids), list(logprobs)
-        self.written, self.ended, self.turns = [1] * len(ids), ended, 1
+        self.tree.begin(prompt_ids)
+        self.tree.grow(self.tree.last, [], ids, logprobs)
+        self.ended, self.turns = ended, 1
         self._note([], self.reading.plain_turn(ids))
 
-    def _note(self, answers: Sequence[Message], turn: Message) -> None:
-        """Append the answers that were read, and the turn behind them. Where nothing was read between two turns, their
-        tokens are one turn, and so are their messages."""
+    def _note(self, answers: Sequence[Message], turn: Message, *, joins: bool = True) -> None:
+        """Append the answers that were read, and the turn behind them. Where nothing was read between two turns that
+        stand behind each other (`joins`), their tokens are one turn, and so are their messages."""
         # The turn in the form for templates: arguments of calls as mappings, thoughts under ``thinking``.
         message: Message = {"role": "assistant", "content": turn["content"]}
         if thought := turn.get(THOUGHTS[0]):
             message["thinking"] = thought
         calls = [{**call, "function": _function(call)} for call in turn.get("tool_calls") or ()]
-        if not answers and self.messages:
+        if joins and not answers and self.messages:
             before = self.messages.pop()
             calls = [*before.get("tool_calls", ()), *calls]
             message = {**before, **message, "content": before["content"] + message["content"]}
         self.messages += [*answers, message | {"tool_calls": calls} if calls else message]
 
-    def _answers(self, request: ChatRequest) -> list[Message]:
-        """Return the messages that answer the last turn, in the form for templates."""
-        known, new = request.messages[: len(self._history)], request.messages[len(self._history) :]
-        for number, (was, now) in enumerate(zip(self._history, known)):
+    def _begun(self, request: ChatRequest) -> _Asked:
+        """Return the first request."""
+        self.tree.begin(self.reading.prompt(request))
+        return _Asked(request, -1, [], [], _names(request))
+
+    def _continued(self, request: ChatRequest) -> _Asked:
+        """Return a later request: of the newest turn that it answers, or of another text."""
+        for said in reversed(self._said):
+            try:
+                answers = self._answers(request, said)
+            except ChatRequestRefused:
+                if self.max_branches == 1:
+                    raise
+                continue
+            between = self.reading.answers(answers, request, closed=said.closed)
+            return _Asked(request, *self.tree.walk(said.place, between), answers, said.tools)
+        place, read = self.tree.walk(self.tree.root, self.reading.prompt(request))
+        first, noted = self._said[0].history[:-1], list(_examples(request.messages))
+        if list(map(_compared, first)) == list(map(_compared, request.messages[: len(first)])):
+            noted = noted[len(first) :]
+        return _Asked(request, place, read, [_quoted(message) for message in noted], _names(request))
+
+    def _answers(self, request: ChatRequest, said: _Said) -> list[Message]:
+        """Return the messages that answer a turn, in the form for templates."""
+        history = said.history
+        known, new = request.messages[: len(history)], request.messages[len(history) :]
+        for number, (was, now) in enumerate(zip(history, known)):
             if _compared(was) != _compared(now):
                 raise ChatRequestRefused(
                     f"message {number} was {excerpt(json.dumps(was))} and is now {excerpt(json.dumps(now))}: "
-                    "a completion is one conversation that goes on, and this begins or rewrites another"
+                    "with env.max_branches=1 a completion is one conversation that goes on, and this begins or "
+                    "rewrites another"
                 )
         roles = {message["role"] for message in new}
-        if len(known) < len(self._history) or roles not in ({"tool"}, {"user"}):
+        if len(known) < len(history) or roles not in ({"tool"}, {"user"}):
             raise ChatRequestRefused(
                 f"after a turn of the policy, messages of tools or of the user are expected, got "
                 f"{sorted(roles) or 'none'}"
             )
-        if self.reading.parser != "regex" and (new_tools := _names(request) - self._tools):
+        if self.reading.parser != "regex" and (new_tools := _names(request) - said.tools):
             raise ChatRequestRefused(
                 "the tools of a conversation are those of its first request, which did not contain "
                 f"{', '.join(sorted(new_tools))}"
             )
-        names = {call["id"]: call["function"]["name"] for call in self._history[-1].get("tool_calls") or ()}
+        names = {call["id"]: call["function"]["name"] for call in history[-1].get("tool_calls") or ()}
         return [_answer(message, names) for message in new]
+
+
+@dataclass(frozen=True)
+class _Said:
+    """A turn of the policy."""
+
+    history: list[Message]
+    """The messages of its request, and the turn."""
+    place: int
+    """The place of its last token."""
+    closed: bool
+    """True if it ended with a token that ends turns."""
+    tools: frozenset[str]
+    """The names of the tools at the beginning of its text."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A request that waits for its turn."""
+
+    request: ChatRequest
+    place: int
+    """The place behind which the policy goes on."""
+    read: list[int]
+    """The tokens that it reads behind that place before its turn."""
+    noted: list[Message]
+    """The messages of these tokens."""
+    tools: frozenset[str]
 
 
 _ID = re.compile(r"[A-Za-z0-9]{9}")
@@ -446,6 +529,13 @@ def _answer(message: Message, names: Mapping[str, str]) -> Message:
         raise ChatRequestRefused(f"a tool answers the call {id!r}, and the policy's last calls are {sorted(names)}")
     answer: Message = {"role": "tool", "name": names[id], "content": message["content"]}
     return answer | {"tool_call_id": id} if _ID.fullmatch(id) else answer
+
+
+def _quoted(message: Message) -> Message:
+    """Return a message of a text that was not drawn as it stands: what an assistant says in it is no turn."""
+    if message["role"] != "assistant":
+        return message
+    return {"role": "user", "name": "assistant", "content": message_text(message)}
 
 
 def _compared(message: Message) -> tuple[Any, ...]:

@@ -54,8 +54,9 @@ class Played(Generic[Result]):
     """The value that each agent returned, or its exception; a `TimeoutError` where its time was over."""
     rollout: dict[str, list[Any]]
     """The returned dict of a rollout function: ``prompt_ids``, ``completion_ids``, ``logprobs``, ``env_mask``,
-    ``ended``, ``episode_messages``, and ``episode_error``: the exception where an agent raised or its time was over,
-    else None. It is None too where the completion had no room for another turn: then the policy has talked too long."""
+    ``ended``, ``env_follows``, ``episode_messages``, ``episode_limit``, and ``episode_error``: the exception where an
+    agent raised or its time was over, else None. It is None too where the completion had no room for another turn or
+    another branch: then it is cut."""
 
 
 @checked("")
@@ -90,7 +91,8 @@ class ChatEndpoint(Generic[Result]):
             trainer.tokenizer, trainer.encode, trainer.template_kwargs, eos_ids, parser, call_pattern
         )
         self._trainer, self._patience, self._agent_timeout = trainer, patience, agent_timeout
-        self._conversations = [ChatConversation(self._reading, trainer.max_tokens) for _ in range(trainer.count)]
+        limits = trainer.max_tokens, trainer.max_branches
+        self._conversations = [ChatConversation(self._reading, *limits) for _ in range(trainer.count)]
         self._live: set[int] = set()
         self._waiting: dict[int, _Waiting] = {}
         self._broken: BaseException | None = None
@@ -131,6 +133,7 @@ class ChatEndpoint(Generic[Result]):
             conversation.write(ids, out["completion_ids"][0], out["logprobs"][0], ended=out["ended"][0])
         columns = {"completion_ids": "completion_ids", "prompt_ids": "prompt_ids", "logprobs": "logprobs"}
         columns |= {"env_mask": "written", "ended": "ended", "episode_messages": "messages"}
+        columns |= {"env_follows": "follows", "episode_limit": "limit"}
         rollout = {key: [getattr(each, name) for each in self._conversations] for key, name in columns.items()}
         rollout["episode_error"] = [
             result if isinstance(result, Exception) and not conversation.full else None

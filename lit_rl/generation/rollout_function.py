@@ -4,8 +4,9 @@ It is called as ``function(prompts, trainer)`` with a prompt for each completion
 neighbours; ``trainer`` is a `RolloutHandle`. It returns a dict of lists, one entry a completion: ``prompt_ids``,
 ``completion_ids`` and ``logprobs``; ``env_mask``, with 1 for the tokens that the policy wrote, where it did not write
 all; ``ended`` where more than an EOS ends a completion; ``episode_messages`` where the conversation is more than the
-text of the tokens; and ``episode_error``, the error of completions that failed by no fault of the policy. Other keys
-go to the reward functions under their names.
+text of the tokens; ``episode_error``, the error of completions that failed by no fault of the policy; ``env_follows``,
+the token that each stands behind, where the policy did not read one text that goes on (`lit_rl.core.branches`); and
+``episode_limit``, the limit that ended it. Other keys go to the reward functions under their names.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import groupby
+from functools import cached_property, partial
+from itertools import chain, groupby
 from typing import Any, Literal
 
 import torch
 
 from lit_rl.core import ranks
+from lit_rl.core.branches import Branch, branches_of_row
 from lit_rl.core.declared_settings import checked
 from lit_rl.core.episode import End, Episode, Message, Prompt
 from lit_rl.core.errors import ConfigError, GenerationError, LitRLError, NumericError, describe_error, excerpt, in_range
@@ -50,9 +52,11 @@ class RolloutFunction(Interactive):
         path: ``package.module:name`` or ``./file.py:name``; in Python also the function itself.
         columns: Further keys of the returned dict, which reward functions take as arguments. A function may name them
             itself, by an attribute ``columns``.
-        max_tokens: Most tokens of a completion, with those that the policy did not write. None: 2048, or as many as the
-            model's context leaves.
+        max_tokens: Most tokens of a completion, or of each of its branches, with those that the policy did not write.
+            None: 2048, or as many as the model's context leaves.
         max_prompt_tokens: Most tokens of a prompt; None: those of the longest prompt of the data.
+        max_branches: Texts that the policy may read and write in one completion: more than 1 for agents that shorten
+            their history, branch or drop thoughts. Memory is planned for as many rows a completion.
         rollout_timeout: Seconds that a call of the function may take. After a timeout its rollout is lost, and the run
             is saved and ends. None is no limit.
         max_failed: Share of a rollout's completions that the function may mark as failed. They are not learned from; a
@@ -71,6 +75,7 @@ class RolloutFunction(Interactive):
         columns: Sequence[str] = (),
         max_tokens: AtLeastOne | None = None,
         max_prompt_tokens: AtLeastOne | None = None,
+        max_branches: AtLeastOne = Interactive.max_branches,
         rollout_timeout: Positive | None = None,
         max_failed: Portion = Interactive.max_failed,
     ) -> None:
@@ -79,7 +84,7 @@ class RolloutFunction(Interactive):
         self.function, self.name = _load_function(path)
         self.max_tokens = Interactive.max_tokens if max_tokens is None else max_tokens
         self.untyped, self.max_prompt_tokens = frozenset(("max_tokens",) * (max_tokens is None)), max_prompt_tokens
-        self.rollout_timeout, self.max_failed = rollout_timeout, max_failed
+        self.max_branches, self.rollout_timeout, self.max_failed = max_branches, rollout_timeout, max_failed
         self.columns = ("episodes", *dict.fromkeys([*getattr(self.function, "columns", ()), *columns]))
 
 
@@ -130,7 +135,8 @@ class RolloutCalls(EpisodeSource):
 
     def draw(self, request: EpisodeRequest) -> Completions:
         encode = partial(encode_prompt, self._tokenizer, chat_template_kwargs=self._template_kwargs)
-        handle = RolloutHandle(request, encode, self._tokenizer, self._template_kwargs, self._settings.max_tokens)
+        limits = self._settings.max_tokens, self._settings.max_branches
+        handle = RolloutHandle(request, encode, self._tokenizer, self._template_kwargs, *limits)
         return request.agree(lambda: self._drawn(handle, request))
 
     def _drawn(self, handle: RolloutHandle, request: EpisodeRequest) -> Completions:
@@ -143,6 +149,7 @@ class RolloutCalls(EpisodeSource):
             group_size=asked.group_size,
             max_prompt_tokens=self._longest_prompt,
             max_tokens=self._settings.max_tokens,
+            max_branches=self._settings.max_branches,
         )
         waited = time.perf_counter() - begun - handle.seconds
         self.waited, seconds = self.waited + waited, waited / count
@@ -150,6 +157,7 @@ class RolloutCalls(EpisodeSource):
         asked = replace(asked, token_ids=[row.prompt_ids for row in returned.rows[:: asked.group_size]])
         decoded = returned.decoded(asked)
         completions = assemble(asked, [(torch.arange(count), decoded)], version=0, device=torch.device("cpu"))
+        completions = replace(completions, follows=returned.follows())
         facts = zip(returned.rows, handle.of_completions(batch.prompts), decoded.ended.tolist(), extra, strict=True)
         return replace(completions, episodes=tuple(self._episode(*each, seconds) for each in facts))
 
@@ -175,11 +183,11 @@ class RolloutCalls(EpisodeSource):
         messages = row.messages
         if messages is None:
             # A stretch of tokens by one author is a message. Tokens do not name the author of answers: it is the user.
-            messages = []
-            for by_policy, part in groupby(zip(row.written, row.token_ids, strict=True), key=lambda each: each[0]):
-                text = self._tokenizer.decode([token for _, token in part], skip_special_tokens=True)
+            messages, parts = [], zip(row.written, row.turns, row.token_ids, strict=True)
+            for (by_policy, _), part in groupby(parts, key=lambda each: each[:2]):
+                text = self._tokenizer.decode([token for *_, token in part], skip_special_tokens=True)
                 messages.append({"role": "assistant" if by_policy else "user", "content": str(text)})
-        end: End = "answered" if ended else "cut"
+        end: End = row.limit or ("answered" if ended else "cut")
         return Episode(
             prompt=prompt,
             messages=messages,
@@ -189,6 +197,10 @@ class RolloutCalls(EpisodeSource):
             seconds=seconds,
             extra=extra,
             error=None if row.failure is None else row.failure.error,
+            branches=len(row.branches) if self._settings.max_branches > 1 else None,
+            read_again=sum(len(branch.places) for branch in row.branches)
+            - len({*chain(*(branch.places for branch in row.branches))}),
+            forks=row.forks,
         )
 
 
@@ -281,6 +293,7 @@ class RolloutHandle:
         tokenizer: The policy's.
         template_kwargs: Arguments of the chat template.
         max_tokens: Most tokens of a completion, with those that the policy did not write.
+        max_branches: Most branches of a completion.
     """
 
     def __init__(
@@ -290,6 +303,7 @@ class RolloutHandle:
         tokenizer: Any,
         template_kwargs: Mapping[str, Any],
         max_tokens: int,
+        max_branches: int = 1,
     ) -> None:
         self._generate, self._asked, self._keys = request.generate, request.prompts, request.row_keys
         self._thread, self._calls = threading.get_ident(), [0] * len(request.row_keys)
@@ -301,7 +315,7 @@ class RolloutHandle:
         self.encode = encode
         """A function from a prompt to its tokens, by the chat template and its arguments."""
         self.tokenizer = self.processing_class = tokenizer
-        self.template_kwargs, self.max_tokens = dict(template_kwargs), max_tokens
+        self.template_kwargs, self.max_tokens, self.max_branches = dict(template_kwargs), max_tokens, max_branches
         self.eos_ids = tuple(request.prompts.eos_ids)
         """Every token that ends a turn."""
         self.count = len(request.row_keys)
@@ -462,10 +476,14 @@ MASK = "env_mask"
 ENDED = "ended"
 MESSAGES = "episode_messages"
 ERROR = "episode_error"
-_OPTIONAL = (MASK, ENDED, MESSAGES, ERROR)
+FOLLOWS = "env_follows"
+LIMIT = "episode_limit"
+_OPTIONAL = (MASK, ENDED, MESSAGES, ERROR, FOLLOWS, LIMIT)
 
 _OWN = (*REQUIRED, *_OPTIONAL)
 """Keys of its own; all others are for rewards."""
+
+_LIMITS: tuple[End, ...] = ("max_turns", "max_tokens", "max_branches", "cut")
 
 
 class ReturnedRollout:
@@ -477,7 +495,8 @@ class ReturnedRollout:
         count: Requested completions.
         group_size: Completions of each prompt.
         max_prompt_tokens: Most tokens of a prompt.
-        max_tokens: Most tokens of a completion.
+        max_tokens: Most tokens of a completion, or of each of its branches.
+        max_branches: Most branches of a completion.
 
     Raises:
         GenerationError: it is no dict of lists of the right lengths; names the key and the completion.
@@ -493,6 +512,7 @@ class ReturnedRollout:
         group_size: int,
         max_prompt_tokens: int,
         max_tokens: int,
+        max_branches: int = 1,
     ) -> None:
         self._who, self._count = who, count
         missing = [key for key in REQUIRED if not isinstance(returned, Mapping) or key not in returned]
@@ -505,7 +525,7 @@ class ReturnedRollout:
         columns = [self._list(key) for key in REQUIRED]
         columns += [self._list(key) if returned.get(key) is not None else [None] * count for key in _OPTIONAL]
         self.rows = [self._row(index, *parts) for index, parts in enumerate(zip(*columns, strict=True))]
-        self.has_mask = returned.get(MASK) is not None
+        self.has_mask = any(returned.get(key) is not None for key in (MASK, FOLLOWS))
         for index, row in enumerate(self.rows):
             if row.prompt_ids != self.rows[index // group_size * group_size].prompt_ids:
                 raise self._wrong(
@@ -517,11 +537,20 @@ class ReturnedRollout:
                     f"gave completion {index} a prompt of {len(row.prompt_ids)} tokens, and the run is planned for "
                     f"{max_prompt_tokens}: set env.max_prompt_tokens"
                 )
-            if len(row.token_ids) > max_tokens:
+            longest = max(len(branch.places) - branch.prompt for branch in row.branches)
+            if longest > max_tokens:
+                of_one = " in one branch" if len(row.branches) > 1 else ""
                 raise self._wrong(
-                    f"gave completion {index} {len(row.token_ids)} tokens, and env.max_tokens={max_tokens}: raise it, "
+                    f"gave completion {index} {longest} tokens{of_one}, and env.max_tokens={max_tokens}: raise it, "
                     "or end conversations earlier"
                 )
+            if len(row.branches) > max_branches:
+                raise self._wrong(
+                    f"gave completion {index} {len(row.branches)} branches by {FOLLOWS}, and env.max_branches="
+                    f"{max_branches}: raise it, or go on with one text"
+                )
+            if not all(branch.prompt for branch in row.branches):
+                raise self._wrong(f"gave completion {index} a token of the policy with nothing before it, by {FOLLOWS}")
 
     def _wrong(self, what: str) -> GenerationError:
         return GenerationError(f"env.path={self._who} {what}.")
@@ -534,9 +563,10 @@ class ReturnedRollout:
         return values
 
     def _row(self, index: int, prompt_ids: Any, token_ids: Any, logprobs: Any, *optional: Any) -> ReturnedRow:
-        mask, ended, messages, error = optional
+        mask, ended, messages, error, follows, limit = optional
         prompt, tokens = self._ids(index, "prompt_ids", prompt_ids), self._ids(index, "completion_ids", token_ids)
         lengths = {"logprobs": logprobs} | ({} if mask is None else {MASK: mask})
+        lengths |= {} if follows is None else {FOLLOWS: follows}
         for key, values in lengths.items():
             if not hasattr(values, "__len__") or len(values) != len(tokens):
                 length = len(values) if hasattr(values, "__len__") else repr(values)
@@ -550,7 +580,13 @@ class ReturnedRollout:
         found = [self._number(index, value) if ours else 0.0 for value, ours in zip(logprobs, written)]
         is_ended = None if ended is None else self._bit(index, ENDED, ended)
         failure = None if error is None else self._failure(index, error)
-        row = ReturnedRow(prompt, tokens[:end], found[:end], written[:end], is_ended, failure=failure)
+        places = self._places(index, follows, len(tokens), len(prompt))[:end]
+        if limit not in (None, *_LIMITS):
+            raise self._wrong(
+                f"gave completion {index} {excerpt(repr(limit))} as {LIMIT}, expected None, or the limit that ended "
+                f"it: {', '.join(_LIMITS)}"
+            )
+        row = ReturnedRow(prompt, tokens[:end], found[:end], written[:end], is_ended, places, limit, failure=failure)
         if messages is None:
             return row
         try:
@@ -573,6 +609,19 @@ class ReturnedRollout:
         if not isinstance(listed, Sequence) or not listed or not all(isinstance(i, int) and i >= 0 for i in listed):
             raise self._wrong(f"gave completion {index} {excerpt(repr(ids))} as {key}, expected one token id or more")
         return list(listed)
+
+    def _places(self, index: int, follows: Any, count: int, prompt: int) -> list[int]:
+        """Return the place that each token stands behind."""
+        if follows is None:
+            return list(range(-1, count - 1))
+        listed: list[Any] = list(follows.tolist() if hasattr(follows, "tolist") else follows)
+        for column, place in enumerate(listed):
+            if not isinstance(place, int) or not -prompt - 1 <= place < column:
+                raise self._wrong(
+                    f"gave completion {index} {excerpt(repr(place))} in {FOLLOWS} for token {column}, expected the "
+                    f"number of an earlier token, -1 to {-prompt} for one of the prompt, or {-prompt - 1} for none"
+                )
+        return listed
 
     def _bit(self, index: int, key: str, value: Any) -> bool:
         if value not in (0, 1):
@@ -605,25 +654,32 @@ class ReturnedRollout:
         lists = {key: self._list(key) for key, value in others.items() if _is_listed(value)}
         return [{key: lists[key][i] if key in lists else others[key] for key in others} for i in range(self._count)]
 
+    def follows(self) -> torch.Tensor | None:
+        """Return `Completions.follows`; None where every token stands behind the one before it."""
+        if not any(row.forks for row in self.rows):
+            return None
+        return _padded([row.follows for row in self.rows], 0)
+
     def decoded(self, asked: Prompts) -> Decoded:
         """Return the completions as tensors."""
         width = max(len(row.token_ids) for row in self.rows)
-
-        def padded(values: Sequence[Sequence[Any]], fill: Any) -> torch.Tensor:
-            return torch.tensor([[*row, *[fill] * (width - len(row))] for row in values])
-
         there = torch.arange(width) < torch.tensor([len(row.token_ids) for row in self.rows])[:, None]
         return Decoded(
-            ids=padded([row.token_ids for row in self.rows], asked.pad_id),
-            mask=padded([row.written for row in self.rows], False),
-            logprobs=padded([row.logprobs for row in self.rows], 0.0).float(),
+            ids=_padded([row.token_ids for row in self.rows], asked.pad_id),
+            mask=_padded([row.written for row in self.rows], False),
+            logprobs=_padded([row.logprobs for row in self.rows], 0.0).float(),
             ended=torch.tensor(
                 [row.token_ids[-1] in asked.eos_ids if row.ended is None else row.ended for row in self.rows]
             ),
             kept_logmass=None,
             attended=there if self.has_mask else None,
-            turn=padded([row.turns for row in self.rows], 0) if self.has_mask else None,
+            turn=_padded([row.turns for row in self.rows], 0) if self.has_mask else None,
         )
+
+
+def _padded(values: Sequence[Sequence[Any]], fill: Any) -> torch.Tensor:
+    width = max(map(len, values))
+    return torch.tensor([[*row, *[fill] * (width - len(row))] for row in values])
 
 
 @dataclass(frozen=True)
@@ -639,6 +695,10 @@ class ReturnedRow:
     """True for the tokens that the policy wrote."""
     ended: bool | None
     """True where it came to its end; None where that was not returned."""
+    follows: list[int]
+    """The place that each token stands behind, see `lit_rl.core.branches`."""
+    limit: End | None = None
+    """The limit that ended it, where the function says so."""
     messages: list[Message] | None = None
     """Its messages, where they were returned: one of the assistant for each turn of the policy."""
     failure: CompletionFailure | None = None
@@ -648,11 +708,27 @@ class ReturnedRow:
     def turns(self) -> list[int]:
         """The turn of each token: tokens between two turns of the policy count to the first."""
         turns, now, begun = list[int](), 0, False
-        for before, written in zip([False, *self.written], self.written):
-            now += begun and written and not before
+        for column, (before, written) in enumerate(zip([False, *self.written], self.written)):
+            now += begun and written and not (before and self.follows[column] == column - 1)
             begun = begun or written
             turns.append(now)
         return turns
+
+    @cached_property
+    def branches(self) -> list[Branch]:
+        """The texts that the policy read and wrote."""
+        return branches_of_row(self.follows, self.written, len(self.prompt_ids))
+
+    @property
+    def forks(self) -> list[list[int | None]]:
+        """See `Episode.forks`."""
+        turns, found = self.turns, list[list[int | None]]()
+        for column, place in enumerate(self.follows):
+            if place == column - 1:
+                continue
+            turn = next(turns[later] for later in range(column, len(turns)) if self.written[later])
+            found.append([turn, turns[place] if place >= 0 else -1 if place == -1 else None])
+        return found
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,9 @@ class VerifiersHarness:
     """A rollout function for rows of `data=verifiers`: each completion is an episode of verifiers' own environment.
 
     The agent that is trained talks to the policy by OpenAI's API, and its conversation becomes the completion, with the
-    tokens that were drawn. It has to be one line of turns: an agent that rewrites earlier messages, or begins a
-    second conversation, is refused, and its episode fails. The task is scored where verifiers scores it, with the
-    runtime at hand; `reward=verifiers` gives that as the reward.
+    tokens that were drawn. With `env.max_branches=1` it has to be one line of turns: an agent that rewrites earlier
+    messages, or begins a second conversation, is refused, and its episode fails. The task is scored where verifiers
+    scores it, with the runtime at hand; `reward=verifiers` gives that as the reward.
 
     Args:
         env: The config of the environment, see `TaskSet.environment`. None: of one agent, `ON_THIS_MACHINE`. An agent

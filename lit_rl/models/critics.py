@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, float32, nn, no_grad
 
+from lit_rl.core.branches import branches_of
 from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import Completions, Sampling
@@ -119,6 +120,9 @@ class _OwnTrunk:
         return [p for p in module.parameters() if p.requires_grad]
 
     def values(self, policy: nn.Module, module: nn.Module, completions: Completions) -> Tensor:
+        if completions.follows is not None:
+            branches = branches_of(completions)
+            return branches.fold(self.values(policy, module, branches.rows))
         with _mode_of(policy, module), known_masks(completions.on_host.attention_mask):
             return module(t=completions.response_ids.shape[1], **trunk_inputs(policy, completions))
 
@@ -283,6 +287,9 @@ class SharedTrunk:
         return list(module.parameters())
 
     def values(self, policy: nn.Module, module: nn.Module, completions: Completions) -> Tensor:
+        if completions.follows is not None:
+            branches = branches_of(completions)
+            return branches.fold(self.values(policy, module, branches.rows))
         with recorded_outputs(trunk_of(policy)) as outputs, known_masks(completions.on_host.attention_mask):
             # Through the policy's own forward, whose hooks bring sharded weights together. Its head gets one position.
             policy(**trunk_inputs(policy, completions), logits_to_keep=1, use_cache=False)
@@ -291,6 +298,10 @@ class SharedTrunk:
     def scores_and_values(
         self, policy: nn.Module, module: nn.Module, completions: Completions, sampling: Sampling, **terms: Any
     ) -> tuple[forward.TokenScores, Tensor]:
+        if completions.follows is not None:
+            branches = branches_of(completions)
+            scores, values = self.scores_and_values(policy, module, branches.rows, sampling, **terms)
+            return scores.mapped(branches.fold), branches.fold(values)
         # One pass over whole rows, whose hidden states are those that the value head reads.
         terms["options"] = terms.get("options", DEFAULT).in_one_call
         with recorded_outputs(trunk_of(policy)) as outputs:

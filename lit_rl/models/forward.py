@@ -7,7 +7,7 @@ find, by short passes, models that would score a token by texts beside it or by 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lit_rl.core.branches import branches_of
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.examples import TokenBatch
 from lit_rl.core.rollout import Completions, Sampling, select, trim
@@ -59,6 +60,12 @@ class TokenScores:
     """Float32 ``(b, t, k)``, with gradient: log-probs of further tokens, of the same distribution. None without
     them."""
 
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> TokenScores:
+        """Return the scores in another shape."""
+        found = TargetScores(self.logprobs, self.entropy, self.stats).mapped(change)
+        values = None if self.values is None else change(self.values)
+        return TokenScores(found.logprobs, found.entropy, self.aux_loss, values, found.stats)
+
 
 def score(  # noqa: PLR0913 (one keyword a number that is asked for)
     model: nn.Module,
@@ -77,6 +84,7 @@ def score(  # noqa: PLR0913 (one keyword a number that is asked for)
     That is ``softmax(logits / temperature)`` over the tokens that top-k, top-p and min-p keep of *these* logits, and
     the token itself (``lit_rl.ops.logprobs``), after what repetition penalty and ``min_new_tokens`` make of the logits
     (``lit_rl.ops.sampling_distribution``). With the weights that drew the tokens it equals ``sampler_logprobs``.
+    Completions that fork are scored branch by branch, each token behind what was read when it was drawn.
 
     Args:
         model: A causal language model; under PEFT with the adapter that is active.
@@ -93,6 +101,11 @@ def score(  # noqa: PLR0913 (one keyword a number that is asked for)
     Raises:
         ConfigError: the model has no router whose load could be balanced.
     """
+    if completions.follows is not None:
+        assert further_ids is None, "a teacher's tokens beside branches are refused by the settings"
+        branches, wanted = branches_of(completions), {"entropy": entropy, "entropy_gradient": entropy_gradient}
+        wanted |= {"router_aux": router_aux, "stats": stats}
+        return score(model, branches.rows, sampling, **wanted, options=options).mapped(branches.fold)
     experts = _router_inputs(model, router_aux)
     completions, entropy = completions.with_host(), entropy or entropy_gradient
     distribution = Distribution(

@@ -118,6 +118,7 @@ def _rotate_images(find_axes: Any, positions: Tensor, ids: Tensor, later: Sequen
 
 def trunk_inputs(model: nn.Module, completions: Completions) -> dict[str, Tensor]:
     """Return prompt and response, and images beside them, as keyword arguments of the model's trunk."""
+    assert completions.follows is None, "branches are rows of their own: lit_rl.core.branches.branches_of"
     ids, mask = completions.prompt_ids, completions.attention_mask.long()
     seen = {}
     if completions.vision is not None:

@@ -82,6 +82,8 @@ class RecordedCompletion:
     """Images of the prompt, each with its `bytes` or its `path`."""
     returned: list[dict[str, Any]] = field(default_factory=list)
     """Images that tools and environments returned, in their order."""
+    forks: list[list[int | None]] = field(default_factory=list)
+    """See `lit_rl.core.episode.Episode.forks`."""
     rewards: dict[str, float] = field(default_factory=dict)
     """Score of each reward function; NaN where it did not apply."""
     columns: dict[str, str] = field(default_factory=dict)
@@ -205,7 +207,7 @@ _REWARDS = "rewards/"
 
 _OWN_FIELDS = {
     "step", "prompt", "completion", "reward", "advantage", "ended", "group", "end", "turn_rewards", "messages",
-    "episode_error",
+    "episode_error", "forks",
 }  # fmt: skip
 """Columns that have a field of their own."""
 
@@ -230,6 +232,7 @@ def _recorded(number: int, group: int, row: Mapping[str, Any]) -> RecordedComple
             *(image for name in VIDEO_COLUMNS for image in _first_frames(row.get(name))),
         ],
         returned=_images(row.get(RETURNED_IMAGES)),
+        forks=_json(row.get("forks", "[]")),
         rewards={name.removeprefix(_REWARDS): value for name, value in row.items() if name.startswith(_REWARDS)},
         columns={
             name: str(value)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from lit_rl.callbacks.display import printable
-from lit_rl.core.episode import message_text
+from lit_rl.core.episode import fork_lines, message_text
 from lit_rl.core.errors import ConfigError, DataError, in_range
 from lit_rl.core.visuals import as_png
 from lit_rl.data.row_visuals import image_of
@@ -142,12 +142,13 @@ def shown_turns(each: RecordedCompletion, scale: Scale, most_tokens: int) -> Ite
             turns.append((message, []))
         elif turns:
             turns[-1][1].append(message)
-    last = each.tokens.turn[-1] if each.tokens else -1
+    last, forks = each.tokens.turn[-1] if each.tokens else -1, fork_lines(each.forks)
     for turn in range(max(len(turns), last + 1)):
         # A turn has no message where the episode had failed before it was over.
         message, answers = turns[turn] if turn < len(turns) else ({"role": "assistant"}, [])
         reward = each.turn_rewards[turn] if turn < len(each.turn_rewards) else None
         authors = f"{message['role']} · turn {turn}", *(() if reward is None else (f"reward {reward:+.3f}",))
+        authors += (forks[turn],) if turn in forks else ()
         if each.tokens is None:
             yield ShownTurn("policy", authors, message_text(message))
             yield from (ShownTurn("env", (str(answer["role"]),), message_text(answer)) for answer in answers)

@@ -375,7 +375,7 @@ SAMPLE_COLUMNS |= {"opponent", "opponent_reward", "win", "win_rate"}
 """Columns that samples have themselves, beside those of `_OF_SAMPLES`."""
 
 EPISODE_COLUMNS = {"group", "turns", "end", "turn_rewards", "episode_reward", "calls", "failed_calls", "messages"}
-EPISODE_COLUMNS |= {"unreadable_calls", "observed_tokens", "episode_error", "returned_images"}
+EPISODE_COLUMNS |= {"unreadable_calls", "observed_tokens", "episode_error", "returned_images", "branches", "forks"}
 """Columns that they have besides where something answers the policy."""
 
 _OF_SAMPLES = re.compile(r"rewards/[^/]+|tokens/.*")

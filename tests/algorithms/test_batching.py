@@ -18,6 +18,7 @@ from lit_rl.algorithms.checks.policy_gradient_checks import check_shared_groups
 from lit_rl.algorithms.loop import on_policy
 from lit_rl.algorithms.rollouts.rollout_plan import BatchPlan, RowCounts, deal_rows, micro_rows, minibatch_rows
 from lit_rl.algorithms.terms.groups import GroupReplay
+from lit_rl.algorithms.terms.self_teacher import ColumnContext, OutcomeContext, SelfTeacher
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import PromptBatch, Sampling
 from lit_rl.data.example_module import SupervisedDataModule
@@ -222,6 +223,8 @@ def test_what_compares_whole_groups_is_refused_where_ranks_share_them():
     assert list(judged.needs_whole_groups()) == [], "asking for groups is not comparing them"
     assert list(OnlineDPO("tiny", exact_match).needs_whole_groups()) == ["OnlineDPO"]
     assert list(GRPO("tiny", exact_match, replay=GroupReplay()).needs_whole_groups()) == ["algo/replay=buffer"]
+    for context, named in ((OutcomeContext(), ["algo.teacher.context"]), (ColumnContext("shown"), [])):
+        assert list(GRPO("tiny", exact_match, teacher=SelfTeacher(context)).needs_whole_groups()) == named
 
 
 def test_counts_below_one_and_slices_that_are_not_equal_are_refused():

@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 Train = Callable[..., int]
 
+FORKING = Path(__file__).parents[1] / "algorithms" / "forking_agents.py"
 COMMON = ["data.prompts_per_rollout=2", "algo.group_size=2", "callbacks=none", "trainer.max_steps=2", "eval.limit=4"]
 
 TERMS = [
@@ -47,6 +48,10 @@ TERMS = [
         *("env=environment", "env.path=lit_rl.environments.games:GuessNumber", "env.max_turns=2", "env.max_tokens=24"),
         *("env.max_observation_tokens=8", "sampling.max_new_tokens=4", "reward=environment", "data=jsonl"),
         *("data.path=chats.jsonl", "data.val_path=chats.jsonl", "model.chat_template=chat.jinja"),
+    ],
+    [
+        *("env=rollout_func", f"env.path={FORKING}:forking", "env.max_branches=3", "env.max_tokens=24"),
+        *("sampling.max_new_tokens=4", "algo.minibatches=1"),
     ],
     ["algo=vespo", "algo.minibatches=1"],
     ["algo=fipo", "algo.minibatches=1"],

@@ -7,6 +7,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from lit_rl.core.model_paths import TINY
@@ -18,6 +20,7 @@ from lit_rl.generation.chat_conversation import (
     ChatRequestRefused,
     read_request,
 )
+from lit_rl.generation.rollout_function import ReturnedRow, read_messages
 
 TEMPLATE = (
     "{% if tools %}{{ tools | map(attribute='function') | map(attribute='name') | list }}\n{% endif %}"
@@ -37,10 +40,10 @@ def tokenizer() -> Any:
     return made
 
 
-def conversation(max_tokens: int = 400) -> ChatConversation:
+def conversation(max_tokens: int = 400, max_branches: int = 1) -> ChatConversation:
     encode = functools.partial(encode_prompt, tokenizer())
     reading = ChatReading(tokenizer(), encode, {}, frozenset([tokenizer().eos_token_id]), parser="hermes")
-    return ChatConversation(reading, max_tokens)
+    return ChatConversation(reading, max_tokens, max_branches)
 
 
 def request(*messages: dict[str, Any], tools: bool = False, **more: Any) -> ChatRequest:
@@ -230,3 +233,136 @@ def test_texts_in_parts_are_texts_and_the_smaller_limit_holds() -> None:
         ).encode()
     )
     assert read.messages == [{"role": "system", "content": "ab"}] and read.max_new_tokens == 5
+
+
+# ------------------------------------------------------------------ agents that do not go on with one text
+
+SUMMARY = {"role": "user", "content": "1+1? (said: 2)"}
+SURE = {"role": "user", "content": "sure?"}
+
+
+def whole(talk: ChatConversation, *messages: dict[str, Any]) -> list[int]:
+    """What the chat template makes of a request."""
+    return talk.reading.prompt(ChatRequest([*messages]))
+
+
+def asked(talk: ChatConversation, *messages: dict[str, Any]) -> list[int]:
+    """The tokens that the policy reads for a request of these messages."""
+    return talk.ask(read_request(json.dumps({"messages": messages}).encode()))[0]
+
+
+def test_a_shortened_history_is_another_text_and_what_was_drawn_stays() -> None:
+    talk = conversation(max_branches=2)
+    first = asked(talk, *ASKED)
+    said = say(talk, "2")
+    assert asked(talk, SUMMARY) == whole(talk, SUMMARY)
+    say(talk, "two")
+    shared = talk.follows[len([*said["content"], "end"])]
+    assert shared < -1 and first[: shared + len(first) + 1] == whole(talk, SUMMARY)[: shared + len(first) + 1]
+    assert [tokenizer().decode(talk.tree.text(end)) for end in (1, talk.tree.last)] == [
+        "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>",
+        "<|im_start|>user\n1+1? (said: 2)<|im_end|>\n<|im_start|>assistant\ntwo<|im_end|>",
+    ]
+    assert talk.messages == [said, SUMMARY, {"role": "assistant", "content": "two"}]
+    third = [SUMMARY, {"role": "assistant", "content": "two"}, SURE]
+    assert tokenizer().decode(asked(talk, *third)).endswith("two<|im_end|>\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n")  # fmt: skip  # noqa: E501
+    assert talk.tree.branches == 2, "it goes on"
+
+
+def test_an_earlier_turn_is_gone_on_from_and_its_tokens_are_those_that_were_drawn() -> None:
+    """Not those of the template, which would write the turn without its blanks."""
+    talk = conversation(max_branches=3)
+    asked(talk, *ASKED)
+    said = say(talk, " 2 ")
+    read = asked(talk, *ASKED, said, SURE)
+    say(talk, "yes")
+    other = asked(talk, *ASKED, said, {"role": "user", "content": "sorry?"})
+    assert tokenizer().decode(other).endswith("assistant\n 2 <|im_end|>\n<|im_start|>user\nsorry?<|im_end|>\n<|im_start|>assistant\n")  # fmt: skip  # noqa: E501
+    say(talk, "no")
+    count = len(talk.completion_ids)
+    assert asked(talk, *ASKED, said, SURE) == read, "drawn again"
+    say(talk, "yes")
+    assert len(talk.completion_ids) == count + 4, "what is read stands there already"
+    assert talk.tree.branches == 3 and sum(talk.written) == 4 + 4 + 3 + 4
+    assert [each["content"] for each in talk.messages] == [" 2 ", "sure?", "yes", "sorry?", "no", "sure?", "yes"]
+
+
+def test_a_turn_without_its_thoughts_is_read_and_not_learned_again() -> None:
+    talk = conversation(max_branches=2)
+    asked(talk, *ASKED)
+    say(talk, "<think>hm</think>2")
+    bare = {"role": "assistant", "content": "2"}
+    assert asked(talk, *ASKED, bare, SURE) == whole(talk, *ASKED, bare, SURE)
+    say(talk, "yes")
+    learned = [token for token, ours in zip(talk.completion_ids, talk.written) if ours]
+    assert tokenizer().decode(learned) == "<think>hm</think>2<|im_end|>yes<|im_end|>"
+    assert talk.messages[1:] == [{"role": "user", "name": "assistant", "content": "2"}, SURE, {"role": "assistant", "content": "yes"}]  # fmt: skip  # noqa: E501
+
+
+def test_other_tools_begin_another_text() -> None:
+    talk = conversation(max_branches=2)
+    asked(talk, *ASKED)
+    said = say(talk, "2")
+    ids, _ = talk.ask(request(said, SURE, tools=True))
+    assert tokenizer().decode(ids).startswith("['add']\n")
+    assert say(talk, CALL)["tool_calls"], "and its calls are read"
+
+
+def test_a_text_beyond_the_limit_is_refused_with_the_limit_and_those_that_are_there_go_on() -> None:
+    talk = conversation(max_branches=2)
+    asked(talk, *ASKED)
+    said = say(talk, "2")
+    asked(talk, SUMMARY)
+    say(talk, "two")
+    with pytest.raises(ChatRequestRefused, match="env.max_branches=2 .*number 3") as refused:
+        asked(talk, {"role": "user", "content": "3"})
+    assert json.loads(refused.value.body)["error"]["code"] == "max_branches"
+    assert talk.full and not talk.ended and talk.limit == "max_branches"
+    asked(talk, *ASKED, said, SURE)
+    say(talk, "yes")
+    assert talk.ended and talk.limit is None and talk.tree.branches == 2
+
+
+def test_each_text_has_its_own_room() -> None:
+    talk = conversation(max_tokens=50, max_branches=2)
+    prompt = len(asked(talk, *ASKED))
+    say(talk, "2" * 40)
+    long = {"role": "user", "content": "1+1?" + "!" * 20}
+    ids, room = talk.ask(read_request(json.dumps({"messages": [long]}).encode()))
+    assert len(ids) == prompt + 20 and room == 50 - 20, "a longer beginning takes from it"
+    say(talk, "3")
+    short = conversation(max_tokens=50, max_branches=2)
+    asked(short, *ASKED)
+    say(short, "2" * 40)
+    assert short.ask(read_request(b'{"messages": [{"role": "user", "content": "1"}]}'))[1] == 50
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_whatever_an_agent_sends_each_turn_is_learned_once_behind_what_was_read(data: st.DataObject) -> None:
+    """Random agents: they go on, branch off from any turn, begin anew, leave out what was said, ask the same again."""
+    talk, histories, learned = conversation(max_tokens=10_000, max_branches=100), [list(ASKED)], list[list[int]]()
+    words, end = st.sampled_from(["a", "b", "ab", " a"]), tokenizer().eos_token_id
+    for number in range(data.draw(st.integers(2, 6))):
+        history = list(data.draw(st.sampled_from(histories)))
+        if number and history[-1]["role"] == "assistant":
+            history.append({"role": "user", "content": data.draw(words)})
+        if number and data.draw(st.booleans()) and len(history) > 2:
+            history = [{**history[0], "content": data.draw(words)}, *history[2:]]
+        ids = asked(talk, *history)
+        if number and all(each["role"] == "user" for each in history):
+            assert ids == whole(talk, *history)
+        text = data.draw(words)
+        before = len(talk.written)
+        turn = say(talk, text)
+        drawn = [*tokenizer()(text, add_special_tokens=False)["input_ids"], end]
+        learned.append([*ids, *drawn])
+        assert talk.tree.text(talk.tree.last) == learned[-1]
+        assert talk.written[before:] == [0] * (len(talk.written) - before - len(drawn)) + [1] * len(drawn)
+        histories.append([*history, turn])
+    row = ReturnedRow(talk.prompt_ids, talk.completion_ids, talk.logprobs, list(map(bool, talk.written)), None, talk.follows)  # fmt: skip  # noqa: E501
+    assert len(row.branches) == talk.tree.branches
+    own = [place for branch in row.branches for place in branch.own]
+    assert sorted(own) == [place for place, ours in enumerate(talk.written) if ours], "each once"
+    assert sum(message["role"] == "assistant" for message in talk.messages) == row.turns[-1] + 1 == talk.turns
+    assert read_messages(talk.messages, talk.turns), "as rewards get them"

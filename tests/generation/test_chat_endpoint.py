@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import http.client
 import json
 import time
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from lit_rl.core.errors import ConfigError, DataError, GenerationError, LitRLError
-from lit_rl.core.rollout import Completions, PromptBatch, Sampling
+from lit_rl.core.rollout import Completions, PromptBatch, Sampling, select, trim
 from lit_rl.environments.frames import ChatFrames
 from lit_rl.generation import ChatEndpoint, RolloutFunction, chat_endpoint
 from lit_rl.generation.chat_conversation import read_request
@@ -26,6 +27,7 @@ from lit_rl.generation.collect import RolloutRequest, Vocabulary, as_reward_inpu
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.rollout_function import RolloutCalls
 from lit_rl.models import LanguageModel
+from lit_rl.models.forward import score
 
 MODEL = LanguageModel("tiny")
 TEXTS = ["17+25=", "3+4="]
@@ -486,3 +488,60 @@ def test_an_agent_that_asks_nothing_is_ended_by_the_limit_of_the_rollout(policy:
     with pytest.raises(LitRLError, match="rollout_timeout=1"):
         draw(policy, by(sleeps), rollout_timeout=1.0)
     assert time.perf_counter() - begun < 20
+
+
+# ------------------------------------------------------------------ an agent that shortens its history
+
+SHORT = {"role": "user", "content": "short: "}
+
+
+async def compacts(row: int, url: str) -> str:
+    """Two turns; then, in completions of every other row, a third one behind a history of one message."""
+    prompt = ASKED[row // GROUP]
+    told = [*prompt, said(await ask(url, prompt)), AGAIN]
+    told.append(said(await ask(url, told)))
+    if row % 2:
+        summary = {**SHORT, "content": SHORT["content"] + told[-1]["content"]}
+        return said(await ask(url, [summary]))["content"]
+    return told[-1]["content"]
+
+
+def test_a_history_that_was_shortened_is_scored_as_it_was_drawn(policy: nn.Module) -> None:
+    """Behind what the policy read then; the completions that do not fork are those of an agent that never does."""
+    drawn, plain = draw(policy, by(compacts), max_branches=2), draw(policy, by(two_turns))
+    assert drawn.follows is not None and drawn.episodes is not None and plain.follows is None
+    forked = torch.tensor([each.branches == 2 for each in drawn.episodes])
+    assert forked.tolist() == [bool(row % 2) for row in range(len(drawn))]
+    scored = score(policy, drawn, Sampling(max_new_tokens=6)).logprobs
+    mask = drawn.response_mask
+    torch.testing.assert_close(scored[mask], drawn.sampler_logprobs[mask], atol=1e-4, rtol=0)
+    other = score(policy, dataclasses.replace(drawn, follows=None), Sampling(max_new_tokens=6)).logprobs
+    assert (other - drawn.sampler_logprobs)[mask].abs().max() > 0.1, "behind other tokens it would be another number"
+    same(trim(select(dataclasses.replace(drawn, follows=None), (~forked).nonzero()[:, 0])),
+         trim(select(plain, (~forked).nonzero()[:, 0])))  # fmt: skip
+    for row, episode in enumerate(drawn.episodes):
+        assert episode.forks == ([[2, None]] if row % 2 else []) and episode.turns == 2 + row % 2
+        if row % 2:
+            summary = {**SHORT, "content": SHORT["content"] + episode.messages[2]["content"]}
+            assert episode.messages[3] == summary and "(turn 2 begins another text)" in episode.transcript()
+
+
+def test_with_one_branch_a_row_is_as_it_was_and_its_episode_says_nothing_of_branches(policy: nn.Module) -> None:
+    one, more = draw(policy, by(two_turns)), draw(policy, by(two_turns), max_branches=4)
+    same(one, more)
+    assert one.follows is None and more.follows is None and torch.equal(one.sampler_logprobs, more.sampler_logprobs)
+    assert one.episodes is not None and {each.branches for each in one.episodes} == {None}
+    assert more.episodes is not None and {each.branches for each in more.episodes} == {1}
+
+
+def test_an_agent_that_begins_too_many_texts_is_cut_and_scored(policy: nn.Module) -> None:
+    async def begins_anew(row: int, url: str) -> None:
+        said(await ask(url, ASKED[row // GROUP]))
+        for number in range(5):
+            answer = await ask(url, [{"role": "user", "content": f"{number}"}])
+            if answer["status"] != 200:
+                raise RuntimeError(answer["error"]["code"])
+
+    drawn = draw(policy, by(begins_anew), max_branches=3)
+    assert drawn.episodes is not None and not drawn.ended.any()
+    assert {(each.end, each.branches, each.turns, each.failed) for each in drawn.episodes} == {("max_branches", 3, 3, False)}  # fmt: skip  # noqa: E501

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import lightning as L
 import torch
 import vision_toys
 from copied_engines import CopiedPolicyGenerator
+from forking_agents import forking
 from dist_equal import CLIP
 from objective_terms import TWO_STEPS, EngineWithOtherLogprobs, fresh
 
@@ -519,6 +520,10 @@ def _turns_differ_and_one_rank_fails(left: Any) -> bool:
     return uneven and failing == {KINDS.index("fails")}
 
 
+def _forks(left: Any) -> bool:
+    return left["metrics"]["train/branches/mean"] == 1.5
+
+
 def episodes(
     make: Callable[[], Any], reward: Any, shown: Shown | None = None, prompts: int = 4, **settings: Any
 ) -> Case:
@@ -542,6 +547,10 @@ EPISODES = {
     "episodes-echo": episodes(_game, environment, metric("echo_loss", lambda loss: loss > 0), echo_coef=0.3),
     "episodes-function": episodes(lambda: RolloutFunction(goes_on, max_tokens=16), characters),
     "episodes-shared": episodes(_game, environment, prompts=3),
+    # Ranks have another number of branches: 4, 4, 5 and 5 of a group of four rows, and one of them has its own prompt.
+    "episodes-forking": replace(
+        episodes(lambda: RolloutFunction(forking, max_tokens=24, max_branches=3), characters, _forks), fsdp=1
+    ),
 }
 
 # Policies over images. All of the policy is trained, what sees too, and in some micro-batches no row of a rank shows

@@ -7,9 +7,16 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "algorithms"))
+
+from forking_agents import compacting, letters
+
+__all__ = ["forks", "letters"]
 
 
 def call() -> int:
@@ -54,3 +61,9 @@ def told(episodes: list[dict[str, Any]]) -> list[float]:
     """A reward that the world decides: the sum of what it said."""
     said = [[m["content"] for m in each["messages"] if m["role"] == "tool"] for each in episodes]
     return [float(sum(int(text) for text in texts if text.isdigit()) % 7) for texts in said]
+
+
+def forks(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+    """An agent that shortens its history."""
+    call()
+    return compacting(prompts, trainer)

@@ -21,12 +21,11 @@ RUN = [
     "trainer.check_val_every_n_epoch=null",
     "callbacks.checkpoint.every_n_train_steps=2",
     "sampling.max_new_tokens=4",
-    "env.max_turns=3",
-    "env.max_tokens=40",
-    "env.max_observation_tokens=8",
 ]
-GAME = ["env=environment", f"env.path={FILE}:Sums", "reward=environment"]
+LIMITS = ["env.max_turns=3", "env.max_tokens=40", "env.max_observation_tokens=8"]
+GAME = [*LIMITS, "env=environment", f"env.path={FILE}:Sums", "reward=environment"]
 WORLD = [
+    *LIMITS,
     "env=tools",
     f"env.functions=[{TOOLS}]",
     "env.parser=regex",
@@ -36,8 +35,13 @@ WORLD = [
     f"reward.fn={FILE}:told",
 ]
 
+AGENT = [
+    *("env=rollout_func", f"env.path={FILE}:forks", "env.max_branches=4", "env.max_prompt_tokens=60"),
+    *("env.max_tokens=120", "reward=function", f"reward.fn={FILE}:letters"),
+]
 
-@pytest.mark.parametrize("words", [GAME, WORLD], ids=["deterministic", "journal"])
+
+@pytest.mark.parametrize("words", [GAME, WORLD, AGENT], ids=["deterministic", "journal", "forks"])
 def test_the_run_goes_on_as_if_nothing_had_been(
     words: list[str], train: Callable[..., int], process: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -620,3 +620,15 @@ def test_episodes_are_replayed_with_the_credit_of_their_turns(finished, compare,
     assert own["gradient_norm"] == pytest.approx(logged["train/grad_norm"], rel=1e-4) and own["gradient_norm"] > 0
     assert found["cosines"][0][1] < 0.999, "whole episodes are credited as turns are"
     assert whole["gradient_norm"] > 0
+
+
+def test_episodes_that_fork_are_replayed_branch_by_branch(finished, compare):
+    """Each token behind what the policy read: else ratios would not be 1, and the gradient another."""
+    agent = Path(__file__).parents[1] / "algorithms" / "forking_agents.py"
+    limits = ["env.max_branches=3", "env.max_tokens=24", "sampling.max_new_tokens=4"]
+    folder = finished("env=rollout_func", f"env.path={agent}:forking", *limits, "reward=function", f"reward.fn={agent}:letters")  # fmt: skip  # noqa: E501
+    assert newest_rollout(folder).completions.follows is not None
+    (logged,) = [row for row in rows(folder) if row["step"] == 6 and "train/loss" in row]
+    (own,) = compare(folder, "run", ckpt_path=folder / "checkpoints" / "step_00000005.ckpt")["objectives"]
+    assert own["metrics"]["ratio_mean"] == pytest.approx(1, abs=1e-4) and own["gradient_norm"] > 0
+    assert own["gradient_norm"] == pytest.approx(logged["train/grad_norm"], rel=1e-4)

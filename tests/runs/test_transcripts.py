@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -203,6 +204,24 @@ def episode_of(number: int, tokens: int, **changes: Any) -> RecordedCompletion:
 
 
 @pytest.mark.all
+def test_a_turn_says_from_which_text_it_goes_on() -> None:
+    """On the page beside its author, in a table between the messages."""
+    said = [{"role": "assistant", "content": text} for text in ("2", "two", "again")]
+    messages = [said[0], {"role": "user", "content": "short"}, *said[1:]]
+    forks: list[list[int | None]] = [[1, None], [2, 0]]
+    each = replace(episode_of(0, 0, messages=messages, forks=forks), tokens=None)
+    page = transcripts_html("a run", [RecordedRollout("step_0", 0, 1, 1.0, [each])], 100)
+    for line in ("assistant · turn 1<br>begins another text", "assistant · turn 2<br>goes on from turn 0"):
+        assert line in page, line
+    assert "turn 0<br>" not in page
+    shown = ShownConversation(messages, [True] * 3, forks)
+    assert [(line.author, line.words) for line in shown.lines()] == [
+        ("assistant", "2"), ("fork", "turn 1 begins another text"), ("user", "short"), ("assistant", "two"),
+        ("fork", "turn 2 goes on from turn 0"), ("assistant", "again"),
+    ]  # fmt: skip
+    assert str(shown).splitlines()[1:3] == ["(turn 1 begins another text)", "user: short"]
+
+
 def test_many_long_episodes_make_a_page_that_a_browser_can_show() -> None:
     text = transcripts_html(
         "big", [RecordedRollout("step_0", 0, 64, 1.0, [episode_of(i, 2000) for i in range(64)])], 2000

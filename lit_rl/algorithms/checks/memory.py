@@ -176,7 +176,7 @@ class RowLengths:
         group: Rows with the same prompt.
         shares: Whether the prompt of a group may run once.
         folds: Whether its rows then attend to the prompt's keys in place (folded attention).
-        texts: Texts of a row: two for a pair.
+        texts: Texts of a row: two for a pair, the most branches of an episode.
     """
 
     prompt: int

@@ -394,6 +394,27 @@ def _weighs_rows(correction: Callable[..., Tensor]) -> bool:
     return bool(weights[0, 0] == weights[0, 1])
 
 
+def check_branches(env: Interactive | None, *, echo_coef: float, teaches: bool) -> None:
+    """Refuse terms that read the tokens of a completion as one text where it may have several.
+
+    Args:
+        env: The environment.
+        echo_coef: Weight of the tokens that it writes.
+        teaches: Whether there is a teacher.
+
+    Raises:
+        ConfigError: names the term and the fix.
+    """
+    if env is None or env.max_branches == 1:
+        return
+    for key, is_on in ((f"algo.echo_coef={echo_coef}", bool(echo_coef)), ("algo.teacher", teaches)):
+        if is_on:
+            raise ConfigError(
+                f"{key} reads the tokens of a completion as one text, and with env.max_branches={env.max_branches} it "
+                "may have several. Set env.max_branches=1, or leave the other out."
+            )
+
+
 def check_observations(coef: float, env: Interactive | None, sampling: Sampling) -> None:
     """Refuse to learn what an environment writes where nothing does, or where its log-probs would be of something else.
 

@@ -291,8 +291,8 @@ def sample_table(
     columns and the rewards' values for `log_extra`. A name that is already taken is not replaced.
 
     In episodes a completion is the transcript, and there are the columns group, turns, end, turn_rewards,
-    episode_reward, calls, failed_calls, unreadable_calls, observed_tokens, episode_error, messages, as JSON, and
-    returned_images, where tools and environments returned any.
+    episode_reward, calls, failed_calls, unreadable_calls, observed_tokens, episode_error, messages, as JSON;
+    returned_images, where tools and environments returned any; branches and forks, as JSON, where there may be several.
 
     `completions` are best in the host's memory. `advantages`: `(b,)`; for pairs that a judge compared its verdicts: 1,
     -1 or 0. None leaves the column out.
@@ -324,4 +324,9 @@ def sample_table(
             "episode_error": [episode.error or "" for episode in episodes],
             "messages": [json.dumps(episode.messages, ensure_ascii=False, default=str) for episode in episodes],
         }
+        if all(episode.branches is not None for episode in episodes):
+            table |= {
+                "branches": [episode.branches for episode in episodes],
+                "forks": [json.dumps(episode.forks) for episode in episodes],
+            }
     return table | {name: values for name, values in {**columns, **scores.extras}.items() if name not in table}

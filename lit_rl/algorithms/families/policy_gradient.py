@@ -440,6 +440,8 @@ class PolicyGradient(OnPolicyModule, ABC):
         policy_gradient_checks.require_rewards(name, self.reward_functions.names)
         check_sampling(self.sampling, self.generator, weighted=weighted)
         policy_gradient_checks.check_observations(self.echo_coef, self.env, self.sampling)
+        teaches = self.distillation is not None
+        policy_gradient_checks.check_branches(self.env, echo_coef=self.echo_coef, teaches=teaches)
         check_lag(self.generator, weighted=weighted)
         self.check_advantage()
         if self.distillation is not None:

@@ -89,6 +89,8 @@ class GeneratingModule(PolicyModule):
             yield Feature("reward model", "A reward model in this process", "Take reward functions without weights")
         if self.env is not None:
             yield Feature("environment", f"env={type(self.env).__name__}", "Leave it out")
+            if self.env.max_branches > 1:
+                yield Feature("branches", f"env.max_branches={self.env.max_branches}", "Set it to 1")
         if self.evaluation.win_rate_against is not None:
             yield Feature("win rate", "eval.win_rate_against", "Set it to null")
 

@@ -520,7 +520,9 @@ class OnPolicyModule(GeneratingModule, ABC):
         here = device.type == "cpu" and self.micro_batches.memory_gb is None
         folds = shares and self.forward_options.folded_attention and here
         longest, new_tokens = self.longest_prompt(data.longest_prompt), self.longest_response(self.sampling)
-        lengths = RowLengths(longest, new_tokens, rows, shares=shares, folds=folds)
+        branches = 1 if self.env is None else self.env.max_branches
+        shares = shares and branches == 1  # other branches have other prompts
+        lengths = RowLengths(longest, new_tokens, rows, shares=shares, folds=folds and shares, texts=branches)
         # They are loaded by now, so measured free memory is already without them, and a user's `memory_gb` is not.
         rewards = {REWARD_MODELS: self.reward_functions.weight_bytes} if self.micro_batches.memory_gb else {}
         copies = self.generator.lag if self.generator.lag > 1 else 0

@@ -90,7 +90,17 @@ def episode_metrics(episodes: Sequence[Episode], ranks: Ranks) -> Metrics:
     seconds = torch.tensor([each.seconds for each in episodes])
     seconds = seconds if ranks.world_size == 1 else seconds.to(device)  # gathered over all ranks there
     rows, calls = len(episodes), sum(each.calls for each in episodes)
-    return {
+    found: Metrics = {}
+    if all(each.branches is not None for each in episodes):  # by the settings: on every rank, or on none
+        branches = [each.branches or 1 for each in episodes]
+        found = {
+            "branches/mean": over(rows, *branches),
+            "branches/max": Highest(torch.full((), float(max(branches)), device=device)),
+            "branches/forked": over(rows, *(count > 1 for count in branches)),
+            "branches/refused": over(rows, *(each.end == "max_branches" for each in episodes)),
+            "branches/read_again": over(rows, *(each.read_again for each in episodes)),
+        }
+    return found | {
         "turns/mean": over(rows, *(each.turns for each in episodes)),
         "turns/max": Highest(torch.full((), float(max(each.turns for each in episodes)), device=device)),
         "completions/observation_length": over(rows, *(each.observed_tokens for each in episodes)),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_rl.algorithms.data_parallel import Ranks
+from lit_rl.core.branches import tokens_read
 from lit_rl.core.errors import ConfigError, in_range
 from lit_rl.core.rollout import Completions, Rollout, Sampling, Width, select, trim, trim_rollout, used_columns
 from lit_rl.core.transfers import to_device
@@ -258,7 +259,7 @@ class RowCounts(NamedTuple):
     prompt: Tensor
     """Tokens of the prompt."""
     read: Tensor
-    """Tokens after the prompt that a model reads."""
+    """Tokens after the prompt that a model reads, those of several branches once in each."""
     sampled: Tensor
     """Tokens among these that the policy sampled."""
 
@@ -266,7 +267,8 @@ class RowCounts(NamedTuple):
     def of(cls, rollout: Rollout) -> RowCounts:
         """Count the tokens of a rollout, in its copy on the host."""
         host = rollout.completions.on_host
-        return cls(host.group_id, host.prompt_mask.sum(1), host.read_lengths, host.lengths)
+        read = host.read_lengths if host.follows is None else tokens_read(host)
+        return cls(host.group_id, host.prompt_mask.sum(1), read, host.lengths)
 
 
 class Dealt(NamedTuple):
