@@ -346,12 +346,12 @@ def test_a_rollout_in_a_file_forks_as_it_did(exact: Any) -> None:
 
 def test_what_reads_one_text_alone_is_refused() -> None:
     env = RolloutFunction(forking, max_branches=2)
-    for key, settings in (
+    for key, term in (
         ("algo.echo_coef=0.1", {"echo_coef": 0.1}),
         ("algo.teacher", {"teacher": ModelTeacher("tiny")}),
     ):
         with pytest.raises(ConfigError, match=f"{key} reads .*env.max_branches=2"):
-            GRPO("tiny", letters, env=env, **settings)
+            GRPO("tiny", letters, env=env, **term)
     with pytest.raises(ConfigError, match="algo.reward_adapter .*env.max_branches=2"):
         PPO(
             LanguageModel("tiny", lora=Lora(r=2)), letters, env=env, reward_adapter="owner/reward", critic=SharedTrunk()
