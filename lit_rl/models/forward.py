@@ -103,7 +103,8 @@ def score(  # noqa: PLR0913 (one keyword a number that is asked for)
     """
     if completions.follows is not None:
         assert further_ids is None, "a teacher's tokens beside branches are refused by the settings"
-        branches, wanted = branches_of(completions), {"entropy": entropy, "entropy_gradient": entropy_gradient}
+        branches = branches_of(completions)
+        wanted: dict[str, Any] = {"entropy": entropy, "entropy_gradient": entropy_gradient}
         wanted |= {"router_aux": router_aux, "stats": stats}
         return score(model, branches.rows, sampling, **wanted, options=options).mapped(branches.fold)
     experts = _router_inputs(model, router_aux)
