@@ -450,7 +450,7 @@ class Rollout:
 
     @property
     def teacher(self) -> TeacherScores | None:
-        """What a teacher says of the tokens of the loss. None without a teacher."""
+        """The teacher's scores of the tokens of the loss. None without a teacher."""
         if self.teacher_logprobs is None or self.teacher_mask is None:
             return None
         top = self.teacher_top_ids, self.teacher_top_logprobs

@@ -170,7 +170,7 @@ def wait_after(failures: int, first: float, at_least: float = 0.0) -> float:
 
 @dataclass(frozen=True)
 class Sent(Generic[Result]):
-    """What became of one request of a `PatientSender`: a result or a fault, and what it took."""
+    """The outcome of one request of a `PatientSender`: a result or a fault, and what it took."""
 
     result: Result | None
     fault: RequestFailed | None

@@ -173,8 +173,8 @@ class PolicyGradientConfig(OnPolicyConfig):
     """A teacher that scores the tokens of each rollout: a second model, or the policy itself behind another prompt.
     None: no teacher."""
     distillation: DistillationForm | None = None
-    """How the policy learns from the teacher, beside the rewards. None: by adding log T - log S to the advantage of
-    each token."""
+    """The way in which the policy learns from the teacher, beside the rewards. None: by adding log T - log S to the
+    advantage of each token."""
     skip_zero_advantages: bool = True
     """Leave rows whose advantages are all 0 out of the training's forward pass, if that changes no gradient: if
     no other term learns from them, and loss and reduction declare that (`lit_rl.ops.traits`)."""
