@@ -177,7 +177,7 @@ def _overview(found: dict[str, dict[str, str]], taken: dict[str, str]) -> list[s
 _FAMILIES = {
     "From rewards of what the policy writes": ("grpo", "rloo", "ppo", "reinforce"),
     "From pairs that the policy writes and a judge compares": ("online_dpo", "nash_md", "xpo"),
-    "From a data set of pairs": ("dpo", "cpo", "orpo"),
+    "From a data set of pairs": ("dpo", "cpo", "orpo", "tpo"),
     "From a data set of single good and bad completions": ("kto", "bco"),
     "From texts": ("sft", "gkd"),
     "Reward models": ("reward_model", "process_reward_model"),
@@ -214,8 +214,9 @@ def _families(choices: dict[str, str]) -> dict[str, list[str]]:
 def _base_method(choice: str) -> str:
     """Return the method that a choice's file extends, through as many others as stand between."""
     path = conf_folder() / "algo" / f"{choice}.yaml"
-    every = {name for first in _FAMILIES.values() for name in first}
-    while choice not in every and path.is_file():
+    ends = {name for first in _FAMILIES.values() for name in first}
+    while choice not in ends and path.is_file():
+        ends.add(choice)  # the file of a class of one's own may have the name of its schema
         begins = re.search(r"^defaults:\s+(?:- |\[)(?:/schemas/)?(\w+)", path.read_text(encoding="utf-8"), re.M)
         choice = begins[1].lower() if begins else ""  # a schema has the name of its class
         path = path.with_name(f"{choice}.yaml")

@@ -185,6 +185,12 @@ class TestHelp:
         listed = command("list", "model", "--config-dir", "mine").out.splitlines()
         assert any(line.split() == ["own", "My", "own", "model"] for line in listed)
 
+    def test_lists_a_method_that_has_the_name_of_its_schema(self, monkeypatch, tmp_path):
+        (tmp_path / "algo").mkdir()
+        (tmp_path / "algo" / "mine.yaml").write_text("# My own\ndefaults:\n  - /schemas/Mine@_here_\n")
+        monkeypatch.setattr(listing, "conf_folder", lambda: tmp_path)
+        assert listing._families({"mine": "My own"}) == {"Your own": ["mine"]}
+
     def test_completes_words_in_bash(self, cwd):
         words = completion.candidates("algo=re", ["chat"])
         assert "algo=remax" in words and all(word.startswith("algo=re") for word in words)

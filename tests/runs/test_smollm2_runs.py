@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 
 import pytest
@@ -50,6 +51,17 @@ def test_it_resumes_in_the_middle_of_a_rollout_and_what_it_exports_answers(train
     assert train(*SHORT, f"run_dir={again}", "ckpt_path=last") == 0
     assert_same_run(whole, again)
     assert "Paris" in answer(LanguageModel(str(whole / "hf")))
+
+
+def test_told_the_answer_it_is_its_own_teacher(train, tmp_path):
+    """All rows have the context, and the same weights say something else behind it, so there is something to learn."""
+    run_dir, teaching = tmp_path / "run", [word for word in SHORT if "group_size=4" not in word]
+    words = [word for word in teaching if word != "experiment=smollm2_largest" and "minibatches" not in word]
+    assert train("experiment=smollm2_taught", *words, f"run_dir={run_dir}") == 0
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    logged = [line for line in lines if "train/teacher/coverage" in line]
+    assert len(logged) == 4 and all(line["train/teacher/coverage"] == 1 for line in logged)
+    assert all(line["train/teacher/divergence"] > 0 and line["train/grad_norm"] > 0 for line in logged)
 
 
 def answer(model: LanguageModel) -> str:
