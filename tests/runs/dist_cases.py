@@ -69,7 +69,7 @@ class Case:
         ddp: The micro-batches of each process in a step under DDP; none: it is not run.
         fsdp: The same under FSDP2.
         alone: The micro-batches of the one process.
-        cut: Metrics of validation that belong to a batch, of which two processes have other ones.
+        cut: Metrics that belong to a batch or to some rows, of which two processes have other ones.
         caches: How many files of a precomputed reference both leave.
         watch: Makes what keeps more of the run.
         shown: What a run must have done, else it would show nothing.
@@ -133,7 +133,10 @@ COMMON = [
 MPO = ["algo=dpo", "algo/preference=[sigmoid,bco_pair,sft]", "algo.preference_weights={sigmoid:0.8,bco_pair:0.2}"]
 UNEVEN = ["data.task.val_rows=5", "data.val_batch_size=2"]
 """Validation batches that the ranks do not share evenly: one has a row less, and yet has to gather every layer."""
-CUT = {"kto": ["val/kl", "val/loss"], "aot": ["val/loss"], "aot-unpaired": ["val/loss"]}
+CUT = {
+    **{"kto": ["val/kl", "val/loss"], "aot": ["val/loss"], "aot-unpaired": ["val/loss"]},
+    "taught-top": ["train/teacher/overlap"],  # of the first rows of each rank
+}
 """KTO's baseline is that of the batch at hand, AOT sorts over it."""
 
 
@@ -410,7 +413,9 @@ TERMS = {
         },
     ),
     **{
-        f"step-{name}": term(kind, lambda terms=terms: {"iterations": 2, **fresh(terms)})
+        f"step-{name}": replace(
+            term(kind, lambda terms=terms: {"iterations": 2, **fresh(terms)}), cut=CUT.get(name, ())
+        )
         for name, (kind, terms) in TWO_STEPS.items()
         if name not in FORMULAS
     },
