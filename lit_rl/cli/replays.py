@@ -122,8 +122,9 @@ def _presets() -> list[str]:
 
 def _preset(name: str, run: dict[str, Any], allow: list[str]) -> dict[str, Any]:
     """Return `algo=name`, with references to other parts replaced by the run's."""
-    _check_objective(name, get_class(compose("config", [f"algo={name}"]).algo._target_))
-    algo = OmegaConf.to_container(compose(f"algo/{name}").algo)
+    composed = compose("config", [f"algo={name}"]).algo
+    _check_objective(name, get_class(composed._target_))
+    algo = OmegaConf.to_container(composed)
     elsewhere = dict.fromkeys((*_OF_THE_RUN, *_OF_NO_USE, "eval")) | {
         "sampling": escape_interpolations(run["sampling"]),
         "allow_targets": allow,

@@ -763,8 +763,9 @@ def test_episodes_without_an_environment_are_refused(tmp_path: Path) -> None:
     def as_in_trl(completions: Sequence[Any], environments: Sequence[Any]) -> list[float]:
         return [each.score for each in environments]
 
-    with pytest.raises(RewardError, match=r"'environments'.*set reward=environment"):
-        trainer_of(tmp_path).fit(module_of(reward=as_in_trl), prompts())
+    module = GRPO(LanguageModel("tiny"), as_in_trl, sampling=SAMPLED, group_size=4)
+    with pytest.raises(RewardError, match=r"'environments'.*only if a class of yours answers the policy"):
+        trainer_of(tmp_path).fit(module, prompts())
 
 
 @pytest.mark.all

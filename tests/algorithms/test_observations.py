@@ -23,6 +23,7 @@ from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.core.rollout import Completions, Rollout, Sampling
 from lit_rl.environments import CustomEnvironment
 from lit_rl.models.forward import TokenScores
+from lit_rl.ops.distillation import TeacherScores
 from lit_rl.ops.policy_losses import m2po_loss
 from lit_rl.ops.reductions import StepTotals, WeightTotals
 
@@ -86,6 +87,9 @@ def learned(name: str, completions: Completions, given: dict[str, Tensor]) -> tu
         rollout, metrics = module.advantages(found, given["old"], given["ref"])
     logprobs = given["logprobs"].clone().requires_grad_()
     said = TokenScores(logprobs, given["entropy"], values=given["values"])
+    if module.distillation is not None:
+        rollout, taught = module.distillation.at_rollout(rollout, teaches(completions, given["ref"]))
+        metrics, said = metrics | taught, dataclasses.replace(said, further=likeliest(logprobs))
     mask = rollout.loss_mask
     totals = dataclasses.replace(
         StepTotals.of(mask),
@@ -94,6 +98,16 @@ def learned(name: str, completions: Completions, given: dict[str, Tensor]) -> tu
     loss, more = module.loss(rollout, said, totals)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     return rollout, loss.detach(), gradient, metrics | more
+
+
+def likeliest(logprobs: Tensor) -> Tensor:
+    """Log-probs of three tokens, `(b, t, 3)`, that depend on one number each."""
+    return (logprobs[..., None] * torch.tensor([1.0, 2.0, 3.0])).log_softmax(-1)
+
+
+def teaches(completions: Completions, logprobs: Tensor) -> TeacherScores:
+    top = torch.zeros(*logprobs.shape, 3, dtype=torch.long)
+    return TeacherScores(logprobs, completions.response_mask, top, likeliest(logprobs))
 
 
 def given(completions: Completions, observed: int) -> dict[str, Tensor]:

@@ -188,6 +188,7 @@ def drawn_of(rows: list[tuple[int, int, int]], first: int, *, wider: int = 0) ->
         attended=attended,
         kept_logmass=-numbers[:, :t] * mask / 9.0,
         turn=(attended & ~mask).long(),
+        follows=(numbers[:, :t] % 5 - 1) * attended,
         blocked_eos=numbers[:, 95:97],
         vision=Vision([PromptVision({"pixels": row[None, :3]}) for row in numbers], torch.arange(len(rows))),
     )
@@ -203,6 +204,10 @@ def rollout_of(drawn: Completions, *, per_token: bool) -> Rollout:
         **{name: tokens / n for n, name in enumerate(("old_logprobs", "ref_logprobs", "weights", "old_values"), 3)},
         returns=tokens / 11,
         kl_factor=0.5,
+        teacher_logprobs=tokens / 13,
+        teacher_mask=drawn.response_mask,
+        teacher_top_ids=torch.stack([drawn.response_ids, 2 * drawn.response_ids], -1),
+        teacher_top_logprobs=torch.stack([tokens / 15, tokens / 17], -1),
     )
 
 
@@ -259,7 +264,8 @@ def test_no_reward_function_may_note_a_column_of_the_samples():
         "win_rate",
     }
     episodes = sample_table(3, batch([0]), ["a", "b"], dataclasses.replace(drawn, episodes=told), said, said.total)
-    assert set(episodes) - set(table) <= EPISODE_COLUMNS and EPISODE_COLUMNS - set(episodes) <= {"returned_images"}
+    rare = {"returned_images", "branches", "forks"}
+    assert set(episodes) - set(table) <= EPISODE_COLUMNS and EPISODE_COLUMNS - set(episodes) <= rare
 
 
 def test_columns_of_many_parts_are_those_of_each():

@@ -401,7 +401,9 @@ def run_settings(algorithm: type, arguments: Mapping[str, Any], model: LanguageM
             }
         given["trainer"]["strategy"] = _plain_string(type(trainer.strategy).__name__)
         given["trainer"]["accelerator"] = _plain_string(trainer.strategy.root_device.type)
-    return {key: value for key, value in _flat(given, "", 0) if value is not None}
+    # All of them by name, however many there are.
+    flat = (item for name, value in given.items() for item in _flat(value, name, 1))
+    return {key: value for key, value in flat if value is not None}
 
 
 class _Resumed(NamedTuple):
