@@ -204,7 +204,7 @@ class TestJudges:
     ]
 
     def test_every_algorithm_that_writes_takes_it(self, composed):
-        assert len(self.WRITES) == 14
+        assert len(self.WRITES) == 15
         for name in self.WRITES:
             tree = composed(f"algo={name}", "judge.soft=true")
             assert tree["algo"]["judge"] == tree["judge"] != {}, name
