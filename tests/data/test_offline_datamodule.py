@@ -246,7 +246,7 @@ def test_held_out_prompts_are_trained_on_nowhere_and_each_is_written_to_once():
 
 
 def test_a_kind_that_a_data_module_does_not_make_is_refused():
-    with pytest.raises(ConfigError, match="pairs or verdicts, .* from texts"):
+    with pytest.raises(ConfigError, match="pairs or verdicts or triples, .* from texts"):
         PreferenceDataModule(rows=rows_of_pairs(4)).prepare(TOKENIZER, "texts")
 
 
