@@ -154,6 +154,9 @@ BASES = {
     "algo/imitation": ["algo=sft"],
     "algo/verdict": ["algo=kto"],
     "algo/prompt_weights": ["algo=bco"],
+    "algo/distillation/estimator": ["algo/distillation=reverse_kl"],
+    "algo/distillation/support": ["algo/distillation=top_k"],
+    "algo/teacher/context": ["algo/teacher=self"],
 }
 """What a sub-group needs to be there."""
 
