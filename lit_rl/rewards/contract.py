@@ -338,6 +338,7 @@ _IN_GROUPS = {
         "max_terminated_length repetition unscored observation_length"
     ),
     "turns": "mean max",
+    "branches": "mean max forked refused read_again",
     "tools": "call_frequency failure_frequency parse_failures",
     "template": "rewritten",
     "env": "failed timeouts cut seconds_mean seconds_p50 seconds_max",
@@ -367,8 +368,10 @@ RUN_METRICS = {f"{group}/{name}".lstrip("/") for group, names in _IN_GROUPS.item
 """Metrics that methods on rollouts log under ``train/``, whatever the settings of the run at hand: a `kl` that
 belongs to a reward would be read as the policy's. A test compares them with docs/metrics.md."""
 
-_WITH_OWN_NAMES = re.compile(r"rewards/.+/(mean|std|failure_ratio|timeout_ratio|cache_hit_ratio)|curriculum/.+|role/.+")
-"""Metrics with the name of a function, of a pool or of a role in theirs."""
+_WITH_OWN_NAMES = re.compile(
+    r"rewards/.+/(mean|std|failure_ratio|timeout_ratio|cache_hit_ratio)|(curriculum|role|teacher)/.+"
+)
+"""Metrics with the name of a function, of a pool, of a role or of a teacher in theirs."""
 
 SAMPLE_COLUMNS = {"step", "rank", "prompt", "completion", "reward", "advantage", "length", "ended"}
 SAMPLE_COLUMNS |= {"opponent", "opponent_reward", "win", "win_rate"}
