@@ -56,6 +56,7 @@ def report_errors(function: Callable[[], int | None]) -> int:
 
     `LIT_RL_TRACEBACK=1` shows the traceback too. Anything that is not ours keeps its traceback: it is our defect.
     """
+    signals.forget_requeue()
     try:
         return function() or 0
     except KeyboardInterrupt:

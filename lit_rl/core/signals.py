@@ -271,6 +271,12 @@ def remove_requeue_handler() -> None:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
+def forget_requeue() -> None:
+    """Forget a requeue of an earlier command of this process."""
+    global _requeued_by
+    _requeued_by = None
+
+
 def exit_code_of_requeue() -> int | None:
     """Return the exit code of a process that a signal has requeued before its training, None where none has.
 
