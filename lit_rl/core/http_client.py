@@ -1,4 +1,4 @@
-"""The one HTTP client, for servers whose answers are not trusted, and the check of their JSON.
+"""The one HTTP client, for servers whose answers are not trusted: requests, how they are sent again, and their JSON.
 
 Requests run on `HTTP_LOOP`, an event loop in a thread of its own. A user's coroutine that blocks its own loop delays no
 deadline here, and a thread that waits in `HTTP_LOOP.wait` can be interrupted by a signal. A cancelled request closes
@@ -12,19 +12,22 @@ import itertools
 import json
 import math
 import os
+import random
 import socket
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
 import yarl
 
+from lit_rl.core import ranks
+from lit_rl.core.errors import ConfigError
 from lit_rl.core.event_loops import BackgroundLoop
 from lit_rl.core.machine import is_loopback
 
@@ -143,6 +146,193 @@ def _reason(error: Exception) -> str:
     if isinstance(cause, OSError) and cause.errno and not isinstance(cause, socket.gaierror):
         return os.strerror(cause.errno)
     return str(cause) or type(cause).__name__
+
+
+# ------------------------------------------------------------------ addresses and tokens
+
+
+def check_address(key: str, url: str, *, allow_http: bool, token_key: str) -> None:
+    """Refuse an address that is none, holds a password, or would send texts unencrypted over a network.
+
+    Args:
+        key: The setting that has the address, for messages.
+        url: The address.
+        allow_http: Whether http:// to another machine is allowed.
+        token_key: The setting for a token, for messages.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    parts = urlsplit(str(url))
+    shown = str(url).replace(f"{parts.username}:{parts.password}@", "***@") if parts.password else url
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"{key}: {shown!r} is no address of a server: it reads https://host:port/path.")
+    if parts.username or parts.password:
+        raise ConfigError(
+            f"{key}: {shown!r} holds a user name: put a token into an environment variable, {token_key}=NAME."
+        )
+    if parts.scheme == "http" and not allow_http and not is_loopback(parts.hostname):
+        raise ConfigError(
+            f"{key}: {shown!r} would send prompts and completions unencrypted over the network. Use https, or say "
+            "that this network is yours: allow_http=true."
+        )
+
+
+def check_token(key: str, variable: str | None) -> None:
+    """Refuse the name of an environment variable that is not set.
+
+    Args:
+        key: The setting that has the name, for messages.
+        variable: The name. None: no token is sent.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    if variable is not None and not os.environ.get(variable):
+        raise ConfigError(f"{key}={variable!r}: there is no environment variable of this name. Set it first.")
+
+
+# ------------------------------------------------------------------ requests that are sent again
+
+Result = TypeVar("Result")
+
+_LONGEST_WAIT = 30.0
+_RETRIED_STATUSES = (408, 409, 425, 429)
+"""Statuses of the 400s that the same request may not get again: too slow, in conflict, too early, too many."""
+
+
+class RequestFailed(Exception):
+    """A request without the requested result.
+
+    Args:
+        why: The reason, in words.
+        status: Of the answer; None where there was none, or one that cannot be read.
+        retry_after: Seconds that the server asks to be left alone; None where it says nothing.
+    """
+
+    def __init__(self, why: str, *, status: int | None = None, retry_after: float | None = None) -> None:
+        super().__init__(why)
+        self.status, self.retry_after = status, retry_after
+
+    @property
+    def for_good(self) -> bool:
+        """True if the same request would be answered the same again: a status of the 400s that does not pass."""
+        return self.status is not None and 400 <= self.status < 500 and self.status not in _RETRIED_STATUSES
+
+
+async def fetch(
+    verb: str, url: str, body: bytes | None, *, token_env: str | None, timeout: float, largest: int, quoted: int
+) -> bytes:
+    """Return the body of a successful answer.
+
+    Args:
+        verb: The method, such as POST.
+        url: The address.
+        body: What is sent; None sends nothing.
+        token_env: The environment variable whose value is sent as a bearer token. None sends none.
+        timeout: Seconds until the answer is complete.
+        largest: Most bytes of an answer.
+        quoted: Most bytes of a refusal that the error quotes.
+
+    Raises:
+        RequestFailed: the server cannot be reached, refuses, or answers too late or too much.
+    """
+    bearer = os.environ.get(token_env, "").strip() if token_env is not None else None
+    try:
+        answer = await request(verb, url, body, bearer=bearer, timeout=timeout, largest=largest)
+    except NoAnswer as error:
+        raise RequestFailed(str(error)) from error
+    if not answer.is_ok:
+        words = plain_line(answer.body[:quoted].decode(errors="replace"))
+        raise RequestFailed(
+            f"answered {answer.status} {plain_line(answer.reason)} {words}",
+            status=answer.status,
+            retry_after=answer.retry_after,
+        )
+    return answer.body
+
+
+async def back_off(failures: int, first: float, at_least: float = 0.0) -> None:
+    """Wait after a failure: `first` seconds, doubled every time up to 30, and shortened by up to half at random.
+
+    Never shorter than `at_least` seconds.
+    """
+    await asyncio.sleep(wait_after(failures, first, at_least))
+
+
+def wait_after(failures: int, first: float, at_least: float = 0.0) -> float:
+    """Return the seconds that `back_off` waits."""
+    doubled = first * 2 ** min(failures - 1, 60)  # beyond 2^1023 it would be no float
+    return max(at_least, min(_LONGEST_WAIT, doubled) * random.uniform(0.5, 1))
+
+
+@dataclass(frozen=True)
+class Sent(Generic[Result]):
+    """The outcome of one request of a `PatientSender`: a result or a fault, and what it took."""
+
+    result: Result | None
+    fault: RequestFailed | None
+    """The last failure, where there is no result."""
+    requests: int
+    """Times that it was sent."""
+    waited: float
+    """Seconds that the server's limit on its rate was waited for."""
+
+
+class PatientSender:
+    """Requests to one server, each sent until it is answered. For one event loop.
+
+    A request that fails is sent again after a wait (`wait_after`), unless the server refuses it for good. A server that
+    asks to be left alone (a status of 429 or 503 with Retry-After) is not sent any request by this process until then.
+
+    Args:
+        concurrency: Requests under way at once, over all processes of a run: each has its share, at least one.
+        attempts: Times that a request is sent before it counts as failed.
+        backoff: Seconds of the first wait after a failure.
+        patience: Seconds from the first time that the server asks to be left alone in which a request may wait for it;
+            this uses up no attempt.
+    """
+
+    def __init__(self, concurrency: int, attempts: int, backoff: float, patience: float) -> None:
+        self.concurrency, self.attempts, self.backoff, self.patience = concurrency, attempts, backoff, patience
+        self._free: asyncio.Semaphore | None = None
+        self._held_until = 0.0
+
+    async def send(self, call: Callable[[], Awaitable[Result]]) -> Sent[Result]:
+        """Return the result of `call`, which sends the request and raises `RequestFailed` where it fails."""
+        if self._free is None:
+            self._free = asyncio.Semaphore(max(1, self.concurrency // ranks.world_size()))
+        sent = failures = refusals = 0
+        waited, first_refusal = 0.0, math.inf
+        while True:
+            try:
+                async with self._free:
+                    waited += await self._while_held()
+                    sent += 1
+                    return Sent(await call(), None, sent, waited)
+            except RequestFailed as error:
+                fault = error
+            if fault.retry_after is not None and fault.status in (429, 503):
+                now = time.monotonic()
+                first_refusal, refusals = min(first_refusal, now), refusals + 1
+                pause = wait_after(refusals, self.backoff, fault.retry_after)  # it may say 0, or a time that is past
+                if now - first_refusal + pause > self.patience:
+                    return Sent(None, fault, sent, waited)
+                self._held_until = max(self._held_until, now + pause)
+                if pause:
+                    continue
+            failures += 1
+            if fault.for_good or failures >= self.attempts:
+                return Sent(None, fault, sent, waited)
+            await back_off(failures, self.backoff)
+
+    async def _while_held(self) -> float:
+        """Wait as long as the server has asked to be left alone; return the seconds."""
+        began, held = time.monotonic(), False
+        while (left := self._held_until - time.monotonic()) > 0:
+            held = True
+            await asyncio.sleep(left)
+        return time.monotonic() - began if held else 0.0
 
 
 # ------------------------------------------------------------------ JSON

@@ -201,9 +201,9 @@ class ChatConversation:
     messages: list[Message] = field(default_factory=list)
     """The messages behind the prompt, in the form for templates: one of the assistant for each turn. Where another text
     begins, they are all of that text; what an assistant says in it is of a user with that name, as it is only read."""
-    _said: list[_Said] = field(default_factory=list)
+    _past: list[_PastTurn] = field(default_factory=list)
     """The turns so far."""
-    _asked: _Asked | None = None
+    _pending: _PendingRequest | None = None
     _answered: tuple[ChatRequest, ChatTurn] | None = None
 
     @property
@@ -240,9 +240,9 @@ class ChatConversation:
             ChatRequestRefused: the request is no next turn of this conversation and may begin no other, or there is no
                 room for one.
         """
-        if self._asked is not None:
+        if self._pending is not None:
             raise ChatRequestRefused("the policy was asked before it had answered: one turn of a completion at a time")
-        asked = self._continued(request) if self._said else self._begun(request)
+        asked = self._continued(request) if self._past else self._begun(request)
         if (count := self.tree.branches_with(asked.place)) > self.max_branches:
             self.ended, self.full, self.limit = False, True, "max_branches"
             raise ChatRequestRefused(
@@ -261,21 +261,22 @@ class ChatConversation:
                 f"{self.max_tokens} tokens.",
                 code="context_length_exceeded",
             )
-        self._asked, self._answered = asked, None
+        self._pending, self._answered = asked, None
         return [*self.tree.text(asked.place), *asked.read], room
 
     def answer(self, ids: Sequence[int], logprobs: Sequence[float], *, ended: bool) -> ChatTurn:
         """Record the policy's continuation, and return it as a turn."""
-        assert self._asked is not None, "nobody asked"
-        asked, self._asked = self._asked, None
+        assert self._pending is not None, "nobody asked"
+        asked, self._pending = self._pending, None
         request, prompt = asked.request, len(self.tree.path(asked.place)) + len(asked.read)
         goes_on = asked.place == self.tree.last
         self.tree.grow(asked.place, asked.read, ids, logprobs)
-        earlier = request.messages if self._said else ()
+        earlier = request.messages if self._past else ()
         calls = sum(len(each.get("tool_calls") or ()) for each in earlier)
         message = self.reading.turn(ids, request, calls)
         self._note(asked.noted if asked.read or not goes_on else [], message, joins=goes_on)
-        self._said.append(_Said([*request.messages, message], self.tree.last, self.reading.closed(ids), asked.tools))
+        history, closed = [*request.messages, message], self.reading.closed(ids)
+        self._past.append(_PastTurn(history, self.tree.last, closed, asked.tools))
         self.ended, self.limit, self.turns = ended, None, self.turns + 1
         finish = "tool_calls" if message.get("tool_calls") else "stop" if ended else "length"
         self._answered = request, ChatTurn(message, finish, prompt, len(ids))
@@ -302,31 +303,31 @@ class ChatConversation:
             message = {**before, **message, "content": before["content"] + message["content"]}
         self.messages += [*answers, message | {"tool_calls": calls} if calls else message]
 
-    def _begun(self, request: ChatRequest) -> _Asked:
+    def _begun(self, request: ChatRequest) -> _PendingRequest:
         """Return the first request."""
         self.tree.begin(self.reading.prompt(request))
-        return _Asked(request, -1, [], [], _names(request))
+        return _PendingRequest(request, -1, [], [], _names(request))
 
-    def _continued(self, request: ChatRequest) -> _Asked:
+    def _continued(self, request: ChatRequest) -> _PendingRequest:
         """Return a later request: of the newest turn that it answers, or of another text."""
-        for said in reversed(self._said):
+        for past in reversed(self._past):
             try:
-                answers = self._answers(request, said)
+                answers = self._answers(request, past)
             except ChatRequestRefused:
                 if self.max_branches == 1:
                     raise
                 continue
-            between = self.reading.answers(answers, request, closed=said.closed)
-            return _Asked(request, *self.tree.walk(said.place, between), answers, said.tools)
+            between = self.reading.answers(answers, request, closed=past.closed)
+            return _PendingRequest(request, *self.tree.walk(past.place, between), answers, past.tools)
         place, read = self.tree.walk(self.tree.root, self.reading.prompt(request))
-        first, noted = self._said[0].history[:-1], list(_examples(request.messages))
+        first, noted = self._past[0].history[:-1], list(_examples(request.messages))
         if list(map(_compared, first)) == list(map(_compared, request.messages[: len(first)])):
             noted = noted[len(first) :]
-        return _Asked(request, place, read, [_quoted(message) for message in noted], _names(request))
+        return _PendingRequest(request, place, read, [_quoted(message) for message in noted], _names(request))
 
-    def _answers(self, request: ChatRequest, said: _Said) -> list[Message]:
+    def _answers(self, request: ChatRequest, past: _PastTurn) -> list[Message]:
         """Return the messages that answer a turn, in the form for templates."""
-        history = said.history
+        history = past.history
         known, new = request.messages[: len(history)], request.messages[len(history) :]
         for number, (was, now) in enumerate(zip(history, known)):
             if _compared(was) != _compared(now):
@@ -341,7 +342,7 @@ class ChatConversation:
                 f"after a turn of the policy, messages of tools or of the user are expected, got "
                 f"{sorted(roles) or 'none'}"
             )
-        if self.reading.parser != "regex" and (new_tools := _names(request) - said.tools):
+        if self.reading.parser != "regex" and (new_tools := _names(request) - past.tools):
             raise ChatRequestRefused(
                 "the tools of a conversation are those of its first request, which did not contain "
                 f"{', '.join(sorted(new_tools))}"
@@ -351,7 +352,7 @@ class ChatConversation:
 
 
 @dataclass(frozen=True)
-class _Said:
+class _PastTurn:
     """A turn of the policy."""
 
     history: list[Message]
@@ -365,7 +366,7 @@ class _Said:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _PendingRequest:
     """A request that waits for its turn."""
 
     request: ChatRequest

@@ -209,7 +209,7 @@ class RolloutCalls(EpisodeSource):
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Settings of the sampling that have the same name in TRL."""
 
-_MAY_SAY_MORE = "(docs/agents.md, A function that makes the rollouts)"
+_DOCUMENTED_IN = "(docs/agents.md, A function that makes the rollouts)"
 
 
 class TrainerPart:
@@ -234,7 +234,7 @@ class TrainerPart:
             raise AttributeError(name)
         known = sorted(each for each in {*vars(self), *vars(type(self))} if not each.startswith("_"))
         raise AttributeError(
-            f"trainer.{self._part} of a rollout function has no {name!r}. It has {', '.join(known)} {_MAY_SAY_MORE}."
+            f"trainer.{self._part} of a rollout function has no {name!r}. It has {', '.join(known)} {_DOCUMENTED_IN}."
         )
 
 
@@ -349,7 +349,7 @@ class RolloutHandle:
         known = sorted({*vars(self), "generate"} - {each for each in vars(self) if each.startswith("_")})
         raise AttributeError(
             f"The trainer of a rollout function has no {name!r}: it is not TRL's GRPOTrainer. It has "
-            f"{', '.join(known)} {_MAY_SAY_MORE}. "
+            f"{', '.join(known)} {_DOCUMENTED_IN}. "
             "Completions are drawn by trainer.generate(ids)."
         )
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,11 +21,19 @@ from torch import Tensor
 from lit_rl.core import ranks
 from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import ConfigError, GenerationError
-from lit_rl.core.http_client import HTTP_LOOP, JSONValue, NoAnswer, json_excerpt, plain_line, request
+from lit_rl.core.http_client import (
+    HTTP_LOOP,
+    JSONValue,
+    PatientSender,
+    RequestFailed,
+    check_address,
+    check_token,
+    fetch,
+    json_excerpt,
+)
 from lit_rl.core.interrupts import interruptible
 from lit_rl.generation.vllm.client import parse_models
 from lit_rl.ops.ranges import AtLeastOne, NotNegative, Positive
-from lit_rl.rewards.remote_reward import PatientSender, RequestFailed, check_address
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,14 +109,9 @@ class TeacherServer:
         key_env: str | None = None,
     ) -> None:
         self.base_url = str(base_url).rstrip("/")
-        try:
-            check_address(self.base_url, allow_http)
-        except ConfigError as error:
-            raise ConfigError(f"algo.teacher.base_url: {str(error).removeprefix('urls: ')}") from error
-        if key_env is not None and not os.environ.get(key_env):
-            raise ConfigError(
-                f"algo.teacher.key_env={key_env!r}: there is no environment variable of this name. Set it first."
-            )
+        keys = "algo.teacher.base_url", "algo.teacher.key_env"
+        check_address(keys[0], self.base_url, allow_http=allow_http, token_key=keys[1])
+        check_token(keys[1], key_env)
         self.model, self.key_env = model, key_env
         self.concurrency, self.timeout = concurrency, timeout
         self.attempts, self.backoff, self.patience = attempts, backoff, patience
@@ -249,28 +251,11 @@ class TeacherServer:
     async def _ask(self, verb: str, route: str, body: Mapping[str, Any] | None, parse: Any) -> Any:
         """Return what `parse` makes of the answer, which it may do in a thread: an answer may be large."""
         content = None if body is None else json.dumps(body).encode()
-        bearer = os.environ.get(self.key_env, "").strip() if self.key_env is not None else None
+        limits: dict[str, Any] = {"timeout": self.timeout, "largest": _LARGEST_ANSWER, "quoted": 2000}
 
         async def call() -> Any:
-            try:
-                answer = await request(
-                    verb,
-                    f"{self.base_url}{route}",
-                    content,
-                    bearer=bearer,
-                    timeout=self.timeout,
-                    largest=_LARGEST_ANSWER,
-                )
-            except NoAnswer as error:
-                raise RequestFailed(str(error)) from error
-            if not answer.is_ok:
-                words = plain_line(answer.body[:2000].decode(errors="replace"))
-                raise RequestFailed(
-                    f"it answered {answer.status} {plain_line(answer.reason)}: {words}",
-                    status=answer.status,
-                    retry_after=answer.retry_after,
-                )
-            return await asyncio.to_thread(parse, answer.body)
+            answer = await fetch(verb, f"{self.base_url}{route}", content, token_env=self.key_env, **limits)
+            return await asyncio.to_thread(parse, answer)
 
         sent = await self._sender.send(call)
         self._requests, self._waited = self._requests + sent.requests, self._waited + sent.waited

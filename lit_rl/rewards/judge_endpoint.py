@@ -18,12 +18,12 @@ from typing import Any
 from lit_rl.core.declared_settings import checked
 from lit_rl.core.episode import Prompt
 from lit_rl.core.errors import ConfigError, RewardError
-from lit_rl.core.http_client import JSONValue
+from lit_rl.core.http_client import JSONValue, PatientSender, RequestFailed
 from lit_rl.ops.ranges import AtLeastOne, AtLeastZero, NotNegative, Portion, Positive
 from lit_rl.rewards.caller import ScoreCache
 from lit_rl.rewards.contract import content_of
 from lit_rl.rewards.jobs import TooManyFailures
-from lit_rl.rewards.remote_reward import PatientSender, RemoteReward, RequestFailed
+from lit_rl.rewards.remote_reward import RemoteReward
 
 QUOTED = object()
 """The value of a reply that stands word for word in what the judge was shown."""

@@ -8,12 +8,11 @@ from typing import Any
 
 from lit_rl.core.declared_settings import checked
 from lit_rl.core.episode import Prompt
-from lit_rl.core.http_client import HTTP_LOOP
+from lit_rl.core.http_client import HTTP_LOOP, RequestFailed
 from lit_rl.rewards.contract import Completion, text_of
 from lit_rl.rewards.jobs import TrainerState
 from lit_rl.rewards.judge_endpoint import JudgeEndpoint, fill, prompt_text
 from lit_rl.rewards.judges import LogMetric, Verdict, average_orders, check_judge_columns
-from lit_rl.rewards.remote_reward import RequestFailed
 from lit_rl.rewards.text_rewards import without_thoughts
 
 TEMPLATE = """\

@@ -1,4 +1,4 @@
-"""Rewards from a server: texts out, numbers back, over HTTP; and how a request is sent until it is answered."""
+"""Rewards from a server: texts out, numbers back, over HTTP."""
 
 from __future__ import annotations
 
@@ -6,32 +6,27 @@ import asyncio
 import base64
 import inspect
 import json
-import math
-import os
-import random
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
-from urllib.parse import urlsplit
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from lit_rl.core import ranks
 from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import ConfigError, RewardError
-from lit_rl.core.http_client import HTTP_LOOP, JSONValue, NoAnswer, plain_line, request
-from lit_rl.core.machine import is_loopback
+from lit_rl.core.http_client import (
+    HTTP_LOOP,
+    JSONValue,
+    RequestFailed,
+    back_off,
+    check_address,
+    check_token,
+    fetch,
+)
 from lit_rl.core.visuals import ImageRef, VideoRef, visuals_in
 from lit_rl.ops.ranges import AtLeastOne, NotNegative, Positive
 from lit_rl.rewards.contract import ARGUMENTS
 
-Result = TypeVar("Result")
-
 _REQUESTS_PER_SERVER = 4
-_LONGEST_WAIT = 30.0
 _LONGEST_PAUSE = 60.0
 _LARGEST_ANSWER = 64 * 2**20
-_RETRIED_STATUSES = (408, 409, 425, 429)
-"""Statuses of the 400s that the same request may not get again: too slow, in conflict, too early, too many."""
 
 
 @checked("")
@@ -76,9 +71,8 @@ class RemoteReward:
         if not self.urls:
             raise ConfigError("urls is empty: give the address of at least one server.")
         for url in self.urls:
-            check_address(url, allow_http)
-        if token_env is not None and not os.environ.get(token_env):
-            raise ConfigError(f"token_env={token_env!r}: there is no environment variable of this name. Set it first.")
+            check_address("urls", url, allow_http=allow_http, token_key="token_env")
+        check_token("token_env", token_env)
         self.columns = None if columns is None else list(columns)
         self.batch_size = batch_size
         self.timeout = timeout
@@ -139,142 +133,10 @@ class RemoteReward:
         Raises:
             RequestFailed: the server cannot be reached, refuses, or answers too late, too much or no JSON.
         """
-        bearer = os.environ.get(self.token_env, "").strip() if self.token_env is not None else None
-        try:
-            answer = await request("POST", url, body, bearer=bearer, timeout=self.timeout, largest=_LARGEST_ANSWER)
-        except NoAnswer as error:
-            raise RequestFailed(str(error)) from error
-        if not answer.is_ok:
-            raise RequestFailed(
-                f"answered {answer.status} {plain_line(answer.reason)} "
-                f"{plain_line(answer.body[:200].decode(errors='replace'))}",
-                status=answer.status,
-                retry_after=answer.retry_after,
-            )
-        return JSONValue.parse(answer.body, lambda what: RequestFailed(f"the answer is wrong: {what}"))
-
-
-async def back_off(failures: int, first: float, at_least: float = 0.0) -> None:
-    """Wait after a failure: `first` seconds, doubled every time up to 30, and shortened by up to half at random.
-
-    Never shorter than `at_least` seconds.
-    """
-    await asyncio.sleep(wait_after(failures, first, at_least))
-
-
-def wait_after(failures: int, first: float, at_least: float = 0.0) -> float:
-    """Return the seconds that `back_off` waits."""
-    doubled = first * 2 ** min(failures - 1, 60)  # beyond 2^1023 it would be no float
-    return max(at_least, min(_LONGEST_WAIT, doubled) * random.uniform(0.5, 1))
-
-
-@dataclass(frozen=True)
-class Sent(Generic[Result]):
-    """The outcome of one request of a `PatientSender`: a result or a fault, and what it took."""
-
-    result: Result | None
-    fault: RequestFailed | None
-    """The last failure, where there is no result."""
-    requests: int
-    """Times that it was sent."""
-    waited: float
-    """Seconds that the server's limit on its rate was waited for."""
-
-
-class PatientSender:
-    """Requests to one server, each sent until it is answered. For one event loop.
-
-    A request that fails is sent again after a wait (`wait_after`), unless the server refuses it for good. A server that
-    asks to be left alone (a status of 429 or 503 with Retry-After) is not sent any request by this process until then.
-
-    Args:
-        concurrency: Requests under way at once, over all processes of a run: each has its share, at least one.
-        attempts: Times that a request is sent before it counts as failed.
-        backoff: Seconds of the first wait after a failure.
-        patience: Seconds from the first time that the server asks to be left alone in which a request may wait for it;
-            this uses up no attempt.
-    """
-
-    def __init__(self, concurrency: int, attempts: int, backoff: float, patience: float) -> None:
-        self.concurrency, self.attempts, self.backoff, self.patience = concurrency, attempts, backoff, patience
-        self._free: asyncio.Semaphore | None = None
-        self._held_until = 0.0
-
-    async def send(self, call: Callable[[], Awaitable[Result]]) -> Sent[Result]:
-        """Return the result of `call`, which sends the request and raises `RequestFailed` where it fails."""
-        if self._free is None:
-            self._free = asyncio.Semaphore(max(1, self.concurrency // ranks.world_size()))
-        sent = failures = refusals = 0
-        waited, first_refusal = 0.0, math.inf
-        while True:
-            try:
-                async with self._free:
-                    waited += await self._while_held()
-                    sent += 1
-                    return Sent(await call(), None, sent, waited)
-            except RequestFailed as error:
-                fault = error
-            if fault.retry_after is not None and fault.status in (429, 503):
-                now = time.monotonic()
-                first_refusal, refusals = min(first_refusal, now), refusals + 1
-                pause = wait_after(refusals, self.backoff, fault.retry_after)  # it may say 0, or a time that is past
-                if now - first_refusal + pause > self.patience:
-                    return Sent(None, fault, sent, waited)
-                self._held_until = max(self._held_until, now + pause)
-                if pause:
-                    continue
-            failures += 1
-            if fault.for_good or failures >= self.attempts:
-                return Sent(None, fault, sent, waited)
-            await back_off(failures, self.backoff)
-
-    async def _while_held(self) -> float:
-        """Wait as long as the server has asked to be left alone; return the seconds."""
-        began, held = time.monotonic(), False
-        while (left := self._held_until - time.monotonic()) > 0:
-            held = True
-            await asyncio.sleep(left)
-        return time.monotonic() - began if held else 0.0
-
-
-class RequestFailed(Exception):
-    """A request without the requested result.
-
-    Args:
-        why: The reason, in words.
-        status: Of the answer; None where there was none, or one that cannot be read.
-        retry_after: Seconds that the server asks to be left alone; None where it says nothing.
-    """
-
-    def __init__(self, why: str, *, status: int | None = None, retry_after: float | None = None) -> None:
-        super().__init__(why)
-        self.status, self.retry_after = status, retry_after
-
-    @property
-    def for_good(self) -> bool:
-        """True if the same request would be answered the same again: a status of the 400s that does not pass."""
-        return self.status is not None and 400 <= self.status < 500 and self.status not in _RETRIED_STATUSES
-
-
-def check_address(url: str, allow_http: bool) -> None:
-    """Refuse an address that is none, holds a password, or would send texts unencrypted over a network.
-
-    Raises:
-        ConfigError: the message begins with ``urls``.
-    """
-    parts = urlsplit(str(url))
-    shown = str(url).replace(f"{parts.username}:{parts.password}@", "***@") if parts.password else url
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"urls: {shown!r} is no address of a server: it reads https://host:port/path.")
-    if parts.username or parts.password:
-        raise ConfigError(
-            f"urls: {shown!r} holds a user name: put a token into an environment variable, token_env=NAME."
+        answer = await fetch(
+            "POST", url, body, token_env=self.token_env, timeout=self.timeout, largest=_LARGEST_ANSWER, quoted=200
         )
-    if parts.scheme == "http" and not allow_http and not is_loopback(parts.hostname):
-        raise ConfigError(
-            f"urls: {shown!r} would send prompts and completions unencrypted over the network. Use https, or say "
-            "that this network is yours: allow_http=true."
-        )
+        return JSONValue.parse(answer, lambda what: RequestFailed(f"the answer is wrong: {what}"))
 
 
 def _signature(columns: Sequence[str]) -> inspect.Signature:

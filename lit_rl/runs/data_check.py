@@ -22,7 +22,7 @@ from lit_rl.core.visuals import ImageRef, VideoRef, Visual, shown_in
 from lit_rl.data.corpus import set_key
 from lit_rl.data.example_module import ExampleDataModule
 from lit_rl.data.example_set import Example
-from lit_rl.data.kinds import Kind, format_for, kind_of
+from lit_rl.data.kinds import Kind, kind_of
 from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.row_visuals import ImageReader
 from lit_rl.data.rows import read_row
@@ -134,7 +134,7 @@ def _kind_of_first_row(data: ExampleDataModule) -> Kind:
     else:
         rows = data.train_rows()[0]
         row = read_row(rows[0], rows.where(0), **reading).row
-    kind = "triples" if format_for(row, "triples") else kind_of(row)
+    kind = kind_of(row)
     return kind if kind is not None and kind in data.serves else data.serves[0]
 
 

@@ -22,6 +22,7 @@ from lit_rl.algorithms.terms.teachers import (
     ModelTeacher,
     PrefixWeightedAdvantage,
     RolloutTeacher,
+    StudentFacts,
     TeacherRequest,
     TopForwardKL,
 )
@@ -45,8 +46,12 @@ class Letters:
         return VOCABULARY
 
 
-STUDENT: Any = SimpleNamespace(tokenizer=Letters(), name="small")
 PLAIN = Sampling(max_new_tokens=8)
+
+
+def student(model: Any = None, sampling: Sampling = PLAIN) -> StudentFacts:
+    small: Any = SimpleNamespace(tokenizer=Letters(), name="small") if model is None else model
+    return StudentFacts(small, sampling, env=None, reward_names=[], group_size=2)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +63,7 @@ def urls() -> Iterator[list[str]]:
 
 
 def ready(teacher: Any, top: int) -> Any:
-    teacher.check(STUDENT, PLAIN)
+    teacher.check(student())
     teacher.start(top)
     return teacher
 
@@ -159,7 +164,8 @@ def test_ranks_with_other_rows_have_the_same_metrics(urls):
 
 def data_of(*values: Any) -> Any:
     columns = {"source": list(values)}
-    return SimpleNamespace(columns_of_sets=lambda: [columns])
+    trainer = SimpleNamespace(strategy=None)
+    return SimpleNamespace(columns_of_sets=lambda: [columns], trainer=trainer)
 
 
 def test_a_value_without_a_teacher_is_refused_and_an_unused_teacher_is_said(capsys, caplog):
@@ -183,18 +189,18 @@ def test_a_value_without_a_teacher_is_refused_and_an_unused_teacher_is_said(caps
 
 def test_the_teacher_that_is_wrong_is_named():
     teacher = ColumnTeachers("source", {"math": local(1), "code": ServerTeacher("http://127.0.0.1:9/v1", attempts=1)})
-    teacher.check(STUDENT, PLAIN)
+    teacher.check(student())
     with pytest.raises(GenerationError, match="The teacher of source=code: .*Is the teacher running"):
         teacher.start(0)
     with pytest.raises(ConfigError, match=r"The teacher of source=code: sampling\.temperature=0\.5"):
-        teacher.check(STUDENT, Sampling(temperature=0.5))
+        teacher.check(student(sampling=Sampling(temperature=0.5)))
 
 
 def test_models_of_several_teachers_are_in_the_memory_plan(tmp_path):
     teacher = ColumnTeachers(
         "source", {"a": ModelTeacher("tiny"), "b": ModelTeacher("tiny", device="cpu"), "c": local(1)}
     )
-    teacher.check(LanguageModel("tiny"), PLAIN)
+    teacher.check(student(LanguageModel("tiny")))
     assert list(teacher.frozen_models) == ["teacher of a"]
 
 

@@ -48,11 +48,6 @@ FILES = {
     "prompts": (sums(40), "data=jsonl (columns prompt, answer)", "Prompts for rollouts"),
     "texts": (sums(40, completion=str), "data=texts", "format: prompt-completion (text)"),
     "pairs": (sums(40, **PAIRS), "data=preferences", "learn from pairs; format: preference (text)"),
-    "triples": (
-        sums(40, **PAIRS, **TRIPLES),
-        "data=preferences",
-        "learn from triples; format: triple preference (text)",
-    ),
     "verdicts": (
         sums(40, completion=str, label=lambda right: right % 3 == 0),
         "data=preferences",
@@ -312,7 +307,12 @@ def test_a_reward_that_was_typed_says_what_it_thinks_of_the_answers(check: Comma
     refused(check(f"data.path={path}", "reward=math_answer", "data.rename={answer: right}"), 4, "'answer'", "no column")
 
 
-def test_a_triple_is_shown_whole(check, tmp_path):
+def test_a_reference_beside_a_pair_is_read_by_the_method_that_learns_it_alone(check, tmp_path):
+    """A run without `algo=tpo` is DPO's, to which the column may hold anything: an answer for the reward, or none."""
     path = write_jsonl(tmp_path / "mine.jsonl", sums(40, **PAIRS, **TRIPLES))
-    shown = check(f"data.path={path}").out
-    assert all(f"{name} (" in shown for name in ("chosen", "rejected", "reference")) and "of course" in shown
+    shown = check("algo=tpo", f"data.path={path}").out
+    assert "learn from triples; format: triple preference (text)" in shown and "of course" in shown
+    assert all(f"{name} (" in shown for name in ("chosen", "rejected", "reference"))
+    assert "learn from pairs; format: preference (text)" in check(f"data.path={path}").out
+    anything = write_jsonl(tmp_path / "any.jsonl", sums(40, **PAIRS, reference=lambda right: {"value": right}))
+    assert "learn from pairs; format: preference (text)" in check(f"data.path={anything}").out

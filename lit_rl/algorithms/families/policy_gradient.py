@@ -44,6 +44,7 @@ from lit_rl.algorithms.chosen_functions import (
     name_of,
     parameters,
     reads_column,
+    unwrap,
 )
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
 from lit_rl.algorithms.rollouts import checkpoints
@@ -57,7 +58,7 @@ from lit_rl.algorithms.terms.regularizers import (
     ReferenceKL,
 )
 from lit_rl.algorithms.terms.supervised import SupervisedTerm
-from lit_rl.algorithms.terms.teachers import Distillation, TeacherRequest, check_pair
+from lit_rl.algorithms.terms.teachers import Distillation, StudentFacts, TeacherRequest, check_pair
 from lit_rl.algorithms.terms.token_weights import EngineCorrection, OffPolicyMask, TokenSelection, step_tokens
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import Completions, Rollout
@@ -65,6 +66,7 @@ from lit_rl.data.encode import Encoder
 from lit_rl.models.forward import TokenScores, score
 from lit_rl.models.modes import drops_out
 from lit_rl.models.references import Scorer
+from lit_rl.ops.advantages import no_advantage
 from lit_rl.ops.imitation import cross_entropy
 from lit_rl.ops.reductions import Metrics, StepTokens, StepTotals, masked_sum
 from lit_rl.settings.algorithms import PolicyGradientConfig
@@ -101,9 +103,9 @@ class PolicyGradient(OnPolicyModule, ABC):
         self.supervised = SupervisedTerm(settings.ptx, settings.ptx_coef, settings.ptx_loss, *decay)
         self.learns_text = settings.ptx is not None
         self.distillation: Distillation | None = None
-        check_pair(settings.teacher, settings.distillation, settings.advantage)
+        alone = unwrap(settings.advantage) is no_advantage
+        check_pair(settings.teacher, settings.distillation, alone=alone)
         if settings.teacher is not None:
-            alone = name_of(settings.advantage) == "no_advantage"
             self.distillation = Distillation(settings.teacher, settings.distillation, alone=alone)
         self.needs_teacher = self.distillation is not None
         self.teacher_policy: Scorer | None = None
@@ -112,15 +114,15 @@ class PolicyGradient(OnPolicyModule, ABC):
             self._loss_reads, self.compares_in_step = (*self._loss_reads, "group_id"), True
         self._check_terms()
         self.needs_ref_logprobs = self.kl.needs_reference
-        self.needs_reference = self.kl.needs_reference or bool(self.distillation and self.distillation.reads_reference)
+        teacher_reads = settings.teacher is not None and settings.teacher.reads_reference
+        self.needs_reference = self.kl.needs_reference or teacher_reads
         self.needs_greedy_rewards = "greedy_rewards" in parameters(settings.advantage)
         self.needs_gradient_norms = "gradient_norms" in parameters(settings.advantage)
         reads_step = reads_column(settings.loss, "step") or self.selection.needs_step
         self.needs_step = reads_step or (settings.selection is not None and settings.entropy is not None)
         made_of_old = self.kl.needs_old_logprobs, self.engine_correction.needs_old_logprobs, self.needs_gradient_norms
-        teaches_by_old = self.distillation is not None and self.distillation.form.in_advantages
+        made_of_old = *made_of_old, self.distillation is not None and self.distillation.form.in_advantages
         self._reads_old_logprobs = not self.ratio_is_one or settings.replay is not None or any(made_of_old)
-        self._reads_old_logprobs = self._reads_old_logprobs or teaches_by_old
         self._loss_multiplies_weights = multiplies_weights(settings.loss)
         self.skip_zero_advantages = settings.skip_zero_advantages
         self._zero_advantages_teach_nothing = policy_gradient_checks.can_skip_zero_advantages(
@@ -445,7 +447,8 @@ class PolicyGradient(OnPolicyModule, ABC):
         check_lag(self.generator, weighted=weighted)
         self.check_advantage()
         if self.distillation is not None:
-            self.distillation.check(self.model, self.sampling)
+            facts = StudentFacts(self.model, self.sampling, self.env, self.reward_functions.names, self.group_size)
+            self.distillation.check(facts)
         policy_gradient_checks.check_ranges(self.policy_loss, "algo.loss")
         if self.compares_in_step:
             check_whole_groups(f"algo/loss={name_of(self.policy_loss)}", self.micro_batches.split_groups)

@@ -513,16 +513,15 @@ class OnPolicyModule(GeneratingModule, ABC):
         facts, data = super().step_facts(), self.trainer.datamodule  # pyright: ignore
         # A remainder is refused by the batch plan.
         rows = max(1, self.group_size // self.ranks_per_group // self.micro_batches.slices)
-        shares = rows > 1 and self.shares_prompts and self.forward_options.shared_prompts
+        branches = 1 if self.env is None else self.env.max_branches  # others than the first have other prompts
+        shares = rows > 1 and branches == 1 and self.shares_prompts and self.forward_options.shared_prompts
         shares = shares and model_sizes.shares_prompts(self.model)
         device: Any = self.trainer.strategy.root_device
         # With `memory_gb` the plan may be for a GPU, which does not fold.
         here = device.type == "cpu" and self.micro_batches.memory_gb is None
         folds = shares and self.forward_options.folded_attention and here
         longest, new_tokens = self.longest_prompt(data.longest_prompt), self.longest_response(self.sampling)
-        branches = 1 if self.env is None else self.env.max_branches
-        shares = shares and branches == 1  # other branches have other prompts
-        lengths = RowLengths(longest, new_tokens, rows, shares=shares, folds=folds and shares, texts=branches)
+        lengths = RowLengths(longest, new_tokens, rows, shares=shares, folds=folds, texts=branches)
         # They are loaded by now, so measured free memory is already without them, and a user's `memory_gb` is not.
         rewards = {REWARD_MODELS: self.reward_functions.weight_bytes} if self.micro_batches.memory_gb else {}
         copies = self.generator.lag if self.generator.lag > 1 else 0

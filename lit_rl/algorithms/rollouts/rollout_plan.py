@@ -353,10 +353,9 @@ def step_counts(
     rows_in_use, tokens = mask.any(1) | ~rollout.rewards.isnan(), mask.sum(1)
     better = torch.zeros_like(tokens) if rollout.verdicts is None else tokens * (rollout.verdicts > 0)
     weight_sums = masked_sum(weights, mask, 1), masked_mean(weights, mask, 1)
-    attended = rollout.completions.attended
     observed = torch.zeros_like(tokens)
-    if attended is not None:
-        observed = (attended & ~rollout.completions.response_mask & mask.any(1, keepdim=True)).sum(1)
+    if rollout.completions.attended is not None:  # of several turns
+        observed = (rollout.completions.observed & mask.any(1, keepdim=True)).sum(1)
     columns = [rows_in_use, tokens, mask.any(1), *weight_sums, better, observed]
     per_row = torch.stack([column.double() for column in columns], dim=1)
     counts = torch.stack(

@@ -298,10 +298,8 @@ class Roles:
 
     def numbers(self, scored: Scored) -> Tensor:
         """Return a number for the role of each completion, long `(b,)`: equal for equal values, in every process."""
-        device = scored.completions.group_id.device
-        return torch.tensor([self._number(value, f"completion {i}") for i, value in enumerate(self._of(scored))]).to(
-            device
-        )
+        numbers = [self._number(value, f"completion {i}") for i, value in enumerate(self._of(scored))]
+        return torch.tensor(numbers, device=scored.completions.group_id.device)
 
     def metrics(self, scored: Scored, baseline: Callable[[int], float] | None) -> Metrics:
         """Return the mean reward of each role of the rollout, and the baseline that the next one will have.

@@ -19,15 +19,14 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.rollouts.scored import Scored, check_reward_name, deciding_rewards
-from lit_rl.algorithms.terms.teachers import RolloutTeacher, TeacherRequest
+from lit_rl.algorithms.terms.teachers import RolloutTeacher, StudentFacts, TeacherRequest
 from lit_rl.core.declared_settings import checked
 from lit_rl.core.episode import Prompt
 from lit_rl.core.errors import ConfigError, DataError, did_you_mean
-from lit_rl.core.rollout import Completions, Sampling
+from lit_rl.core.rollout import Completions
 from lit_rl.data.encode import Encoder
 from lit_rl.data.rendering import row_template_kwargs
 from lit_rl.generation.collect import texts_of
-from lit_rl.models.language_model import LanguageModel
 from lit_rl.ops.distillation import TeacherScores
 from lit_rl.ops.ranges import AtLeastOne, Finite
 from lit_rl.ops.reductions import Metrics
@@ -49,16 +48,18 @@ class PrivilegedContext(ABC):
         check_template("algo.teacher.context.template", template, "context", "prompt")
         self.template = template
 
-    def check(self, columns: Sequence[str], rewards: Sequence[str], group_size: int) -> None:  # noqa: B027
-        """Refuse a run in which there is nothing to show.
-
-        Args:
-            columns: Columns of the data.
-            rewards: Names of the reward functions.
-            group_size: Completions of a prompt.
+    def check(self, student: StudentFacts) -> None:  # noqa: B027 (most show what any run has)
+        """Refuse a run in which there is nothing to show, before anything is loaded.
 
         Raises:
             ConfigError: names the setting.
+        """
+
+    def check_columns(self, columns: Sequence[str]) -> None:  # noqa: B027 (most need none)
+        """Refuse data without a column that is needed.
+
+        Raises:
+            ConfigError: names the setting, and the columns.
         """
 
     @property
@@ -123,7 +124,7 @@ class ColumnContext(PrivilegedContext):
     def columns(self) -> set[str]:
         return {self.column}
 
-    def check(self, columns: Sequence[str], rewards: Sequence[str], group_size: int) -> None:
+    def check_columns(self, columns: Sequence[str]) -> None:
         if self.column not in columns:
             raise ConfigError(
                 f"algo.teacher.context.column={self.column!r} is no column of the data. There are: "
@@ -139,8 +140,9 @@ class ColumnContext(PrivilegedContext):
 class OutcomeContext(PrivilegedContext):
     """The outcome of the rollout (SDPO, 2601.20802): a successful answer of the same group, feedback on the own one.
 
-    A completion succeeds whose reward is at least the threshold. Shown is the first of its group but the completion
-    itself, as text without special tokens. One without a successful sibling and without feedback has no teacher.
+    A completion is a success if its reward is at least the threshold. The teacher of a completion is shown the first
+    success among the others of its group, as text without special tokens. Where there is neither one nor feedback, the
+    completion has no teacher.
 
     Args:
         threshold: Least reward of a success.
@@ -182,21 +184,22 @@ class OutcomeContext(PrivilegedContext):
     def columns(self) -> set[str]:
         return set() if self.feedback is None else {self.feedback}
 
-    def check(self, columns: Sequence[str], rewards: Sequence[str], group_size: int) -> None:
+    def check(self, student: StudentFacts) -> None:
         if self.siblings == "none":
             return
-        if group_size < 2:
+        if student.group_size < 2:
             raise ConfigError(
-                f"algo.group_size={group_size}: the teacher is shown another completion of the same prompt, and there "
-                "is none. Set it to 2 or more (8 is usual), or algo.teacher.context.siblings=none with a feedback."
+                f"algo.group_size={student.group_size}: the teacher is shown another completion of the same prompt, "
+                "and there is none. Set it to 2 or more (8 is usual), or algo.teacher.context.siblings=none with a "
+                "feedback."
             )
-        if not rewards:
+        if not student.reward_names:
             raise ConfigError(
                 "algo.teacher.context: a sibling is successful by its reward, and there is no reward function. Set "
                 "reward, such as exact_match."
             )
         if self.metric is not None:
-            check_reward_name("algo.teacher.context.metric", self.metric, rewards)
+            check_reward_name("algo.teacher.context.metric", self.metric, student.reward_names)
 
     def texts(self, scored: Scored, tokenizer: Any) -> list[str | None]:
         found: list[list[str]] = [[] for _ in range(len(scored.completions))]
@@ -293,25 +296,25 @@ class SelfTeacher(RolloutTeacher):
     def reads_siblings(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.context.reads_siblings
 
-    def check(self, student: LanguageModel, sampling: Sampling) -> None:
-        self._context_length = student.context_length
-        if student.sees:
+    def check(self, student: StudentFacts) -> None:
+        self._context_length = student.model.context_length
+        if student.model.sees:
             raise ConfigError(
-                f"model.name={student.name!r} is a model over images, and algo/teacher=self writes prompts of text "
-                "alone. Take algo/teacher=model or none."
+                f"model.name={student.model.name!r} is a model over images, and algo/teacher=self writes prompts of "
+                "text alone. Take algo/teacher=model or none."
             )
+        if student.env is not None:
+            raise ConfigError(
+                f"env={type(student.env).__name__} writes the prompts of its episodes itself, and algo/teacher=self "
+                "cannot put a context into them. Leave one of them out, or take algo/teacher=model."
+            )
+        self.context.check(student)
 
     def columns_read(self, columns: Sequence[str]) -> set[str]:
         return self.context.columns & {*columns}
 
     def check_data(self, data: Any) -> None:
-        module = data.trainer.lightning_module
-        if module.env is not None:
-            raise ConfigError(
-                f"env={type(module.env).__name__} writes the prompts of its episodes itself, and algo/teacher=self "
-                "cannot put a context into them. Leave one of them out, or take algo/teacher=model."
-            )
-        self.context.check(data.columns, module.reward_functions.names, module.group_size)
+        self.context.check_columns(data.columns)
 
     def _longest(self, response: int) -> int:
         """Return the most tokens of a prompt before a response of so many tokens."""

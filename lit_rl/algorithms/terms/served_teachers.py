@@ -12,11 +12,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lit_rl.algorithms.optim.strategies import shards_weights
-from lit_rl.algorithms.terms.teachers import RolloutTeacher, TeacherRequest
+from lit_rl.algorithms.terms.teachers import RolloutTeacher, StudentFacts, TeacherRequest
 from lit_rl.core import ranks
 from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import ConfigError, DataError, GenerationError, LitRLError, did_you_mean
-from lit_rl.core.rollout import Completions, Sampling
+from lit_rl.core.rollout import Completions
 from lit_rl.generation.teacher_server import TeacherServer
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.references import Scorer
@@ -30,13 +30,12 @@ class ServerTeacher(TeacherServer, RolloutTeacher):
     Every rank asks for its own rows. A lost server ends the run with exit code 5 and a checkpoint, on all ranks.
     """
 
-    def check(self, student: LanguageModel, sampling: Sampling) -> None:
-        self.refuse_other_sampling(sampling)
-        self.student = student
+    def check(self, student: StudentFacts) -> None:
+        self.refuse_other_sampling(student.sampling)
+        self.student = student.model
 
-    def check_data(self, data: object) -> None:
-        prompts = getattr(data, "train_prompts", None)
-        if getattr(prompts, "shown", ()) and any(prompts.shown):  # pyright: ignore[reportOptionalMemberAccess]
+    def check_data(self, data: Any) -> None:
+        if any(data.train_prompts.shown or ()):
             raise ConfigError(
                 "algo/teacher=server: the data have images or videos, and a server of this kind reads token ids alone. "
                 "Take algo/teacher=model."
@@ -78,12 +77,12 @@ class ServerTeacher(TeacherServer, RolloutTeacher):
         top_ids = torch.zeros(*responses.shape, k, dtype=torch.long)
         top = torch.zeros(*responses.shape, k)
         known = torch.zeros(responses.shape, dtype=torch.bool)
-        for i, said in enumerate(answered):
-            finite = said.log_probs.isfinite() & said.top_log_probs.isfinite().all(-1)
+        for i, row in enumerate(answered):
+            finite = row.log_probs.isfinite() & row.top_log_probs.isfinite().all(-1)
             known[i, attended[i]] = finite
-            log_probs[i, attended[i]] = said.log_probs.where(finite, 0)
-            top_ids[i, attended[i]] = said.top_ids.where(finite[:, None], 0)
-            top[i, attended[i]] = said.top_log_probs.where(finite[:, None], 0)
+            log_probs[i, attended[i]] = row.log_probs.where(finite, 0)
+            top_ids[i, attended[i]] = row.top_ids.where(finite[:, None], 0)
+            top[i, attended[i]] = row.top_log_probs.where(finite[:, None], 0)
         device = completions.device
         return TeacherScores(
             log_probs.to(device),
@@ -131,27 +130,27 @@ class ColumnTeachers(RolloutTeacher):
     def columns_read(self, columns: Sequence[str]) -> set[str]:
         return {self.column}.union(*(teacher.columns_read(columns) for teacher in self.teachers.values()))
 
-    def check(self, student: LanguageModel, sampling: Sampling) -> None:
-        self._each("check", student, sampling)
+    def check(self, student: StudentFacts) -> None:
+        self._each("check", student)
 
-    def check_data(self, data: object) -> None:
+    def check_data(self, data: Any) -> None:
         self._each("check_data", data)
-        strategy = getattr(getattr(data, "trainer", None), "strategy", None)
+        strategy = data.trainer.strategy
         if shards_weights(strategy) and not all(isinstance(each, ServerTeacher) for each in self.teachers.values()):
             raise ConfigError(
                 f"algo/teacher=by_column with {type(strategy).__name__}, which shards weights: ranks have different "
                 "numbers of rows for each teacher, and would wait for one another. Take servers (algo/teacher=server "
                 "for each) or strategy=ddp."
             )
-        columns = getattr(data, "columns_of_sets", lambda: [{}])()[0]
+        columns = data.columns_of_sets()[0]
         if self.column not in columns:
             raise ConfigError(
                 f"algo.teacher.column={self.column!r} is no column of the training rows. They have "
                 f"{', '.join(columns) or 'none'}.{did_you_mean(self.column, columns)}"
             )
         rows = Counter(self._named(value) for value in columns[self.column])
-        said = ", ".join(f"{value} {rows[value]}" for value in self.teachers)
-        rank_zero_info(f"Training rows of each teacher ({self.column}): {said}.")
+        counts = ", ".join(f"{value} {rows[value]}" for value in self.teachers)
+        rank_zero_info(f"Training rows of each teacher ({self.column}): {counts}.")
         if unused := [value for value in self.teachers if not rows[value]]:
             rank_zero_info(f"No row has a teacher of algo.teacher.teachers.{', '.join(unused)}: it teaches nothing.")
 
@@ -201,19 +200,19 @@ class ColumnTeachers(RolloutTeacher):
             prompts = [number for number, name in enumerate(names) if name == value]
             # Each teacher is asked on every rank, of one prompt in vain where none is its own: others may wait for it.
             scored = request.scored.prompts(prompts or [0])
-            said, more = teacher.score(replace(request, scored=scored, held=self._held.get(value)))
+            scores, more = teacher.score(replace(request, scored=scored, held=self._held.get(value)))
             rows = _rows_of(prompts, size, response_mask.device)
             count = len(rows)
-            log_probs[rows], mask[rows] = said.log_probs[:count], said.mask[:count]
-            if said.top_ids is not None and said.top_log_probs is not None:
-                top_ids[rows], top_log_probs[rows] = said.top_ids[:count], said.top_log_probs[:count]
+            log_probs[rows], mask[rows] = scores.log_probs[:count], scores.mask[:count]
+            if scores.top_ids is not None and scores.top_log_probs is not None:
+                top_ids[rows], top_log_probs[rows] = scores.top_ids[:count], scores.top_log_probs[:count]
             if not prompts:  # each rank has the same metrics
                 more = {name: _nothing(metric) for name, metric in more.items()}
             share = log_probs.new_tensor([count, shape[0]])
             metrics |= {f"{name}/{value}": metric for name, metric in more.items()}
             metrics |= {
                 f"teacher/rows/{value}": (share[0], share[1]),
-                f"teacher/log_prob/{value}": mean_of(said.log_probs[:count], said.mask[:count]),
+                f"teacher/log_prob/{value}": mean_of(scores.log_probs[:count], scores.mask[:count]),
             }
         if not top:
             return TeacherScores(log_probs, mask), metrics

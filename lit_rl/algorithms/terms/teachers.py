@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import Completions, Rollout, Sampling, select
 from lit_rl.data.encode import Encoder
+from lit_rl.environments.environment_base import Interactive
 from lit_rl.models.forward import TokenScores
 from lit_rl.models.frozen_teacher import Teacher, top_tokens
 from lit_rl.models.language_model import ForwardOptions, LanguageModel
@@ -119,6 +120,17 @@ class TeacherRequest:
         return {"teacher/overlap": mean_of(top_overlap(ids.long(), teacher.top_ids[: len(few)], mask), mask)}
 
 
+@dataclass(frozen=True)
+class StudentFacts:
+    """Settings of a run, known before its data and weights are loaded, that a teacher may not fit."""
+
+    model: LanguageModel
+    sampling: Sampling
+    env: Interactive | None
+    reward_names: Sequence[str]
+    group_size: int
+
+
 class RolloutTeacher(ABC):
     """Abstract base of what scores the tokens of a rollout for distillation."""
 
@@ -128,14 +140,14 @@ class RolloutTeacher(ABC):
     reads_siblings = False
     """True if it is shown other completions of a prompt, so that one rank must have all of them."""
 
-    def check(self, student: LanguageModel, sampling: Sampling) -> None:  # noqa: B027 (most take any)
-        """Refuse a policy that it cannot teach, before anything is loaded. Called once, by the algorithm.
+    def check(self, student: StudentFacts) -> None:  # noqa: B027 (most take any)
+        """Refuse a run that it cannot teach, before anything is loaded. Called once, by the algorithm.
 
         Raises:
             ConfigError: names the setting.
         """
 
-    def check_data(self, data: object) -> None:  # noqa: B027 (most read prompts alone)
+    def check_data(self, data: Any) -> None:  # noqa: B027 (most read prompts alone)
         """Refuse a data module whose rows it cannot teach, before weights are loaded.
 
         Raises:
@@ -157,19 +169,14 @@ class RolloutTeacher(ABC):
             ConfigError: names the setting.
         """
 
-    @property
-    def frozen(self) -> LanguageModel | None:
-        """The description of a second model on the policy's device, for the memory plan. None: there is none."""
-        return None
-
     def module(self, policy: nn.Module) -> Scorer | None:
         """Return the frozen module to hold beside the policy; None if it holds none."""
         return None
 
     @property
     def frozen_models(self) -> dict[str, LanguageModel]:
-        """The descriptions of all such models, by name."""
-        return {} if self.frozen is None else {"teacher": self.frozen}
+        """The descriptions of second models on the policy's device, by name, for the memory plan."""
+        return {}
 
     def companions(self, policy: nn.Module) -> dict[str, Scorer]:
         """Return all modules to hold beside the policy, by the attribute name that each shall have."""
@@ -204,16 +211,16 @@ class ModelTeacher(RolloutTeacher):
         assert self._held is not None, "check comes first"
         return self._held
 
-    def check(self, student: LanguageModel, sampling: Sampling) -> None:
-        self._held = Teacher(self.model, student, self.device, "algo.teacher.model", "algo.teacher.device")
+    def check(self, student: StudentFacts) -> None:
+        self._held = Teacher(self.model, student.model, self.device, "algo.teacher.model", "algo.teacher.device")
 
-    def check_data(self, data: object) -> None:
+    def check_data(self, data: Any) -> None:
         self.held.check_vocabulary()
         self.held.check_differs()
 
     @property
-    def frozen(self) -> LanguageModel | None:
-        return None if self.device == "cpu" else self.held.model
+    def frozen_models(self) -> dict[str, LanguageModel]:
+        return {} if self.device == "cpu" else {"teacher": self.held.model}
 
     def module(self, policy: nn.Module) -> Scorer:
         return self.held.module()
@@ -318,8 +325,43 @@ class SampledKL(DistillationForm):
         return self.coef * kl, {"teacher/kl": mean_of(kl, teacher.mask)}
 
 
+class TopTokensLoss(DistillationForm):
+    """Abstract base of losses over the teacher's likeliest tokens.
+
+    Args:
+        coef: Weight beside the loss of the rewards, above 0.
+        top_k: Number of the teacher's likeliest tokens, at least 1.
+    """
+
+    def __init__(self, coef: float, top_k: int) -> None:
+        super().__init__(coef)
+        self.top = top_k
+
+    def check(self, student: LanguageModel) -> None:
+        tokens = len(student.tokenizer)
+        if self.top > tokens:
+            raise ConfigError(
+                f"algo.distillation.top_k={self.top}: the tokenizer of {student.name!r} has {tokens} tokens. Set it to "
+                f"{tokens} at most; 100 is usual."
+            )
+
+    @abstractmethod
+    def divergence(self, logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tensor:
+        """Return the divergence `(b, t)` over the teacher's tokens, from the log-probs of both `(b, t, k)`."""
+
+    def losses(self, teacher: TeacherScores, scores: TokenScores, old: Tensor) -> tuple[Tensor, Metrics]:
+        assert scores.further is not None and teacher.top_log_probs is not None
+        mask = teacher.mask
+        value = self.divergence(scores.further, teacher.top_log_probs, mask)
+        return self.coef * value, {
+            "teacher/divergence": mean_of(value, mask),
+            "teacher/mass": mean_of(top_mass(teacher.top_log_probs, mask), mask),
+            "teacher/student_mass": mean_of(top_mass(scores.further, mask), mask),
+        }
+
+
 @checked("algo.distillation")
-class TopDivergence(DistillationForm):
+class TopDivergence(TopTokensLoss):
     """A loss: the divergence of the policy from the teacher over the teacher's likeliest tokens.
 
     Args:
@@ -338,34 +380,15 @@ class TopDivergence(DistillationForm):
         beta: Portion = 0.5,
         support: Callable[[Tensor], Tensor] = with_tail,
     ) -> None:
-        super().__init__(coef)
-        self.top, self.beta, self.support = top_k, beta, support
-
-    def check(self, student: LanguageModel) -> None:
-        tokens = len(student.tokenizer)
-        if self.top > tokens:
-            raise ConfigError(
-                f"algo.distillation.top_k={self.top}: the tokenizer of {student.name!r} has {tokens} tokens. Set it to "
-                f"{tokens} at most; 100 is usual."
-            )
+        super().__init__(coef, top_k)
+        self.beta, self.support = beta, support
 
     def divergence(self, logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tensor:
-        """Return the divergence `(b, t)` over the teacher's tokens, from the log-probs of both `(b, t, k)`."""
         return top_divergence(logprobs, teacher_logprobs, mask, beta=self.beta, support=self.support)
-
-    def losses(self, teacher: TeacherScores, scores: TokenScores, old: Tensor) -> tuple[Tensor, Metrics]:
-        assert scores.further is not None and teacher.top_log_probs is not None
-        mask = teacher.mask
-        value = self.divergence(scores.further, teacher.top_log_probs, mask)
-        return self.coef * value, {
-            "teacher/divergence": mean_of(value, mask),
-            "teacher/mass": mean_of(top_mass(teacher.top_log_probs, mask), mask),
-            "teacher/student_mass": mean_of(top_mass(scores.further, mask), mask),
-        }
 
 
 @checked("algo.distillation")
-class TopForwardKL(TopDivergence):
+class TopForwardKL(TopTokensLoss):
     """A loss: the forward KL over the teacher's likeliest tokens with the masses that they have, never below 0.
 
     verl's; see :func:`~lit_rl.ops.distillation.top_forward_kl`.
@@ -376,7 +399,7 @@ class TopForwardKL(TopDivergence):
     """
 
     def __init__(self, coef: Positive = 1.0, top_k: AtLeastOne = 32) -> None:
-        super().__init__(coef, top_k, beta=0.0)
+        super().__init__(coef, top_k)
 
     def divergence(self, logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tensor:
         return top_forward_kl(logprobs, teacher_logprobs, mask)
@@ -419,25 +442,20 @@ class Distillation:
         self.teacher, self.alone = teacher, alone
         self.form = TeacherAdvantage() if form is None else form
 
-    @property
-    def reads_reference(self) -> bool:
-        """True if the teacher scores with the run's reference."""
-        return self.teacher.reads_reference
-
-    def check(self, student: LanguageModel, sampling: Sampling) -> None:
-        """Refuse a policy or a sampling that do not fit, before anything is loaded.
+    def check(self, student: StudentFacts) -> None:
+        """Refuse a run that does not fit, before anything is loaded.
 
         Raises:
             ConfigError: names the setting.
         """
-        if self.form.top and sampling.reshaped:
-            keys = ", ".join(f"sampling.{name}={getattr(sampling, name)}" for name in sampling.reshaped)
+        if self.form.top and (reshaped := student.sampling.reshaped):
+            keys = ", ".join(f"sampling.{name}={getattr(student.sampling, name)}" for name in reshaped)
             raise ConfigError(
                 f"{keys}: the likeliest tokens of teacher and policy are compared under softmax(logits / temperature) "
                 "alone. Leave it out, or set algo/distillation=policy_gradient or reverse_kl."
             )
-        self.form.check(student)
-        self.teacher.check(student, sampling)
+        self.form.check(student.model)
+        self.teacher.check(student)
 
     def at_rollout(self, rollout: Rollout, teacher: TeacherScores) -> tuple[Rollout, Metrics]:
         """Return the rollout with what the teacher says of it, and metrics.
@@ -477,13 +495,13 @@ class Distillation:
         return (per_token if self.form.in_advantages else per_token + losses), metrics
 
 
-def check_pair(teacher: RolloutTeacher | None, form: DistillationForm | None, advantage: Callable[..., Tensor]) -> None:
+def check_pair(teacher: RolloutTeacher | None, form: DistillationForm | None, *, alone: bool) -> None:
     """Refuse a form without a teacher, and advantages that learn nothing without one.
 
     Args:
         teacher: Who scores the tokens, if anybody.
         form: How the policy learns.
-        advantage: The estimator of the advantages from rewards.
+        alone: Whether nothing is learned from rewards.
 
     Raises:
         ConfigError: names the setting.
@@ -495,7 +513,7 @@ def check_pair(teacher: RolloutTeacher | None, form: DistillationForm | None, ad
             f"algo/distillation: {type(form).__name__} is how the policy learns from a teacher, and there is none. Set "
             "algo/teacher (model, self), or leave it out."
         )
-    if name_of(advantage) == "no_advantage":
+    if alone:
         raise ConfigError(
             "algo/advantage=none: nothing is learned from the rewards, and there is no teacher, so nothing would be "
             "learned at all. Set algo/teacher (model, self), or another algo/advantage, such as group_normalized."
