@@ -171,10 +171,12 @@ def _run_as_rank_0(config: DictConfig, meeting: Rendezvous | None) -> int:
             return 0
         newest = config.ckpt_path == "last"
         start = _start(config, run_dir)
+        named_by_time = not config.run_dir and not is_sweep()
         if config.task != "fit" and config.run_dir:
             run_dir = RunDir(run_dir.path / f"{config.task}_{datetime.now():%Y-%m-%d_%H%M%S}")
+            named_by_time = True
         missing = run_dir.missing_folders()
-        if writes and not config.run_dir and not is_sweep():
+        if writes and named_by_time:
             run_dir, missing = _reserved(run_dir.path)
         # Processes that Lightning starts for other ranks are told, so that all agree.
         os.environ[TOLD_FOLDER], os.environ[TOLD_CHECKPOINT] = str(run_dir.path.absolute()), config.ckpt_path or ""

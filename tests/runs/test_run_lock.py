@@ -144,15 +144,20 @@ def test_runs_that_begin_in_one_second_have_folders_of_their_own(
         def now() -> Stopped:
             return Stopped()
 
-        @staticmethod
-        def strftime(form: str) -> str:
+        def __format__(self, form: str) -> str:
             return "2026-11-26_120000"
 
+        strftime = __format__
+
     monkeypatch.setattr("lit_rl.cli.run_info.datetime", Stopped)
+    monkeypatch.setattr("lit_rl.cli.hydra_app.datetime", Stopped)
     for _ in range(2):
         assert train(*SMALL, "trainer.max_steps=1") == 0
     first, second = sorted(path.name for path in (tmp_path / "runs").iterdir())
     assert second == f"{first}_2"
+    for _ in range(2):
+        assert train(*SMALL, "task=eval", "run_dir=mine", "eval.limit=1") == 0
+    assert {path.name for path in (tmp_path / "mine").iterdir()} == {"eval_2026-11-26_120000", "eval_2026-11-26_120000_2"}
 
 
 def test_runs_that_begin_at_one_moment_have_folders_of_their_own(tmp_path: Path) -> None:
