@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lit_rl.core.rollout import Completions, Width, columns_of
-from lit_rl.core.transfers import to_device
+from lit_rl.core.transfers import left_pad, right_pad, to_device
 
 
 @dataclass
@@ -188,9 +188,9 @@ def branches_of(completions: Completions) -> Branches:
     responses, own = [branch.places[branch.prompt :] for _, branch in listed], [set(branch.own) for _, branch in listed]
     places = _Places(
         row=torch.tensor([row for row, _ in listed]),
-        prompt=_padded([branch.places[: branch.prompt] for _, branch in listed], left=True),
-        response=_padded(responses),
-        own=_padded([[place in mine for place in each] for mine, each in zip(own, responses)], False),
+        prompt=left_pad([branch.places[: branch.prompt] for _, branch in listed], _NOTHING)[0],
+        response=right_pad(responses, _NOTHING)[0],
+        own=right_pad([[place in mine for place in each] for mine, each in zip(own, responses)], False)[0],
     )
     branch_of, column_of = torch.zeros_like(host.response_ids), torch.zeros_like(host.response_ids)
     for number, ((row, branch), response) in enumerate(zip(listed, responses)):
@@ -221,12 +221,6 @@ class _Places(NamedTuple):
 
     def to(self, device: torch.device) -> _Places:
         return _Places(*(to_device(each, device) for each in self))
-
-
-def _padded(rows: Sequence[Sequence[int]], fill: int = _NOTHING, *, left: bool = False) -> Tensor:
-    width = max(map(len, rows))
-    pads = [[fill] * (width - len(row)) for row in rows]
-    return torch.tensor([[*pad, *row] if left else [*row, *pad] for pad, row in zip(pads, rows)])
 
 
 def _rows_of(completions: Completions, places: _Places, prompts: Tensor) -> Completions:

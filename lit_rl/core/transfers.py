@@ -2,7 +2,7 @@
 
 A value of a device can be read on the host only once all work queued before is done, and meanwhile the host
 queues no more. So sizes and choices are read from copies in the host's memory, and numbers that are logged
-cross together.
+cross together. Rows of numbers become tensors here too.
 """
 
 from __future__ import annotations
@@ -110,3 +110,20 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     (pytorch issue 189690).
     """
     return tensor.to(device, non_blocking=device.type != "mps")
+
+
+def left_pad(rows: Sequence[Sequence[Any]], fill: Any) -> tuple[Tensor, Tensor]:
+    """Return rows of numbers as one tensor ``(n, longest)`` on the CPU, with `fill` before them, and the bool mask of
+    what is theirs."""
+    width = max(map(len, rows))
+    lengths = torch.tensor([len(row) for row in rows])
+    values = torch.tensor([[fill] * (width - len(row)) + list(row) for row in rows])
+    return values, torch.arange(width) >= width - lengths[:, None]
+
+
+def right_pad(rows: Sequence[Sequence[Any]], fill: Any) -> tuple[Tensor, Tensor]:
+    """Return the same, padded behind them."""
+    width = max(map(len, rows))
+    lengths = torch.tensor([len(row) for row in rows])
+    values = torch.tensor([list(row) + [fill] * (width - len(row)) for row in rows])
+    return values, torch.arange(width) < lengths[:, None]

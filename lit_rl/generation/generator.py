@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import ConfigError, GenerationError, NumericError, is_out_of_memory
 from lit_rl.core.rollout import Completions, Prompts, Sampling
-from lit_rl.core.transfers import in_one_transfer
+from lit_rl.core.transfers import in_one_transfer, left_pad
 from lit_rl.core.vision_inputs import Later, PromptVision, Vision
 from lit_rl.generation import noise
 from lit_rl.models.language_model import LanguageModel
@@ -413,14 +413,6 @@ class Decoded:
     turn: Tensor | None = None
     later: tuple[tuple[Later, ...], ...] | None = None
     """The images in each row's response. None: there are none."""
-
-
-def left_pad(token_ids: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Return long ids and bool mask, both ``(n, p)``, on the CPU."""
-    width = max(map(len, token_ids))
-    lengths = torch.tensor([len(ids) for ids in token_ids])
-    ids = torch.tensor([[pad_id] * (width - len(ids)) + list(ids) for ids in token_ids])
-    return ids, torch.arange(width) >= width - lengths[:, None]
 
 
 def has_padding(token_ids: Sequence[Sequence[int]]) -> bool:

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import ConfigError, GenerationError, LitRLError
 from lit_rl.core.rollout import Prompts, Sampling
-from lit_rl.core.transfers import in_one_transfer
+from lit_rl.core.transfers import in_one_transfer, left_pad
 from lit_rl.core.vision_inputs import Vision, with_later
 from lit_rl.generation.engine_kwargs import KEY, transformers_names
-from lit_rl.generation.generator import DecodeBatch, Decoded, InProcessGenerator, decode_batches, has_padding, left_pad
+from lit_rl.generation.generator import DecodeBatch, Decoded, InProcessGenerator, decode_batches, has_padding
 from lit_rl.generation.responses import Responses
 from lit_rl.generation.token_sampler import Drawn, TokenSampler
 from lit_rl.models.forward_inputs import forward_parameters, masks_that_hide

@@ -34,6 +34,7 @@ from lit_rl.core.interrupts import TimeLimitExceeded, time_limit
 from lit_rl.core.process_state import is_raised_by_user_code, mix_seed, preserve_process_state, seed_generators
 from lit_rl.core.ranks import background_thread
 from lit_rl.core.rollout import Completions, PromptBatch, Prompts
+from lit_rl.core.transfers import right_pad
 from lit_rl.core.user_functions import load_by_path
 from lit_rl.data.rendering import encode_prompt
 from lit_rl.environments.environment_base import EpisodeRequest, EpisodeSource, Interactive
@@ -658,28 +659,22 @@ class ReturnedRollout:
         """Return `Completions.follows`; None where every token stands behind the one before it."""
         if not any(row.forks for row in self.rows):
             return None
-        return _padded([row.follows for row in self.rows], 0)
+        return right_pad([row.follows for row in self.rows], 0)[0]
 
     def decoded(self, asked: Prompts) -> Decoded:
         """Return the completions as tensors."""
-        width = max(len(row.token_ids) for row in self.rows)
-        there = torch.arange(width) < torch.tensor([len(row.token_ids) for row in self.rows])[:, None]
+        ids, there = right_pad([row.token_ids for row in self.rows], asked.pad_id)
         return Decoded(
-            ids=_padded([row.token_ids for row in self.rows], asked.pad_id),
-            mask=_padded([row.written for row in self.rows], False),
-            logprobs=_padded([row.logprobs for row in self.rows], 0.0).float(),
+            ids=ids,
+            mask=right_pad([row.written for row in self.rows], False)[0],
+            logprobs=right_pad([row.logprobs for row in self.rows], 0.0)[0].float(),
             ended=torch.tensor(
                 [row.token_ids[-1] in asked.eos_ids if row.ended is None else row.ended for row in self.rows]
             ),
             kept_logmass=None,
             attended=there if self.has_mask else None,
-            turn=_padded([row.turns for row in self.rows], 0) if self.has_mask else None,
+            turn=right_pad([row.turns for row in self.rows], 0)[0] if self.has_mask else None,
         )
-
-
-def _padded(values: Sequence[Sequence[Any]], fill: Any) -> torch.Tensor:
-    width = max(map(len, values))
-    return torch.tensor([[*row, *[fill] * (width - len(row))] for row in values])
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from lit_rl.core.errors import ConfigError, RewardError, StorageError
 from lit_rl.core.examples import TokenBatch
 from lit_rl.core.other_names import column
+from lit_rl.core.transfers import right_pad
 from lit_rl.core.vision_inputs import PromptVision, Vision
 
 if TYPE_CHECKING:
@@ -416,9 +417,8 @@ def logits_of(
     own = text_config.pad_token_id
     # A decoder reads its score at the last token that is not the pad, so a pad of ours may end no row.
     pad = own if own is not None else next(i for i in range(len(rows) + 1) if all(row[-1] != i for row in rows))
-    width = max(map(len, rows))
-    ids = torch.tensor([[*row, *[pad] * (width - len(row))] for row in rows], device=model.device)
-    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=model.device)
+    ids, mask = right_pad(rows, pad)
+    ids, mask = ids.to(model.device), mask.long().to(model.device)
     text_config.pad_token_id = pad
     try:
         with torch.autocast(model.device.type, enabled=False):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lit_rl.core.declared_settings import checked
 from lit_rl.core.episode import Prompt
 from lit_rl.core.errors import ConfigError, RewardError, StorageError
+from lit_rl.core.transfers import right_pad
 from lit_rl.ops.ranges import AtLeastOne, PositiveFinite, Range
 from lit_rl.rewards.classifiers import OnRunDevice
 from lit_rl.rewards.contract import Completion, content_of, text_of
@@ -170,9 +171,9 @@ def _prompt_text(prompt: Prompt) -> str:
 @torch.no_grad()
 def _logits(model: Any, rows: Sequence[Sequence[int]]) -> Tensor:
     """Return float32 ``(b,)``: by how much the first completion of each row is better."""
-    width, pad = max(map(len, rows)), model.config.pad_token_id or 0
-    ids = torch.tensor([[*row, *[pad] * (width - len(row))] for row in rows], device=model.device)
-    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=model.device)
+    pad = model.config.pad_token_id or 0
+    ids, mask = right_pad(rows, pad)
+    ids, mask = ids.to(model.device), mask.long().to(model.device)
     with torch.autocast(model.device.type, enabled=False):
         return model(ids, mask).float()
 

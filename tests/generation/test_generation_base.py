@@ -12,8 +12,9 @@ from torch import nn
 
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import Prompts, Sampling
+from lit_rl.core.transfers import left_pad, right_pad
 from lit_rl.generation import Generator
-from lit_rl.generation.generator import as_generator, context_length, decode_batches, left_pad, rollout_mode
+from lit_rl.generation.generator import as_generator, context_length, decode_batches, rollout_mode
 from lit_rl.generation.hf import HFGenerator, blank_generation_config
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.noise import row_keys
@@ -76,10 +77,14 @@ def test_a_subclass_without_both_verbs_cannot_be_made() -> None:
         Half()  # pyright: ignore[reportAbstractUsage]
 
 
-def test_left_pad() -> None:
-    ids, mask = left_pad([[5], [6, 7, 8], [9, 9]], pad_id=9)
+def test_rows_are_padded_before_or_behind_them_and_the_mask_says_what_is_theirs() -> None:
+    rows = [[5], [6, 7, 8], [9, 9]]
+    ids, mask = left_pad(rows, 9)
     assert ids.tolist() == [[9, 9, 5], [6, 7, 8], [9, 9, 9]]
-    assert mask.int().tolist() == [[0, 0, 1], [1, 1, 1], [0, 1, 1]]
+    assert mask.tolist() == [[False, False, True], [True] * 3, [False, True, True]]
+    ids, mask = right_pad(rows, 9)
+    assert ids.tolist() == [[5, 9, 9], [6, 7, 8], [9, 9, 9]]
+    assert mask.tolist() == [[True, False, False], [True] * 3, [True, True, False]]
 
 
 @given(

@@ -24,6 +24,7 @@ from lit_rl.core.declared_settings import checked
 from lit_rl.core.episode import Prompt
 from lit_rl.core.errors import ConfigError, DataError, did_you_mean
 from lit_rl.core.rollout import Completions
+from lit_rl.core.transfers import left_pad
 from lit_rl.data.encode import Encoder
 from lit_rl.data.rendering import row_template_kwargs
 from lit_rl.generation.collect import texts_of
@@ -369,8 +370,6 @@ def with_prompts(completions: Completions, prompts: Sequence[Sequence[int] | Non
     host = completions.on_host
     own = [ids[mask].tolist() for ids, mask in zip(host.prompt_ids, host.prompt_mask)]
     rows = [mine if other is None else list(other) for mine, other in zip(own, prompts, strict=True)]
-    width = max(map(len, rows))
-    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
-    mask = torch.arange(width) >= width - torch.tensor([len(row) for row in rows])[:, None]
+    ids, mask = left_pad(rows, 0)
     moved = {"prompt_ids": ids.to(completions.device), "prompt_mask": mask.to(completions.device)}
     return replace(completions, **moved, episodes=None, host=None)

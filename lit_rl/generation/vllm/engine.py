@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lit_rl.core.errors import ConfigError, GenerationError, LitRLError, NumericError
 from lit_rl.core.rollout import Completions, Prompts, Sampling
+from lit_rl.core.transfers import right_pad
 from lit_rl.core.vision_inputs import Picture
 from lit_rl.core.visuals import VideoRef
 from lit_rl.generation.generator import Decoded, EngineLost, assemble
@@ -234,13 +235,11 @@ def completions_of(
     rows = [answer for group in answers for answer in group]
     for row, answer in enumerate(rows):
         check_answer(answer, row, version, forbidden)
-    width = max(len(answer.token_ids) for answer in rows)
-    lengths = torch.tensor([len(answer.token_ids) for answer in rows])
-    ids = torch.tensor([answer.token_ids + [prompts.pad_id] * (width - len(answer.token_ids)) for answer in rows])
-    logprobs = torch.tensor([answer.logprobs + [0.0] * (width - len(answer.logprobs)) for answer in rows])
+    ids, mask = right_pad([answer.token_ids for answer in rows], prompts.pad_id)
+    logprobs, _ = right_pad([answer.logprobs for answer in rows], 0.0)
     decoded = Decoded(
         ids=ids.to(device),
-        mask=(torch.arange(width) < lengths[:, None]).to(device),
+        mask=mask.to(device),
         logprobs=logprobs.float().to(device),
         ended=torch.tensor([answer.ended for answer in rows], device=device),
         kept_logmass=None,
