@@ -200,6 +200,7 @@ class SupervisedText:
         prompt = None if key is None else split_prompt(row, where, prompt_key=key)[0]
         if isinstance(text, list) and key is None:
             messages = check_conversation(text, f"{where}: {self.text_key}")
+            assert isinstance(messages, list)
             prompt, text = messages[:-1], [each for each in messages[-1:] if each["role"] == "assistant"]
         elif isinstance(text, list) or isinstance(prompt, list):
             prompt, (text,) = check_completions(prompt, {self.text_key: text}, where, None)
@@ -221,7 +222,7 @@ class SupervisedText:
     def _chat(self) -> bool:
         """True if images come with a plain prompt: all plain prompts are messages then, as in SFT."""
         rows = map(self._row, range(len(self.rows)))
-        return any(isinstance(row.get(self.prompt_key), str) and images_in(row) for row in rows)
+        return any(isinstance(row.get(self.prompt_key or ""), str) and images_in(row) for row in rows)
 
     @cached_property
     def _first_shown(self) -> dict[int, tuple[Visual, ...]]:

