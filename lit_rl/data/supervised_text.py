@@ -226,5 +226,5 @@ class SupervisedText:
 
     @cached_property
     def _first_shown(self) -> dict[int, tuple[Visual, ...]]:
-        """What the rows showed when they were first read: a file that changes later is an error."""
+        """The images of rows as they were first read: a file that changes later is an error."""
         return {}
