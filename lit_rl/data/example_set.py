@@ -164,7 +164,7 @@ class ExampleSet:
         return text.ids[: text.prompt_tokens], [] if shown is None else list(map(str, shown.visuals))
 
     def batch(
-        self, rows: Sequence[int], before: Sequence[int], totals: Totals, *, step: int, slot: int
+        self, rows: Sequence[int], before: Sequence[int], totals: Totals, *, step: int, slot: int, width: int = 0
     ) -> ExampleBatch:
         """Return the given rows as a micro-batch.
 
@@ -175,13 +175,14 @@ class ExampleSet:
             totals: Totals of the step.
             step: Number of the step.
             slot: Number of this micro-batch.
+            width: Columns of its tokens, at least.
         """
         common: dict[str, Any] = {"rows": list(rows), "totals": totals, "step": step, "slot": slot}
         if self.packs is not None:
-            return TextBatch(token_batch([self.packs[row] for row in rows], self.pad_id), **common)
+            return TextBatch(token_batch([self.packs[row] for row in rows], self.pad_id, width), **common)
         examples = [self.examples[row] for row in rows]
         texts = [[text] for part in zip(*(example.texts for example in examples)) for text in part]
-        tokens = replace(token_batch(texts, self.pad_id), vision=self._vision(rows, len(texts) // len(rows)))
+        tokens = replace(token_batch(texts, self.pad_id, width), vision=self._vision(rows, len(texts) // len(rows)))
         if self.kind in ("pairs", "triples"):
             margins = [example.margin for example in examples]
             known = None if any(margin is None for margin in margins) else torch.tensor(margins)
@@ -213,9 +214,10 @@ class ExampleSet:
         return self.examples[row].texts if self.packs is None else self.packs[row]
 
 
-def token_batch(rows: Sequence[Sequence[Encoded]], pad_id: int) -> TokenBatch:
-    """Return rows of pieces, padded on the right, with segments where a row has several pieces."""
-    width = max(2, *(sum(map(len, pieces)) for pieces in rows))
+def token_batch(rows: Sequence[Sequence[Encoded]], pad_id: int, width: int = 0) -> TokenBatch:
+    """Return rows of pieces, padded on the right to `width` columns or more, with segments where a row has several
+    pieces."""
+    width = max(2, width, *(sum(map(len, pieces)) for pieces in rows))
     input_ids = torch.full((len(rows), width), pad_id)
     attended, learned = (torch.zeros((len(rows), width), dtype=torch.bool) for _ in range(2))
     segment = torch.zeros((len(rows), width), dtype=torch.long)

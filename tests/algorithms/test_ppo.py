@@ -18,8 +18,10 @@ from lit_rl.algorithms.evaluation.summary_statistics import Averages
 from lit_rl.algorithms.optim.optimizers import ByPath
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.core.errors import ConfigError, DataError
+from lit_rl.core.examples import TokenBatch
 from lit_rl.core.rollout import Rollout, Sampling
 from lit_rl.data.encode import Encoder
+from lit_rl.data.example_set import ExampleSet
 from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.supervised_text import SupervisedText
 from lit_rl.data.tasks import Addition
@@ -296,6 +298,12 @@ def texts(tmp_path):
     return path
 
 
+def whole(texts: ExampleSet) -> TokenBatch:
+    """All texts of a step as one batch."""
+    rows = range(len(texts))
+    return texts.batch(rows, (), texts.totals(rows), step=0, slot=0).tokens
+
+
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_supervised_text_adds_its_cross_entropy_however_the_step_is_cut(accumulate, texts, tmp_path):
     def change(**settings: Any) -> dict[str, torch.Tensor]:
@@ -310,7 +318,7 @@ def test_supervised_text_adds_its_cross_entropy_however_the_step_is_cut(accumula
 
     policy = ppo()
     policy.configure_model()
-    batch = text.batch(Encoder(policy.tokenizer), 0, policy.seed)
+    batch = whole(text.step(Encoder(policy.tokenizer), 0, policy.seed))
     ids, attention, learned = batch.input_ids, batch.attention_mask, batch.loss_mask
     loss = torch.zeros(())
     for row in range(len(ids)):  # one text at a time, without padding
@@ -332,7 +340,7 @@ def test_beside_grpo_the_weight_of_the_text_decays_and_its_tokens_count_by_their
         def on_before_optimizer_step(self, trainer, pl_module, optimizer):
             step, policy = trainer.global_step, pl_module.policy
             seen.append((pl_module.supervised.weight(step), {n: p.grad.clone() for n, p in policy.named_parameters()}))
-            batch = text.batch(Encoder(pl_module.tokenizer), step, pl_module.seed)
+            batch = whole(text.step(Encoder(pl_module.tokenizer), step, pl_module.seed))
             scores = score_texts(policy, batch).logprobs
             p = scores.detach().exp()
             loss = -(p * (1 - p) * scores)[batch.learned].sum() / batch.learned.sum()

@@ -174,9 +174,9 @@ def test_no_text_teaches_a_placeholder(toy: Toy, tmp_path: Path) -> None:
         learned(toy, {"input_ids": [other, barred]})
     texts = tmp_path / "texts.jsonl"
     texts.write_text(json.dumps({"text": f"see {toy.model.processor.reserved[0]}"}) + "\n")
-    SupervisedText(str(texts)).check(Encoder(toy.model.tokenizer), None)
+    SupervisedText(str(texts)).check(Encoder(toy.model.tokenizer))
     with pytest.raises(DataError, match=r"texts\.jsonl:1 holds the text .* stands for an image"):
-        SupervisedText(str(texts)).check(Encoder(toy.model.tokenizer), toy.model.processor)
+        SupervisedText(str(texts)).check(Encoder(toy.model.tokenizer, processor=toy.model.processor))
 
 
 def test_new_tokens_of_a_template_and_adapters(toy_folder: Any, tmp_path: Path) -> None:

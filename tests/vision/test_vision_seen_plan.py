@@ -17,7 +17,7 @@ from vision_seen import Toy, image
 from vision_toys import of_idefics, picture, shown, text_of, tokenizer_of
 
 from lit_rl.algorithms import DPO, GRPO
-from lit_rl.algorithms.checks.memory import Memory, MemoryPlan, Network, NumberSizes, RowLengths
+from lit_rl.algorithms.checks.memory import AuxiliaryTexts, Memory, MemoryPlan, Network, NumberSizes, RowLengths
 from lit_rl.algorithms.checks.model_sizes import (
     LargestPrompt,
     critic_network,
@@ -26,6 +26,7 @@ from lit_rl.algorithms.checks.model_sizes import (
     policy_network,
     with_images,
 )
+from lit_rl.core.examples import TokenBatch
 from lit_rl.core.rollout import Completions, Sampling
 from lit_rl.core.vision_inputs import Vision
 from lit_rl.data.example_module import PreferenceDataModule
@@ -33,7 +34,7 @@ from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Digits
 from lit_rl.models import LanguageModel, Lora
 from lit_rl.models.critics import AdapterCritic, SeparateCritic
-from lit_rl.models.forward import score
+from lit_rl.models.forward import score, score_texts
 from lit_rl.models.language_model import ForwardOptions
 from lit_rl.runs.plan import prepare_plan
 from lit_rl.runs.run_dir import RunDir
@@ -80,9 +81,9 @@ class Case:
         lengths = RowLengths(len(ids), response, group=GROUP, shares=shared)
         tokens = sum(token in model.processor.placeholders for token in ids)
 
-        def planned(network: Network) -> MemoryPlan:
-            memory = Memory(network, NUMBERS, lengths, decoding=lengths)
-            shown = with_images(memory, model, LargestPrompt(vision, tokens))
+        def planned(network: Network, texts: AuxiliaryTexts | None = None) -> MemoryPlan:
+            memory = Memory(network, NUMBERS, lengths, auxiliary=texts, decoding=lengths)
+            shown = with_images(memory, model, *[LargestPrompt(vision, tokens)] * (1 if texts is None else 2))
             return shown.plan(len(self.rows), len(self.rows), steps_in_parts=True)
 
         self.planned, self.plan = planned, planned(self.network)
@@ -143,6 +144,34 @@ def test_what_is_planned_is_what_autograd_keeps_and_tensors_take(folder: Path, f
     with Live() as live:
         case.loss().backward()
     assert of_steps(learning) == pytest.approx(live.peak, rel=0.15)
+
+
+@pytest.mark.parametrize(("freeze", "images"), [((), 1), (ALL, 1), (ALL, 8)])
+def test_texts_that_show_images_are_planned_beside_the_rows(folder: Path, freeze: Any, images: int) -> None:
+    """They show as much as the rows do, of one image or of several."""
+    case = Case(LanguageModel(str(folder), freeze=freeze), shared=False, images=images, response=RESPONSE // images)
+    count = len(case.prompts)
+    ids = torch.cat([case.rows.prompt_ids, case.rows.response_ids], 1)[::GROUP]
+    learned = torch.ones_like(ids, dtype=torch.bool)
+    learned[:, : 1 - RESPONSE // images] = False
+    vision = Vision.of([seen for _, seen in case.prompts], 1)
+    texts = TokenBatch(ids, torch.ones_like(learned), learned, vision=vision)
+
+    def loss() -> torch.Tensor:
+        return (
+            case.loss()
+            + score_texts(case.policy, texts, options=ForwardOptions(True, False, False, False)).logprobs.sum()
+        )
+
+    learning = case.planned(case.network, AuxiliaryTexts(count, len(case.rows), ids.shape[1])).learning
+    planned = learning["activations"] + learning.get("activations of images", 0)
+    assert planned == pytest.approx(case.kept(loss), rel=0.08)
+    loss().backward()  # from here on there are gradients, which are planned apart
+    gc.collect()
+    with Live() as live:
+        loss().backward()
+    # The pixels of both passes are planned together; those that no part keeps are gone when the second one runs.
+    assert 0.85 * live.peak < of_steps(learning) < 1.4 * live.peak
 
 
 def test_a_frozen_tower_works_before_the_text_runs(folder: Path) -> None:

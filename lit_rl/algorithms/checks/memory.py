@@ -224,11 +224,13 @@ class AuxiliaryTexts:
         texts: Texts of an optimizer step, over all ranks.
         rows: Rows of the same step, over all ranks.
         tokens: Most tokens of a text. All are scored.
+        sight: Most memory of what a text shows; None where none shows anything.
     """
 
     texts: int
     rows: int
     tokens: int
+    sight: VisionMemory | None = None
 
     def call(self, rows: int) -> ForwardCall:
         """Return the call of the texts that go with a number of rows."""
@@ -384,6 +386,8 @@ class Memory:
         total = sum(self._activation_bytes(network, rows) for network in networks)
         parts = {"activations": total, "logits": self._logit_bytes(rows)}
         vision = [(network.sight, self._prompts_seen(network, rows)) for network in networks]
+        if self.auxiliary is not None:
+            vision += [(self.auxiliary.sight, self.auxiliary.call(rows).rows)]
         images = {
             "pixels": sum(prompts * sight.pixels for sight, prompts in vision if sight),
             "activations of images": sum(prompts * sight.kept for sight, prompts in vision if sight),
@@ -468,6 +472,9 @@ class Memory:
         if self.critic is not None or self.auxiliary is not None:
             layer_bytes += logits
         vision_bytes = max(self._vision_working(network, rows) for network in filter(None, (self.policy, self.critic)))
+        if self.auxiliary is not None and (sight := self.auxiliary.sight) is not None:  # before their own activations
+            call = self.auxiliary.call(rows)
+            vision_bytes = max(vision_bytes, call.rows * sight.working - self._call_bytes(self.policy, call))
         most = max(layer_bytes, head_bytes, vision_bytes, self._second_gradients(rows) if steps_in_parts else 0)
         sums_head_gradient = self.policy.adapters == 0 and head != "none" and steps_in_parts
         learning = most + (4 * self.policy.shape.head if sums_head_gradient else 0)

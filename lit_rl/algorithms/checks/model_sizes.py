@@ -18,7 +18,7 @@ images do. Where a model pools features behind its projector (LLaVA-OneVision, o
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -44,6 +44,7 @@ from lit_rl.algorithms.optim.optimizers import AdamW8bit, AdamWSplit, ByPath
 from lit_rl.algorithms.optim.strategies import offload_policy, shards_weights
 from lit_rl.core import upstream
 from lit_rl.core.vision_inputs import PromptVision
+from lit_rl.data.example_set import Example
 from lit_rl.data.visual_prompts import Processor, count_placeholders
 from lit_rl.models.adapters import Lora
 from lit_rl.models.critics import AdapterCritic, Critic, SeparateCritic, SharedTrunk
@@ -147,19 +148,25 @@ class LargestPrompt:
 
 def find_largest_prompt(data: Any, processor: Processor) -> LargestPrompt | None:
     """Return the training prompt with most image tokens, of a loaded data module; None without images."""
+    if not hasattr(data, "peek"):
+        return largest_example(data.corpus.train.examples, processor)
+    return _largest(data.peek(data.report["train"]["kept"]).prompt_ids, data.vision, processor)
 
-    images = partial(count_placeholders, processor.placeholders)
-    if hasattr(data, "peek"):
-        counts = list(map(images, data.peek(data.report["train"]["kept"]).prompt_ids))
-        vision_of = data.vision
-    else:
-        examples = data.corpus.train.examples
-        counts = [images(example.texts[0].ids) for example in examples]
 
-        def vision_of(row: int) -> PromptVision | None:
-            shown = examples[row].shown
-            return shown.vision(processor, row) if shown else None
+def largest_example(examples: Sequence[Example], processor: Processor) -> LargestPrompt | None:
+    """Return the images of the example with most image tokens; None without images."""
 
+    def vision_of(row: int) -> PromptVision | None:
+        shown = examples[row].shown
+        return shown.vision(processor, row) if shown else None
+
+    return _largest([example.texts[0].ids for example in examples], vision_of, processor)
+
+
+def _largest(
+    prompts: Iterable[Sequence[int]], vision_of: Callable[[int], PromptVision | None], processor: Processor
+) -> LargestPrompt | None:
+    counts = list(map(partial(count_placeholders, processor.placeholders), prompts))
     most = max(range(len(counts)), key=counts.__getitem__, default=None)
     vision = vision_of(most) if most is not None and counts[most] else None
     return LargestPrompt(vision, counts[most]) if vision is not None and most is not None else None
@@ -168,19 +175,26 @@ def find_largest_prompt(data: Any, processor: Processor) -> LargestPrompt | None
 # ---------------------------------------------------------------------- in a plan
 
 
-def with_images(memory: Memory, model: LanguageModel, largest: LargestPrompt | None) -> Memory:
-    """Return the memory of a run with images, no more of them than in the largest prompt."""
+def with_images(
+    memory: Memory, model: LanguageModel, largest: LargestPrompt | None, of_texts: LargestPrompt | None = None
+) -> Memory:
+    """Return the memory of a run with images, no more of them than in the largest prompt, and in the largest of the
+    auxiliary texts."""
     shape = vision_shape(model)
-    if shape is None or largest is None:
+    if shape is None:
         return memory
 
-    def with_vision(network: Network) -> Network:
-        return replace(
-            network, sight=vision_memory(shape, largest, memory.numbers, network.frozen, network.checkpointing)
-        )
+    def sight(network: Network, most: LargestPrompt | None) -> VisionMemory | None:
+        how = network.frozen, network.checkpointing
+        return None if most is None else vision_memory(shape, most, memory.numbers, *how)
 
-    critic = None if memory.critic is None else with_vision(memory.critic)
-    return replace(memory, policy=with_vision(memory.policy), critic=critic)
+    policy, critic, auxiliary = memory.policy, memory.critic, memory.auxiliary
+    return replace(
+        memory,
+        policy=replace(policy, sight=sight(policy, largest)),
+        critic=None if critic is None else replace(critic, sight=sight(critic, largest)),
+        auxiliary=None if auxiliary is None else replace(auxiliary, sight=sight(policy, of_texts)),
+    )
 
 
 def vision_memory(
@@ -426,6 +440,7 @@ class StepFacts:
         head: The kind of head; a fused one only if the model's options allow it.
         critic: The critic that is trained with the policy.
         auxiliary: Further texts that the policy learns from in a step.
+        auxiliary_images: The images of the text with most image tokens among these; None if they show nothing.
         reference: The reference; None if no term reads one.
         frozen: Bytes of the weights of other frozen models, by name.
         copies_ahead: Copies of the policy that are kept for rollouts drawn ahead.
@@ -438,6 +453,7 @@ class StepFacts:
     head: Head = "fused"
     critic: Critic | None = None
     auxiliary: AuxiliaryTexts | None = None
+    auxiliary_images: LargestPrompt | None = None
     reference: Reference | None = None
     frozen: Mapping[str, int] = field(default_factory=dict)
     copies_ahead: int = 0
@@ -508,4 +524,5 @@ def memory_of_step(
     )
     if model.processor is None:
         return sizes
-    return with_images(sizes, model, find_largest_prompt(trainer.datamodule, model.processor))
+    largest = find_largest_prompt(trainer.datamodule, model.processor)
+    return with_images(sizes, model, largest, facts.auxiliary_images)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from lit_rl.algorithms.checks import argument_checks, policy_gradient_checks
 from lit_rl.algorithms.checks.memory import AuxiliaryTexts
 from lit_rl.algorithms.checks.micro_batching import check_whole_groups
-from lit_rl.algorithms.checks.model_sizes import StepFacts, frozen_bytes
+from lit_rl.algorithms.checks.model_sizes import StepFacts, frozen_bytes, largest_example
 from lit_rl.algorithms.checks.policy_gradient_checks import check_lag, check_sampling
 from lit_rl.algorithms.checks.strategy_checks import Feature
 from lit_rl.algorithms.chosen_functions import (
@@ -63,6 +63,7 @@ from lit_rl.algorithms.terms.token_weights import EngineCorrection, OffPolicyMas
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import Completions, Rollout
 from lit_rl.data.encode import Encoder
+from lit_rl.data.row_visuals import MAX_IMAGE_PIXELS
 from lit_rl.models.forward import TokenScores, score
 from lit_rl.models.modes import drops_out
 from lit_rl.models.references import Scorer
@@ -319,7 +320,6 @@ class PolicyGradient(OnPolicyModule, ABC):
         part = slot % self.plan.accumulate * self.plan.world_size + self.ranks.rank
         return self.supervised.share(
             self.policy,
-            self._encoder,
             step=self.global_step,
             seed=self.seed,
             part=part,
@@ -331,15 +331,16 @@ class PolicyGradient(OnPolicyModule, ABC):
     @property
     def _encoder(self) -> Encoder:
         """The tokeniser of the supervised text, with the chat template settings of the run's prompts."""
-        options = getattr(getattr(self.trainer_or_none, "datamodule", None), "options", None)  # a data module of yours
-        kwargs = getattr(options, "chat_template_kwargs", {})
-        return Encoder(self.tokenizer, kwargs, eos_ids=self.model.eos_ids)
+        kwargs = getattr(self._row_options, "chat_template_kwargs", {})
+        return Encoder(self.tokenizer, kwargs, processor=self.model.processor, eos_ids=self.model.eos_ids)
+
+    @property
+    def _row_options(self) -> Any:
+        """The settings by which the run's rows are read; None in a data module of yours that has none."""
+        return getattr(getattr(self.trainer_or_none, "datamodule", None), "options", None)
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
-        if self.supervised.texts is not None and stage == "fit":
-            # Now: a bad file ends the run before any weight is loaded.
-            self.supervised.texts.check(self._encoder, self.model.processor)
         if self.distillation is not None and stage == "fit":
             self.distillation.teacher.check_data(self.trainer.datamodule)  # pyright: ignore
             self.distillation.teacher.start(self.distillation.form.top)
@@ -363,8 +364,10 @@ class PolicyGradient(OnPolicyModule, ABC):
             facts = replace(facts, frozen={**facts.frozen, **seconds})
         if texts is None or step is None:
             return facts
-        of_all_ranks = step.units * step.rows * self.ranks.world_size
-        return replace(facts, auxiliary=AuxiliaryTexts(texts.batch_size, of_all_ranks, texts.max_tokens))
+        auxiliary = AuxiliaryTexts(texts.batch_size, step.units * step.rows * self.ranks.world_size, texts.max_tokens)
+        largest, processor = self.supervised.largest, self.model.processor
+        shown = None if largest is None or processor is None else largest_example([largest], processor)
+        return replace(facts, auxiliary=auxiliary, auxiliary_images=shown)
 
     # ------------------------------------------------------------------ between steps
 
@@ -420,6 +423,9 @@ class PolicyGradient(OnPolicyModule, ABC):
 
     def _check_data(self, data: Any, stage: str) -> None:
         super()._check_data(data, stage)
+        if self.supervised.texts is not None and stage == "fit":
+            # Now: a bad file ends the run before any weight is loaded, and the memory plan counts the images.
+            self.supervised.start(self._encoder, getattr(self._row_options, "max_image_pixels", MAX_IMAGE_PIXELS))
         if self.echo_coef and self.model.sees:
             raise ConfigError(
                 f"algo.echo_coef={self.echo_coef}: {self.model.name!r} is a model over images, and what an environment "

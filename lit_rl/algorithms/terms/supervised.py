@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lit_rl.core.errors import ConfigError
 from lit_rl.data.encode import Encoder
+from lit_rl.data.example_set import Example, ExampleSet
 from lit_rl.data.supervised_text import SupervisedText
 from lit_rl.models.forward import score_texts
 from lit_rl.models.language_model import ForwardOptions
@@ -54,6 +55,24 @@ class SupervisedTerm:
             )
         self.texts, self.coef, self.loss = texts, coef, loss
         self.decay_steps, self.final_coef = decay_steps, final_coef
+        self.largest: Example | None = None
+        """The text with most image tokens, once `start` has read them; None without images."""
+        self._read_by: tuple[Encoder, int] | None = None
+        self._latest: tuple[int, ExampleSet] | None = None
+
+    def start(self, encoder: Encoder, max_image_pixels: int) -> None:
+        """Read and check the texts, and keep how they are read.
+
+        Args:
+            encoder: Encoder of texts with the policy's tokenizer and processor.
+            max_image_pixels: Width times height of an image in them, at most.
+
+        Raises:
+            DataError, ConfigError, BackendError: as `SupervisedText.check`.
+        """
+        assert self.texts is not None
+        self._read_by, self._latest = (encoder, max_image_pixels), None
+        self.largest = self.texts.check(*self._read_by)
 
     def weight(self, step: int) -> float:
         """Return the weight of the loss in an optimizer step, counted from 0."""
@@ -65,7 +84,6 @@ class SupervisedTerm:
     def share(
         self,
         policy: nn.Module,
-        encoder: Encoder,
         *,
         step: int,
         seed: int,
@@ -82,7 +100,6 @@ class SupervisedTerm:
 
         Args:
             policy: The policy.
-            encoder: Encoder of texts with its tokenizer.
             step: Number of the optimizer step, from 0.
             seed: Seed of the order of the texts.
             part: Number of this part, from 0.
@@ -94,11 +111,17 @@ class SupervisedTerm:
         weight, zero = self.weight(step), torch.zeros((), device=device)
         if not weight:
             return zero, {}
-        texts = self.texts.batch(encoder, step, seed)
-        total = texts.learned.sum().clamp(min=1)
-        own_texts = texts.take(slice(part, None, parts)).to(device)
-        if not len(own_texts):
+        if self._latest is None or self._latest[0] != step:  # all parts of a step have the same
+            assert self._read_by is not None, "start was not called"
+            encoder, max_image_pixels = self._read_by
+            self._latest = step, self.texts.step(encoder, step, seed, max_image_pixels)
+        texts = self._latest[1]
+        rows, own = range(len(texts)), range(part, len(texts), parts)
+        if not own:
             return zero, {"ptx_loss": (zero, zero)}
+        totals = texts.totals(rows, parts)
+        batch = texts.batch(own, (), totals, step=step, slot=part, width=texts.longest)  # pixels of its own rows alone
+        own_texts, total = batch.tokens.to(device), torch.tensor(max(1, totals.tokens), device=device)
         scores = score_texts(policy, own_texts, options=options)
         loss = masked_sum(self.loss(scores.logprobs), own_texts.learned)
-        return weight * loss / total.to(loss.device) * parts, {"ptx_loss": (loss.detach(), own_texts.learned.sum())}
+        return weight * loss / total * parts, {"ptx_loss": (loss.detach(), own_texts.learned.sum())}
