@@ -5,8 +5,10 @@ Plain SGD everywhere: the change of the weights is the gradient.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,6 +38,7 @@ from lit_rl.core.rollout import Sampling
 from lit_rl.data.curriculum import Curriculum
 from lit_rl.data.example_module import PreferenceDataModule
 from lit_rl.data.prompt_module import RolloutDataModule
+from lit_rl.data.supervised_text import SupervisedText
 from lit_rl.data.tasks import Addition, AdditionPairs, Digits
 from lit_rl.environments import CustomEnvironment
 from lit_rl.generation import RolloutFunction
@@ -316,6 +319,13 @@ def _learns_nothing_on_one_rank(left: Any) -> bool:
     return any(not mine and theirs for mine, theirs in zip(*left["teaching"]))
 
 
+def _one_text_a_step() -> dict[str, Any]:
+    """One of the ranks has none of its own, and takes as many passes as the other."""
+    path = Path(tempfile.mkdtemp()) / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{n}+1={n + 1}"}) + "\n" for n in range(3)))
+    return {"ptx": SupervisedText(str(path), batch_size=1), "ptx_coef": 0.5}
+
+
 TERMS = {
     "ppo": term(
         PPO,
@@ -352,6 +362,7 @@ TERMS = {
         shown=metric("sampling/staleness/max", lambda steps: steps == 1),
     ),
     "batch-normalized": term(GRPO, lambda: {"advantage": advantages.batch_normalized}),
+    "texts": term(GRPO, _one_text_a_step, fsdp=True, shown=metric("ptx_loss", lambda loss: loss > 0)),
     "skipped": term(GRPO, lambda: {"reward": uneven}, fsdp=True, shown=_learns_nothing_on_one_rank),
     "dynamic": term(
         GRPO,

@@ -117,7 +117,7 @@ def of_ptx(
     term.start(encoder_of(toy), LIMIT)
     total = torch.zeros(())
     for part in range(parts):
-        how = {"part": part, "parts": parts, "device": HERE, "options": DEFAULT}
+        how = {"part": part, "parts": parts, "device": HERE, "options": DEFAULT, "sharded": False}
         share, _ = term.share(toy.policy, step=0, seed=3, **how)
         if share.requires_grad:
             (share / parts).backward()
@@ -203,7 +203,7 @@ def test_an_image_that_changes_during_the_run_is_an_error(toy_of: Any, tmp_path:
     term.start(encoder_of(toy), LIMIT)
     picture(8).save(tmp_path / "0.png")
     with pytest.raises(DataError, match=r"rows\.jsonl:1.*changed"):
-        term.share(toy.policy, step=0, seed=0, part=0, parts=1, device=HERE, options=DEFAULT)
+        term.share(toy.policy, step=0, seed=0, part=0, parts=1, device=HERE, options=DEFAULT, sharded=False)
 
 
 # ---------------------------------------------------------------------- runs

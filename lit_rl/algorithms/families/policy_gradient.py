@@ -47,6 +47,7 @@ from lit_rl.algorithms.chosen_functions import (
     unwrap,
 )
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
+from lit_rl.algorithms.optim.strategies import shards_weights
 from lit_rl.algorithms.rollouts import checkpoints
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.terms.credit import AdvantageClip, CreditAssignment, Roles, TurnRewardWarning, Whitening
@@ -326,6 +327,7 @@ class PolicyGradient(OnPolicyModule, ABC):
             parts=self.plan.accumulate * self.plan.world_size,
             device=self.device,
             options=self.forward_options,
+            sharded=shards_weights(self.trainer.strategy),
         )
 
     @property

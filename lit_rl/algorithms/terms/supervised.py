@@ -91,6 +91,7 @@ class SupervisedTerm:
         parts: int,
         device: torch.device,
         options: ForwardOptions,
+        sharded: bool,
     ) -> tuple[Tensor, Metrics]:
         """Return a part of the weighted mean loss over the learned tokens of the step's texts, times the number of
         parts.
@@ -106,6 +107,7 @@ class SupervisedTerm:
             parts: Number of parts of the step.
             device: Device of the policy.
             options: Options of the forward pass.
+            sharded: Ranks share the weights, and each takes as many passes as the others: also in a part without texts.
         """
         assert self.texts is not None
         weight, zero = self.weight(step), torch.zeros((), device=device)
@@ -117,11 +119,14 @@ class SupervisedTerm:
             self._latest = step, self.texts.step(encoder, step, seed, max_image_pixels)
         texts = self._latest[1]
         rows, own = range(len(texts)), range(part, len(texts), parts)
-        if not own:
+        if not own and not sharded:
             return zero, {"ptx_loss": (zero, zero)}
         totals = texts.totals(rows, parts)
-        batch = texts.batch(own, (), totals, step=step, slot=part, width=texts.longest)  # pixels of its own rows alone
+        batch = texts.batch(
+            own or range(1), (), totals, step=step, slot=part, width=texts.longest
+        )  # pixels of its own rows alone
         own_texts, total = batch.tokens.to(device), torch.tensor(max(1, totals.tokens), device=device)
         scores = score_texts(policy, own_texts, options=options)
-        loss = masked_sum(self.loss(scores.logprobs), own_texts.learned)
-        return weight * loss / total * parts, {"ptx_loss": (loss.detach(), own_texts.learned.sum())}
+        learned = own_texts.learned & bool(own)
+        loss = masked_sum(self.loss(scores.logprobs), learned)
+        return weight * loss / total * parts, {"ptx_loss": (loss.detach(), learned.sum())}
