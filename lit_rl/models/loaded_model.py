@@ -261,38 +261,46 @@ def _check_base(base: Any) -> None:
 
 
 def _check_published(base: Any, revision: str | None) -> None:
-    """Raise StorageError where an export would not find the weights of a quantised model as they were published.
-
-    What both hold in whole numbers of a type is compared by name: embeddings and norms tell one revision from another.
-    """
-    from huggingface_hub import snapshot_download
-    from safetensors import safe_open
-
-    name, problem, folder = str(getattr(base.config, "_name_or_path", "")), "", Path()
-    try:
-        local = bool(name) and Path(name).is_dir()
-        folder = Path(name if local else snapshot_download(name, revision=revision, local_files_only=True))
-        hub_files.refuse_pickle("model", str(folder), "")
-        if "quantization_config" in json.loads((folder / "config.json").read_bytes()):
-            problem = f"those of {name!r} are quantised themselves"
-    except (OSError, ValueError, StorageError) as error:
-        problem = f"those of {name!r} are not on this machine ({' '.join(str(error).split())})"
-    held = {path: p for path, p in base.named_parameters() if p.is_floating_point() and "modules_to_save" not in path}
-    held = {name_in_base(path): tensor.detach() for path, tensor in held.items()}
-    for file in [] if problem else sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as stored:
-            for path in held.keys() & set(stored.keys()):
-                some, other = held[path][:_COMPARED].float().cpu(), stored.get_slice(path)
-                same = list(held[path].shape) == other.get_shape()
-                if not same or not torch.allclose(some, other[:_COMPARED].float(), rtol=0.01, atol=1e-5):
-                    problem = f"those of {name!r} are others: {path} differs"
-    if problem:
+    """Raise StorageError where an export would not find the weights of a quantised model as they were published."""
+    if problem := _unpublished(base, str(getattr(base.config, "_name_or_path", "")), revision):
         raise StorageError(
             f"model is a {type(base).__name__} that is quantised, and its adapter is exported merged into the weights "
             f"as they were published, but {problem}. Load it with quantization_config=BitsAndBytesConfig(...) from the "
             "folder or hub id of the whole model, of its main revision or the one that revision of the adapter's "
             "config names, and keep these files."
         )
+
+
+def _unpublished(base: Any, name: str, revision: str | None) -> str:
+    """Return why the files of this name are not the model unquantised; empty where they are.
+
+    What is not quantised is compared with the weights of the same names there: embeddings and norms tell one revision
+    from another.
+    """
+    from huggingface_hub import snapshot_download
+    from safetensors import safe_open
+
+    if not name:
+        return "its config names no files (_name_or_path)"
+    try:
+        found = Path(name).is_dir()
+        folder = Path(name if found else snapshot_download(name, revision=revision, local_files_only=True))
+        hub_files.refuse_pickle("model", str(folder), "")
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError, StorageError) as error:
+        return f"those of {name!r} are not on this machine ({' '.join(str(error).split())})"
+    if "quantization_config" in config:
+        return f"those of {name!r} are quantised themselves"
+    whole = {name_in_base(path): p for path, p in base.named_parameters() if "modules_to_save" not in path}
+    whole = {path: p.detach() for path, p in whole.items() if p.is_floating_point()}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as stored:
+            for path in whole.keys() & set(stored.keys()):
+                some, other = whole[path][:_COMPARED].float().cpu(), stored.get_slice(path)
+                same = list(whole[path].shape) == other.get_shape()
+                if not same or not torch.allclose(some, other[:_COMPARED].float(), rtol=0.01, atol=1e-5):
+                    return f"those of {name!r} are others: {path} differs"
+    return ""
 
 
 def _adapter_of(model: PeftModel, settings: Mapping[str, Any]) -> PeftAdapter:
