@@ -262,7 +262,7 @@ def _check_base(base: Any) -> None:
 
 def _check_published(base: Any, revision: str | None) -> None:
     """Raise StorageError where an export would not find the weights of a quantised model as they were published."""
-    if problem := _unpublished(base, str(getattr(base.config, "_name_or_path", "")), revision):
+    if problem := why_unpublished(base, str(getattr(base.config, "_name_or_path", "")), revision):
         raise StorageError(
             f"model is a {type(base).__name__} that is quantised, and its adapter is exported merged into the weights "
             f"as they were published, but {problem}. Load it with quantization_config=BitsAndBytesConfig(...) from the "
@@ -271,11 +271,16 @@ def _check_published(base: Any, revision: str | None) -> None:
         )
 
 
-def _unpublished(base: Any, name: str, revision: str | None) -> str:
-    """Return why the files of this name are not the model unquantised; empty where they are.
+def why_unpublished(base: Any, name: str, revision: str | None) -> str:
+    """Return why a model that was quantised is not that of these files; empty where it is.
 
     What is not quantised is compared with the weights of the same names there: embeddings and norms tell one revision
     from another.
+
+    Args:
+        base: The model, without adapters or under them.
+        name: A folder, or a hub id; empty where the model came from none.
+        revision: Of a hub id.
     """
     from huggingface_hub import snapshot_download
     from safetensors import safe_open

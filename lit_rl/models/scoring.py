@@ -160,6 +160,12 @@ def _given_scorer(model: LoadedModel, scoring: Scoring) -> PreTrainedModel:
             f"model is a {type(base).__name__} that is loaded already, and a {scoring.auto} is trained here: give one "
             f"with num_labels={len(scoring.labels)}, or the folder or hub id of the language model to start from."
         )
+    name = head_name(base)
+    if not all(p.is_floating_point() for p in getattr(base, name).parameters()):
+        raise ConfigError(
+            f"model is a {type(base).__name__} whose head, {name}, is quantised, and it is trained: load it with "
+            f"BitsAndBytesConfig(..., llm_int8_skip_modules=[{name!r}]), which is of 4 bits too."
+        )
     for part in (base.config, base.config.get_text_config()):
         part.pad_token_id = model.pad_id
     return model.load_base()

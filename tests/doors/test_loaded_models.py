@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import peft
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
@@ -38,6 +40,7 @@ from lit_rl import (
 )
 from lit_rl.core.errors import ConfigError, StorageError
 from lit_rl.generation.vllm.engine_settings import model_arguments
+from lit_rl.models.loaded_model import why_unpublished
 from lit_rl.models.modes import recomputes, set_checkpointing
 from lit_rl.models.sharding import full_state_dict
 from lit_rl.models.trunk import base_of, name_in_base
@@ -198,7 +201,10 @@ def test_which_parts_of_a_model_over_images_are_trained(tiny_dir: Path, tmp_path
     assert report.adapter is not None and not report.note
     assert AutoProcessor.from_pretrained(report.folder).chat_template == processor.chat_template
 
-    heads = peft.get_peft_model(loaded(digits)[0], peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
+    untied = AutoConfig.from_pretrained(digits)
+    untied.tie_word_embeddings = untied.text_config.tie_word_embeddings = False
+    plain = AutoModelForImageTextToText.from_pretrained(digits, config=untied)
+    heads = peft.get_peft_model(plain, peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
     with pytest.raises(ConfigError, match=r"plain linear head; this one's is Linear\. .*LoadedModel\(model, processor"):
         GRPO(heads, distinct, tokenizer=processor).configure_model()
 
@@ -282,6 +288,33 @@ def test_what_is_not_taken_says_what_to_pass(tiny_dir: Path) -> None:
     prompts = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     with pytest.raises(ConfigError, match=r"The adapter of model is of PEFT's kind PROMPT_TUNING"):
         GRPO(prompts, distinct, tokenizer=tokenizer)
+
+
+def test_which_files_hold_the_weights_that_were_quantised(tiny_dir: Path, tmp_path: Path) -> None:
+    """Embeddings and norms are not, also where a dtype has rounded them."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.bfloat16).float()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["norm"]))
+    torch.nn.init.normal_(base_of(adapted).model.norm.modules_to_save["default"].weight)
+    other = AutoModelForCausalLM.from_pretrained(tiny_dir)
+    longer = AutoModelForCausalLM.from_pretrained(tiny_dir)
+    longer.resize_token_embeddings(300)
+    torch.nn.init.normal_(other.model.norm.weight)
+    for name, each in {"other": other, "longer": longer, "packed": other, "gone": other}.items():
+        each.save_pretrained(tmp_path / name)
+    packed = tmp_path / "packed" / "config.json"
+    packed.write_text(packed.read_text().replace("{", '{"quantization_config": {},', 1))
+    (tmp_path / "gone" / "model.safetensors").unlink()
+    expected = {
+        str(tiny_dir): "^$",
+        "": "its config names no files",
+        "nobody/nothing": "'nobody/nothing' are not on this machine",
+        str(tmp_path / "other"): r"are others: model\.norm\.weight differs",
+        str(tmp_path / "longer"): r"are others: (model\.embed_tokens|lm_head)\.weight differs",
+        str(tmp_path / "packed"): "are quantised themselves",
+        str(tmp_path / "gone"): "are not on this machine .*holds no",
+    }
+    for name, message in expected.items():
+        assert re.search(message, why_unpublished(base_of(adapted), name, None)), name
 
 
 def test_the_policy_before_its_first_step_is_not_kept(tiny_dir: Path, tmp_path: Path) -> None:

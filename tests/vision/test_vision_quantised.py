@@ -15,6 +15,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
     AutoProcessor,
     AutoTokenizer,
     BitsAndBytesConfig,
@@ -23,9 +24,10 @@ from vision_runs import by_letters, quiet_trainer
 from vision_seen import SEEN, Toy, drawn
 from vision_toys import picture
 
-from lit_rl.algorithms import GRPO, PPO
+from lit_rl.algorithms import GRPO, PPO, RewardModeling
 from lit_rl.core.errors import ConfigError, StorageError
 from lit_rl.core.rollout import Sampling
+from lit_rl.data.example_module import PreferenceDataModule
 from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.models import LanguageModel, Lora
 from lit_rl.models.critics import AdapterCritic, SeparateCritic
@@ -167,28 +169,48 @@ def test_a_loaded_model_in_few_bits_whose_whole_weights_are_missing(tiny_dir: Pa
     held = narrow.held_in("float32").load().get_base_model()  # as trainer.precision has it
     assert {each.dtype for each in held.parameters()} == {torch.float32, torch.uint8}
 
-    def refusal(name: str, message: str) -> None:
-        model.config._name_or_path = name
-        with pytest.raises(StorageError, match=rf"is quantised, and its adapter is exported merged.*{message}"):
-            LoadedModel(model, tokenizer, lora=Lora(r=2))
-
     model = held_in_few_bits(tiny_dir, "nf4", AutoModelForCausalLM)
-    refusal("", "its config names no files")
-    refusal("nobody/nothing", r"'nobody/nothing' are not on this machine")
     model.save_pretrained(tmp_path / "packed")
-    refusal(str(tmp_path / "packed"), "are quantised themselves")
-    other = AutoModelForCausalLM.from_pretrained(tiny_dir)
-    torch.nn.init.normal_(other.model.norm.weight)
-    other.save_pretrained(tmp_path / "other")
-    refusal(str(tmp_path / "other"), r"are others: model\.norm\.weight differs")
-    for each in (tmp_path / "other").glob("*.safetensors"):
-        each.unlink()
-    refusal(str(tmp_path / "other"), "are not on this machine .*holds no")
-    model.config._name_or_path = str(tiny_dir)
+    model.config._name_or_path = str(tmp_path / "packed")
+    with pytest.raises(StorageError, match=r"quantised, and its adapter is exported merged.*are quantised themselves"):
+        LoadedModel(model, tokenizer, lora=Lora(r=2))
     floats = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage=torch.bfloat16)
     stored = AutoModelForCausalLM.from_pretrained(tiny_dir, quantization_config=floats)
     with pytest.raises(ConfigError, match=r"quantised with bnb_4bit_quant_storage=torch.bfloat16"):
         LoadedModel(stored, tokenizer, lora=Lora(r=2))
+
+
+def test_a_reward_model_goes_on_from_a_loaded_classifier_in_few_bits(tiny_dir: Path, tmp_path: Path) -> None:
+    pairs = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": "x"} for n in range(4)]
+    torch.manual_seed(0)
+    tokenizer, classes = AutoTokenizer.from_pretrained(tiny_dir), AutoModelForSequenceClassification
+    classes.from_pretrained(tiny_dir, num_labels=1).save_pretrained(tmp_path / "rm")
+    tokenizer.save_pretrained(tmp_path / "rm")
+
+    def run(model: LanguageModel) -> Any:
+        module = RewardModeling(model)
+        data = PreferenceDataModule(rows=pairs, batch_size=2, val_fraction=0)
+        quiet_trainer(tmp_path, 2).fit(module, datamodule=data)
+        return module
+
+    def packed(*skipped: str) -> LanguageModel:
+        config = quantization_config("nf4")
+        config.llm_int8_skip_modules = list(skipped)
+        model = classes.from_pretrained(tmp_path / "rm", quantization_config=config)
+        return LoadedModel(model, tokenizer, lora=Lora(r=2))
+
+    by_object, by_name = (
+        run(packed("score")),
+        run(LanguageModel(str(tmp_path / "rm"), lora=Lora(r=2), quantization="nf4")),
+    )
+    ours, theirs = ({n: p for n, p in m.policy.named_parameters() if p.requires_grad} for m in (by_object, by_name))
+    assert ours.keys() == theirs.keys() and all(torch.equal(each, theirs[name]) for name, each in ours.items())
+    facts = {"base_model": "rm", "algorithm": "reward_model"}
+    report = by_object.export(full_state_dict(by_object.policy), tmp_path / "hf", facts)
+    head = by_object.policy.get_base_model().score.modules_to_save["default"].weight
+    assert torch.equal(classes.from_pretrained(report.folder).score.weight, head)
+    with pytest.raises(ConfigError, match=r"whose head, score, is quantised.*llm_int8_skip_modules=\['score'\]"):
+        run(packed("nothing"))
 
 
 def test_what_is_refused(toy_folder: Any, tmp_path: Path) -> None:
