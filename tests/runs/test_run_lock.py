@@ -157,10 +157,7 @@ def test_runs_that_begin_in_one_second_have_folders_of_their_own(
     assert second == f"{first}_2"
     for _ in range(2):
         assert train(*SMALL, "task=eval", "run_dir=mine", "eval.limit=1") == 0
-    assert {path.name for path in (tmp_path / "mine").iterdir()} == {
-        "eval_2026-11-26_120000",
-        "eval_2026-11-26_120000_2",
-    }
+    assert {path.name for path in (tmp_path / "mine").iterdir()} == {"eval_2026-11-26_120000", "eval_2026-11-26_120000_2"}
 
 
 def test_runs_that_begin_at_one_moment_have_folders_of_their_own(tmp_path: Path) -> None:
