@@ -141,9 +141,8 @@ def test_a_loaded_model_in_few_bits_is_the_run_of_its_name(
     run(adapted(prepared=False), 1, tokenizer=tokenizer)
     resumed = run(adapted(prepared=False), tokenizer=tokenizer, resume=tmp_path / "1.ckpt")
     behind = run(adapted(prepared=True), tokenizer=tokenizer)
-    for module in (by_setting, resumed, behind):
-        found = adapters(module)
-        assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    for module, apart in ((by_setting, 0), (resumed, 0), (behind, 1e-6)):  # recomputed activations round otherwise
+        torch.testing.assert_close(adapters(module), wanted, rtol=0, atol=apart)
     assert behind.model.gradient_checkpointing is True and behind.model.quantization == bits
 
     facts = {"base_model": kind, "algorithm": "grpo"}
