@@ -115,7 +115,7 @@ def _rebuild(
         generation_config = GenerationConfig(**ids)
     if description.quantization is not None:
         # Merging into 4-bit weights would round the adapter away, so the adapter joins the base as it was published.
-        rebuilt: Any = unquantized(description).load_base()
+        rebuilt: Any = base_in_files(description, unquantized(description).load_base)()
         rebuilt.config.update({"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id, **extra})
     else:
         with torch.device("meta"):
@@ -256,7 +256,7 @@ def _rebuild_scorer(
 
     if description.quantization is not None:
         # As for a policy: the adapter joins the base as it was published, since 4-bit weights would round it away.
-        plain: Any = load_scoring_base(unquantized(description), scoring)
+        plain: Any = base_in_files(description, partial(load_scoring_base, unquantized(description), scoring))()
     else:
         with torch.device("meta"):
             plain = made_by(getattr(transformers, scoring.auto), copy.deepcopy(base_of(scorer).config), description)

@@ -395,7 +395,6 @@ class LanguageModel:
             BackendError: the model cannot be reached, or a package is missing.
         """
         from lit_rl.models import kernels, loading
-        from lit_rl.models.modes import disable_dropout, set_checkpointing
 
         loading.check_causal(self.name, self.config)
         if self.freeze is not None and not self.sees:
@@ -406,7 +405,21 @@ class LanguageModel:
         if self.use_liger_kernel:
             kernels.check_liger(self.name, self.config)
         assert self.tokenizer.eos_token is not None  # it checks itself, and fails before any weight is read
-        base = self.load_base()
+        return self.prepared(self.load_base())
+
+    def prepared(
+        self, base: PreTrainedModel, task_type: str = "CAUSAL_LM", *, head: Sequence[str] = ()
+    ) -> PreTrainedModel | PeftModel:
+        """Return a loaded base in train mode, changed as the settings say, with its adapters or its frozen parts.
+
+        Args:
+            base: A language model, or a classifier.
+            task_type: PEFT's word for what the model does.
+            head: Names of a classifier's head; empty for a language model.
+        """
+        from lit_rl.models import kernels, loading
+        from lit_rl.models.modes import disable_dropout, set_checkpointing
+
         if self.disable_dropout:
             disable_dropout(base)
         if self.lm_head_fp32:
@@ -415,17 +428,24 @@ class LanguageModel:
             kernels.use_liger_kernels(base)
         if self.compile:
             kernels.compile_pieces(base)
-        if self.sees:
+        if self.sees and not head:
             loading.ban_placeholders(base)
-        policy: PreTrainedModel | PeftModel = base
-        if self.lora is not None:
-            policy = self.lora.apply(base, new_tokens=self.new_tokens, frozen=self.frozen_parts)
-        elif self.adapter is not None:
-            policy = loading.continue_adapter(base, self.adapter)
-        elif self.sees:
-            freeze(base, self.frozen_parts)
+        policy = self.adapted(base, task_type, head)
         set_checkpointing(base, self.checkpointing)
         return policy.train()
+
+    def adapted(self, base: PreTrainedModel, task_type: str, head: Sequence[str]) -> PreTrainedModel | PeftModel:
+        """Return a base with the adapters that are trained; one that is trained itself, with its parts frozen."""
+        from lit_rl.models.loading import continue_adapter
+
+        if self.lora is not None:
+            new = () if head else self.new_tokens
+            return self.lora.apply(base, task_type, head=head, new_tokens=new, frozen=self.frozen_parts)
+        if self.adapter is not None:
+            return continue_adapter(base, self.adapter)
+        if self.sees:
+            freeze(base, self.frozen_parts)
+        return base
 
     def load_base(self) -> PreTrainedModel:
         """Load the model without adapters, every weight checked to have come from the files.

@@ -185,8 +185,12 @@ def check_causal(name: str, config: PreTrainedConfig) -> None:
     if getattr(config, "audio_config", None) is not None:
         raise ConfigError(f"{wanted}, not one over sound.")
     if sees(config):
+        wanted += ", or one that transformers knows as AutoModelForImageTextToText"
         if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-            raise ConfigError(f"{wanted}, or one that transformers knows as AutoModelForImageTextToText.")
+            raise ConfigError(f"{wanted}.")
+        seeing = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].__name__
+        if config.architectures and seeing not in config.architectures:
+            raise ConfigError(f"{wanted}: one saved as {seeing}.")
         return
     if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return
@@ -205,8 +209,18 @@ def ban_placeholders(base: PreTrainedModel) -> None:
         ConfigError: the head is not plain and linear.
     """
     head: Any = base.get_output_embeddings()
+    if isinstance(head, BanningHead):  # of an object that was trained before
+        return
     if type(head) not in (nn.Linear, Float32Head):
-        raise ConfigError(f"A model over images needs a plain linear head; this one's is {type(head).__name__}.")
+        around = (
+            " Where an adapter stands around it, give the plain model, with the adapter's config: "
+            "lit_rl.LoadedModel(model, processor, lora=config)."
+            if hasattr(head, "base_layer") or hasattr(head, "original_module")
+            else ""
+        )
+        raise ConfigError(
+            f"A model over images needs a plain linear head; this one's is {type(head).__name__}.{around}"
+        )
     base.set_output_embeddings(BanningHead(head, placeholder_ids(base.config)))
     # In place of `forward`, as PEFT 0.18 runs no hooks of the model; a partial, as a copy of the model gets its own.
     base.forward = functools.update_wrapper(functools.partial(_forward_with_bans, base, base.forward), base.forward)

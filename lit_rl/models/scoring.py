@@ -30,19 +30,17 @@ from lit_rl.core.rollout import Completions
 from lit_rl.models import hub_files, kernels
 from lit_rl.models.forward import no_router_error
 from lit_rl.models.forward_inputs import known_masks, text_inputs, trunk_inputs
-from lit_rl.models.kernels import compile_pieces
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.loaded_model import LoadedModel
 from lit_rl.models.loading import (
     check_causal,
-    continue_adapter,
     let_gradients_through,
     quantization_config,
 )
 from lit_rl.models.merging import refuse_hidden_adapters
-from lit_rl.models.modes import disable_dropout, evaluation_mode, set_checkpointing
+from lit_rl.models.modes import evaluation_mode
 from lit_rl.models.trunk import base_of, frozen_trunk, recorded_outputs
-from lit_rl.models.vision_parts import freeze, sees
+from lit_rl.models.vision_parts import sees
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -140,36 +138,21 @@ def load_scoring(model: LanguageModel, scoring: Scoring) -> PreTrainedModel | Pe
         StorageError, BackendError: as `LanguageModel.load`.
     """
     check_scoring(model, scoring)
-    if isinstance(model, LoadedModel):
-        return _given_scorer(model, scoring)
     if model.use_liger_kernel:
         kernels.check_liger(model.name, model.config)
     if model.adapter is not None:
         _check_adapter(model.adapter, scoring)
-    base = load_scoring_base(model, scoring)
-    if model.disable_dropout:
-        disable_dropout(base)
-    if model.use_liger_kernel:
-        kernels.use_liger_kernels(base)
-    if model.compile:
-        compile_pieces(base)
-    scorer: PreTrainedModel | PeftModel = base
-    if model.lora is not None:
-        scorer = model.lora.apply(base, scoring.task_type, head=[head_name(base)], frozen=model.frozen_parts)
-    elif model.adapter is not None:
-        scorer = continue_adapter(base, model.adapter)
-    elif model.sees:
-        freeze(base, model.frozen_parts)
-    set_checkpointing(base, model.checkpointing)
-    return scorer.train()
+    given = isinstance(model, LoadedModel)
+    base = _given_scorer(model, scoring) if given else load_scoring_base(model, scoring)
+    return model.prepared(base, scoring.task_type, head=[head_name(base)])
 
 
-def _given_scorer(model: LoadedModel, scoring: Scoring) -> PreTrainedModel | PeftModel:
+def _given_scorer(model: LoadedModel, scoring: Scoring) -> PreTrainedModel:
     """Return a classifier that is loaded already, with its head. Its config gets the pad token: it looks for the last
     other.
 
     Raises:
-        ConfigError: it is no such classifier.
+        ConfigError: it is no such classifier, or its head is quantised.
     """
     base = base_of(model.given)
     if not _is_classifier(model.config, _classifier_name(model, scoring)):
@@ -177,9 +160,15 @@ def _given_scorer(model: LoadedModel, scoring: Scoring) -> PreTrainedModel | Pef
             f"model is a {type(base).__name__} that is loaded already, and a {scoring.auto} is trained here: give one "
             f"with num_labels={len(scoring.labels)}, or the folder or hub id of the language model to start from."
         )
+    name = head_name(base)
+    if not all(p.is_floating_point() for p in getattr(base, name).parameters()):
+        raise ConfigError(
+            f"model is a {type(base).__name__} whose head, {name}, is quantised, and it is trained: load it with "
+            f"BitsAndBytesConfig(..., llm_int8_skip_modules=[{name!r}]), which is of 4 bits too."
+        )
     for part in (base.config, base.config.get_text_config()):
         part.pad_token_id = model.pad_id
-    return model.prepared(scoring.task_type, head=(head_name(base),))
+    return model.load_base()
 
 
 def load_scoring_base(model: LanguageModel, scoring: Scoring) -> PreTrainedModel:

@@ -11,6 +11,7 @@ SmolVLM write it out. Left to themselves, processors assume 24 frames a second.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib.util
 import json
@@ -283,6 +284,19 @@ def _drops_plain_text(tokenizer: PreTrainedTokenizerBase) -> bool:
     return shown == [False, True]
 
 
+def copies_of(given: Any) -> tuple[PreTrainedTokenizerBase, ProcessorMixin | None]:
+    """Return a copy of a tokenizer, and of the processor that it came in, if any. Its chat template is the processor's,
+    by which `ProcessorMixin.apply_chat_template` renders."""
+    from transformers import ProcessorMixin
+
+    copied = copy.deepcopy(given)
+    if not isinstance(copied, ProcessorMixin):
+        return copied, None
+    tokenizer: Any = copied.tokenizer  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.chat_template = copied.chat_template or tokenizer.chat_template
+    return tokenizer, copied
+
+
 def load_processor(
     name: str,
     path: str,
@@ -304,6 +318,17 @@ def load_processor(
             processor: Any = AutoProcessor.from_pretrained(path, **how)
         except ImportError as error:
             raise BackendError(f"The processor of {name!r} lacks a package: {_missing(error)}") from error
+    return checked_processor(key, name, processor, tokenizer, config)
+
+
+def checked_processor(
+    key: str, name: str, processor: Any, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
+) -> VisionProcessor:
+    """Return the maker of tokens and model inputs of a processor, whose tokenizer and template are replaced.
+
+    Raises:
+        BackendError: it makes no pixels, or another number of placeholders than the model has features.
+    """
     if not hasattr(processor, "image_processor"):
         raise BackendError(
             f"{key}={name!r} is a model over images and comes without its processor (preprocessor_config.json or "

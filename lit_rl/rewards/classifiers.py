@@ -5,7 +5,6 @@ Rows are padded on the right and masked.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -125,7 +124,7 @@ class Classifier(OnRunDevice):
 
     Args:
         name: A folder or a hub id; in Python also a model that is loaded already.
-        tokenizer: Of a model that is loaded already.
+        tokenizer: Of a model that is loaded already; of one over images its processor.
         revision: Branch, tag or commit of the hub repository.
         dtype: Type of the weights: "float32", "bfloat16", "float16", or "auto" (as stored).
         device: Where the model runs. None: on the run's device; outside of a run on a GPU, else the CPU.
@@ -210,11 +209,16 @@ class Classifier(OnRunDevice):
             if self._user_model is None:
                 self._loaded = _load_classifier(self, self.load_device)
                 return self._loaded
-            model, tokenizer = self._user_model  # whose weights are not changed, nor is the tokenizer
+            from lit_rl.models.vision_parts import sees
+            from lit_rl.models.vision_processor import checked_processor, copies_of
+
+            model: Any = self._user_model[0]  # its weights are not changed, nor is what came with it
+            tokenizer, processor = copies_of(self._user_model[1])
             if self.chat_template is not None:
-                tokenizer = copy.deepcopy(tokenizer)
                 tokenizer.chat_template = self.chat_template
-            self._loaded = model.to(self.load_device).eval(), tokenizer  # pyright: ignore
+            if processor is not None and sees(model.config):
+                self._processor = checked_processor("name", self.name, processor, tokenizer, model.config)
+            self._loaded = model.to(self.load_device).eval(), tokenizer
         return self._loaded
 
     def load_spread(self, mesh: DeviceMesh) -> None:
@@ -335,7 +339,7 @@ def _check_loaded_model(description: Classifier, model: Any, tokenizer: Any, *, 
     Raises:
         ConfigError: names it, and the argument to pass.
     """
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
     if isinstance(model, str):
         raise ConfigError(
@@ -349,7 +353,8 @@ def _check_loaded_model(description: Classifier, model: Any, tokenizer: Any, *, 
             f"{description.auto} has loaded, with its tokenizer."
         )
     description.check_labels(model.config)
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+    held = getattr(tokenizer, "tokenizer", None) if isinstance(tokenizer, ProcessorMixin) else tokenizer
+    if not isinstance(held, PreTrainedTokenizerBase):
         raise ConfigError(
             f"{type(description).__name__} got a {kind} that is loaded already, and no tokenizer: pass "
             "tokenizer=AutoTokenizer.from_pretrained(name) of transformers, the one that belongs to the model."

@@ -102,7 +102,7 @@ class RewardModel(Classifier):
         output: The scale of the reward: the label's `logit`, `probability` or `log_probability`. Labels of one text
             exclude each other (softmax) unless there is one only, or the config says `multi_label_classification`
             (sigmoid).
-        tokenizer: In Python: of a model that is loaded already.
+        tokenizer: In Python: of a model that is loaded already; of one over images its processor.
 
     Raises:
         ConfigError: a setting is out of range or fixed, or ``name`` is written as a path and is no folder.

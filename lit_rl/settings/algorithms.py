@@ -40,7 +40,7 @@ class PolicyConfig(Settings):
     """The policy: a description, or its name, folder or hub id. In Python also a model of transformers or PEFT
     that is already loaded: it is trained in place."""
     tokenizer: TokenizerLike = None
-    """The tokenizer of a model that is already loaded."""
+    """The tokenizer of a model that is already loaded; of one over images its processor."""
     reference: Reference | None = None
     """The model against which the KL is measured, loaded only if a term needs it. None chooses by the policy."""
     optimizer: OptimizerFactory | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,14 @@ import peft
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    AutoProcessor,
     AutoTokenizer,
 )
+from vision_toys import picture
 
 from lit_rl import (
     DPO,
@@ -35,8 +40,11 @@ from lit_rl import (
 )
 from lit_rl.core.errors import ConfigError, StorageError
 from lit_rl.generation.vllm.engine_settings import model_arguments
+from lit_rl.models.loaded_model import why_unpublished
 from lit_rl.models.modes import recomputes, set_checkpointing
 from lit_rl.models.sharding import full_state_dict
+from lit_rl.models.trunk import base_of, name_in_base
+from lit_rl.models.vision_parts import part_of, sees
 
 PAIRS = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": "x"} for n in range(4)]
 PROMPTS = [{"prompt": row["prompt"]} for row in PAIRS]
@@ -45,28 +53,41 @@ STEP: dict[str, Any] = {"optimizer": AdamW(lr=0.01), "scheduler": Constant()}
 
 
 def distinct(prompts: Any, completions: Any, **columns: Any) -> list[float]:
-    return [float(len(set(text))) for text in completions]
+    return [float(len(set(text if isinstance(text, str) else text[0]["content"]))) for text in completions]
 
 
-def loaded(tiny_dir: Path) -> tuple[Any, Any]:
-    return AutoModelForCausalLM.from_pretrained(tiny_dir), AutoTokenizer.from_pretrained(tiny_dir)
+def loaded(folder: Path) -> tuple[Any, Any]:
+    if folder.name == "digits":
+        return AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+
+
+def shown(rows: list[dict[str, Any]], model: Any) -> list[dict[str, Any]]:
+    """The rows as conversations about pictures, where the model sees any."""
+    config = (LanguageModel(model) if isinstance(model, str) else model).config
+    if not sees(config):
+        return rows
+    of = {key: [{"role": "user" if key == "prompt" else "assistant"}] for key in rows[0]}
+    said = [{key: [of[key][0] | {"content": text}] for key, text in row.items()} for row in rows]
+    return [row | {"image": picture(i)} for i, row in enumerate(said)]
 
 
 def by_rollout(kind: type) -> Any:
     def make(model: Any, **more: Any) -> tuple[Any, Any]:
         drawn = {"sampling": Sampling(max_new_tokens=3), "group_size": 4} | ({"beta": 0.1} if kind is GRPO else {})
-        data = RolloutDataModule(rows=PROMPTS, prompts_per_rollout=2, val_fraction=0.25 if "evaluation" in more else 0)
+        validated = {"prompts_per_rollout": 2, "val_fraction": 0.25 if "evaluation" in more else 0}
+        data = RolloutDataModule(rows=shown(PROMPTS, model), **validated)
         return kind(model, distinct, **drawn, **STEP, **more), data
 
     return make
 
 
 def by_pairs(model: Any, **more: Any) -> tuple[Any, Any]:
-    return DPO(model, **STEP, **more), PreferenceDataModule(rows=PAIRS, batch_size=2, val_fraction=0)
+    return DPO(model, **STEP, **more), PreferenceDataModule(rows=shown(PAIRS, model), batch_size=2, val_fraction=0)
 
 
 def by_texts(model: Any, **more: Any) -> tuple[Any, Any]:
-    return SFT(model, **STEP, **more), SupervisedDataModule(rows=TEXTS, batch_size=2, val_fraction=0)
+    return SFT(model, **STEP, **more), SupervisedDataModule(rows=shown(TEXTS, model), batch_size=2, val_fraction=0)
 
 
 MAKERS = {"grpo": by_rollout(GRPO), "rloo": by_rollout(RLOO), "ppo": by_rollout(PPO), "dpo": by_pairs, "sft": by_texts}
@@ -88,16 +109,27 @@ def same(one: Any, other: Any) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
+@pytest.fixture(params=["tiny", "digits"])
+def shipped(request: pytest.FixtureRequest, tiny_dir: Path) -> Path:
+    """The policy over text, and the one over images."""
+    return tiny_dir.with_name(request.param)
+
+
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_run_of_an_object_is_the_run_of_its_folder(name: str, tiny_dir: Path, tmp_path: Path) -> None:
-    model, tokenizer = loaded(tiny_dir)
-    side, initial = tokenizer.padding_side, {key: each.clone() for key, each in model.state_dict().items()}
+def test_a_run_of_an_object_is_the_run_of_its_folder(name: str, shipped: Path, tmp_path: Path) -> None:
+    model, tokenizer = loaded(shipped)
+    held = getattr(tokenizer, "tokenizer", tokenizer)
+    held.padding_side, initial = "right", {key: each.clone() for key, each in model.state_dict().items()}
+    template = held.chat_template
     by_object = fit(MAKERS[name](model, tokenizer=tokenizer), tmp_path)
-    by_path = fit(MAKERS[name](str(tiny_dir)), tmp_path)
+    by_path = fit(MAKERS[name](str(shipped)), tmp_path)
     assert same(by_object.policy, by_path.policy)
     assert by_object.policy is model  # trained in place
     assert any(not torch.equal(each, model.state_dict()[key]) for key, each in initial.items())
-    assert tokenizer.padding_side == side
+    assert held is getattr(tokenizer, "tokenizer", tokenizer)
+    assert (held.padding_side, held.chat_template) == ("right", template)
+    trained = {key for key, each in by_object.policy.named_parameters() if each.requires_grad}
+    assert trained == {key for key, each in by_path.policy.named_parameters() if each.requires_grad}
 
 
 def test_a_model_of_peft_is_the_run_of_lora(tiny_dir: Path, tmp_path: Path) -> None:
@@ -116,21 +148,65 @@ def test_a_model_of_peft_is_the_run_of_lora(tiny_dir: Path, tmp_path: Path) -> N
     assert held and all("lora_" in name for name in held)
 
 
-def test_a_run_is_resumed_with_the_object_loaded_anew_and_exported(tiny_dir: Path, tmp_path: Path) -> None:
-    model, tokenizer = loaded(tiny_dir)
+def test_a_run_is_resumed_with_the_object_loaded_anew_and_exported(shipped: Path, tmp_path: Path) -> None:
+    model, tokenizer = loaded(shipped)
     fit(MAKERS["grpo"](model, tokenizer=tokenizer), tmp_path, steps=1)
     with pytest.raises(StorageError, match=r"trained in place since it was loaded.*Load it anew"):
         fit(MAKERS["grpo"](model, tokenizer=tokenizer), tmp_path, resume=tmp_path / "1.ckpt")
-    resumed = fit(MAKERS["grpo"](loaded(tiny_dir)[0], tokenizer=tokenizer), tmp_path, resume=tmp_path / "1.ckpt")
-    whole = fit(MAKERS["grpo"](loaded(tiny_dir)[0], tokenizer=tokenizer), tmp_path)
+    resumed = fit(MAKERS["grpo"](loaded(shipped)[0], tokenizer=tokenizer), tmp_path, resume=tmp_path / "1.ckpt")
+    whole = fit(MAKERS["grpo"](loaded(shipped)[0], tokenizer=tokenizer), tmp_path)
     assert same(resumed.policy, whole.policy)
     facts = {"base_model": "tiny", "algorithm": "grpo"}
     report = whole.export(full_state_dict(whole.policy), tmp_path / "hf", facts)
-    assert same(AutoModelForCausalLM.from_pretrained(report.folder), whole.policy)
+    assert same(type(model).from_pretrained(report.folder), whole.policy)
+    read = LanguageModel(str(report.folder))
+    assert read.tokenizer.chat_template == tokenizer.chat_template and read.sees == (shipped.name == "digits")
+    assert read.processor is None or read.processor.name == whole.model.processor.name
     again = GRPO.load_from_checkpoint(
-        tmp_path / "2.ckpt", model=loaded(tiny_dir)[0], tokenizer=tokenizer, reward=distinct
+        tmp_path / "2.ckpt", model=loaded(shipped)[0], tokenizer=tokenizer, reward=distinct
     )
     assert same(again.policy, whole.policy)
+
+
+def test_which_parts_of_a_model_over_images_are_trained(tiny_dir: Path, tmp_path: Path) -> None:
+    """As `freeze` says, with adapters or without; the adapter of a PeftModel says it itself, as one of a folder."""
+    digits = tiny_dir.with_name("digits")
+
+    def parts(module: Any) -> set[str]:
+        part = part_of(base_of(module.policy))
+        return {part(name_in_base(name)) for name, each in module.policy.named_parameters() if each.requires_grad}
+
+    everything = fit(MAKERS["sft"](LoadedModel(*loaded(digits), freeze=[])), tmp_path)
+    assert parts(everything) == {"vision", "projector", "text"}
+    assert same(everything.policy, fit(MAKERS["sft"](LanguageModel("digits", freeze=[])), tmp_path).policy)
+    again = fit(MAKERS["sft"](everything.policy, tokenizer=loaded(digits)[1]), tmp_path)  # an object that ran before
+    assert parts(again) == {"projector", "text"} and type(again.policy.lm_head).__name__ == "BanningHead"
+    by_setting = fit(MAKERS["grpo"](LoadedModel(*loaded(digits), lora=Lora(r=4, targets=["q_proj"]))), tmp_path)
+    by_path = fit(MAKERS["grpo"](LanguageModel("digits", lora=Lora(r=4, targets=["q_proj"]))), tmp_path)
+    assert same(by_setting.policy, by_path.policy) and parts(by_setting) == {"text"}
+
+    model, processor = loaded(digits)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"])
+    adapted = peft.get_peft_model(model, config)
+    adapted.save_pretrained(str(tmp_path / "adapter"))
+    with pytest.raises(ConfigError, match=r"a PeftModel, whose adapter says which parts are trained.*leave it out"):
+        LoadedModel(adapted, processor, freeze=["vision"])
+    processor.chat_template = processor.chat_template.replace("assistant", "Assistant")
+    module = fit(MAKERS["grpo"](adapted, tokenizer=processor), tmp_path)
+    continued = LanguageModel("digits", adapter=str(tmp_path / "adapter"), chat_template=processor.chat_template)
+    assert parts(module) == {"vision", "text"}
+    assert same(module.policy, fit(MAKERS["grpo"](continued), tmp_path).policy)
+    facts = {"base_model": "digits", "algorithm": "grpo"}
+    report = module.export(full_state_dict(module.policy), tmp_path / "adapted", facts)
+    assert report.adapter is not None and not report.note
+    assert AutoProcessor.from_pretrained(report.folder).chat_template == processor.chat_template
+
+    untied = AutoConfig.from_pretrained(digits)
+    untied.tie_word_embeddings = untied.text_config.tie_word_embeddings = False
+    plain = AutoModelForImageTextToText.from_pretrained(digits, config=untied)
+    heads = peft.get_peft_model(plain, peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
+    with pytest.raises(ConfigError, match=r"plain linear head; this one's is Linear\. .*LoadedModel\(model, processor"):
+        GRPO(heads, distinct, tokenizer=processor).configure_model()
 
 
 def test_a_model_that_has_no_files(make_nothing: Any, tmp_path: Path, tiny_dir: Path) -> None:
@@ -180,12 +256,15 @@ def test_a_language_model_is_no_reward_model(tiny_dir: Path) -> None:
 
 def test_what_is_not_taken_says_what_to_pass(tiny_dir: Path) -> None:
     model, tokenizer = loaded(tiny_dir)
+    seeing, processor = loaded(tiny_dir.with_name("digits"))
     refused: dict[str, Any] = {
         r"Qwen2ForCausalLM that is loaded already, and its tokenizer did not come: pass tokenizer=": (model, None),
         r"and tokenizer is a str: pass tokenizer=": (model, "tiny"),
         r"tokenizer belongs to a model that is loaded already": ("tiny", tokenizer),
         r"model is a Linear, a module of torch that is .*\. Allowed is a name": (torch.nn.Linear(2, 2), tokenizer),
         r"model is the class Qwen2ForCausalLM": (type(model), None),
+        r"Idefics3\w+ that is .*and its processor did not come: .*tokenizer=AutoProcessor": (seeing, None),
+        r"tokenizer is a \w+, no processor of images: pass tokenizer=AutoProcessor": (seeing, processor.tokenizer),
     }
     for message, (given, tokens) in refused.items():
         with pytest.raises(ConfigError, match=message):
@@ -196,13 +275,46 @@ def test_what_is_not_taken_says_what_to_pass(tiny_dir: Path) -> None:
         GRPO(model.model, distinct, tokenizer=tokenizer).configure_model()
     with pytest.raises(ConfigError, match=r"vLLM .* model is an object"):
         model_arguments(LoadedModel(model, tokenizer))
-    model.is_quantized = True
-    with pytest.raises(ConfigError, match=r"is quantised, and an export needs"):
+    with pytest.raises(ConfigError, match=r"Idefics3Model; a causal.*one saved as Idefics3ForConditionalGeneration"):
+        GRPO(seeing.model, distinct, tokenizer=processor).configure_model()
+    with pytest.raises(ConfigError, match=r"model\.freeze=\['vision'\] freezes parts of a model over images"):
+        LoadedModel(model, tokenizer, freeze=["vision"]).load()
+    model.is_quantized, model.quantization_method = True, "gptq"
+    with pytest.raises(ConfigError, match=r"that is quantised by gptq, .*quantization_config=BitsAndBytesConfig"):
         GRPO(model, distinct, tokenizer=tokenizer)
     model.is_quantized = False
+    spoken = LoadedModel(model, processor).read_tokenizer()  # as in TRL, the tokenizer of a processor serves
+    assert spoken.chat_template == processor.chat_template and spoken.get_vocab() == processor.tokenizer.get_vocab()
     prompts = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     with pytest.raises(ConfigError, match=r"The adapter of model is of PEFT's kind PROMPT_TUNING"):
         GRPO(prompts, distinct, tokenizer=tokenizer)
+
+
+def test_which_files_hold_the_weights_that_were_quantised(tiny_dir: Path, tmp_path: Path) -> None:
+    """Embeddings and norms are not, also where a dtype has rounded them."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.bfloat16).float()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["norm"]))
+    torch.nn.init.normal_(base_of(adapted).model.norm.modules_to_save["default"].weight)
+    other = AutoModelForCausalLM.from_pretrained(tiny_dir)
+    longer = AutoModelForCausalLM.from_pretrained(tiny_dir)
+    longer.resize_token_embeddings(300)
+    torch.nn.init.normal_(other.model.norm.weight)
+    for name, each in {"other": other, "longer": longer, "packed": other, "gone": other}.items():
+        each.save_pretrained(tmp_path / name)
+    packed = tmp_path / "packed" / "config.json"
+    packed.write_text(packed.read_text().replace("{", '{"quantization_config": {},', 1))
+    (tmp_path / "gone" / "model.safetensors").unlink()
+    expected = {
+        str(tiny_dir): "^$",
+        "": "its config names no files",
+        "nobody/nothing": "'nobody/nothing' are not on this machine",
+        str(tmp_path / "other"): r"are others: model\.norm\.weight differs",
+        str(tmp_path / "longer"): r"are others: (model\.embed_tokens|lm_head)\.weight differs",
+        str(tmp_path / "packed"): "are quantised themselves",
+        str(tmp_path / "gone"): "are not on this machine .*holds no",
+    }
+    for name, message in expected.items():
+        assert re.search(message, why_unpublished(base_of(adapted), name, None)), name
 
 
 def test_the_policy_before_its_first_step_is_not_kept(tiny_dir: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import lightning as L
 import pytest
 import torch
 from tiers import in_turn
+from transformers import AutoModelForSequenceClassification, AutoProcessor
 from vision_kinds import KINDS
 from vision_toys import picture
 
@@ -94,6 +95,16 @@ def test_what_was_trained_is_what_the_export_says(
         alone = [reward([IMAGE_LIMIT], [reply], image=[ref])[0] for reply, ref in zip(replies, seen, strict=True)]
         assert found == pytest.approx(alone, abs=2e-5), "a score does not depend on its batch"
     assert len({round(score or 0, 4) for score in reward([IMAGE_LIMIT] * 3, [said("a")] * 3, image=seen[:3])}) == 3
+
+    scorer = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
+    scorer.config._name_or_path = ""  # no file is read
+    processor = AutoProcessor.from_pretrained(tmp_path / "hf")
+    assert RewardModel(scorer, tokenizer=processor)([IMAGE_LIMIT] * 8, replies, image=seen) == found
+    again, by_path = RewardModeling(scorer, tokenizer=processor), RewardModeling(str(tmp_path / "hf"))
+    for each in (again, by_path):
+        trainer(tmp_path, 2).fit(each, datamodule=data)
+    ours, theirs = again.policy.state_dict(), by_path.policy.state_dict()
+    assert again.policy is scorer and all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
 @pytest.mark.all
