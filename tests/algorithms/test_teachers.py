@@ -158,9 +158,8 @@ def test_over_the_whole_vocabulary_the_divergence_is_that_of_gkd(beta: float, su
     torch.testing.assert_close(gradient, of_gkd, rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.parametrize("clip", [None, 1.2, 2.0])
 @pytest.mark.parametrize("tail", [True, False])
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("alpha", "clip"), [(0.0, 1.2), (0.5, None), (0.5, 2.0), (1.0, 2.0)])
 def test_the_loss_is_that_of_sdpo_in_trl(alpha: float, tail: bool, clip: float | None) -> None:
     """The k tokens are the teacher's here and the student's there, so k is the vocabulary. A row has no teacher. The
     policy has moved since the rollout was taken: TRL's ratio is read at the sampled tokens."""
