@@ -45,6 +45,7 @@ TERMS = [
     ],
     ["algo=rae", "algo.role=answer", "algo.minibatches=1", "data.task.max_operand=9", "data.task.val_rows=4"],
     ["algo=sdft", "algo.minibatches=1"],
+    ["experiment=opd_addition", "algo.minibatches=1"],
     [
         *("algo=opd", "algo/teacher=by_column", "algo.teacher.column=source", "algo.minibatches=1"),
         *("+algo/teacher@algo.teacher.teachers.sums=self", "algo.teacher.teachers.sums.context.column=answer"),

@@ -33,6 +33,7 @@ from lit_rl.algorithms.optim.strategies import FSDP2Strategy
 from lit_rl.algorithms.terms.credit import RoleBaseline, RunningNorm
 from lit_rl.algorithms.terms.groups import BestOfGroup, DynamicSampling, TopOfGroup, shortest
 from lit_rl.algorithms.terms.regularizers import AdaptiveEntropy, AdaptiveKL
+from lit_rl.algorithms.terms.teachers import ModelTeacher, SampledKL
 from lit_rl.algorithms.terms.verdict_terms import DensityRatio
 from lit_rl.core.rollout import Sampling
 from lit_rl.data.curriculum import Curriculum
@@ -416,6 +417,17 @@ TERMS = {
         lambda: {"iterations": 2, "advantage": RoleBaseline(0.5), "role": "answer"},
         shown=metric("role/7/baseline", lambda earned: earned > 0),
     ),
+    "taught-by-model": term(  # the first of the policy's two layers, sharded like the policy
+        GRPO,
+        lambda: {
+            "iterations": 2, "distillation": SampledKL(0.5),
+            "teacher": ModelTeacher(
+                LanguageModel("tiny", init_kwargs={"num_hidden_layers": 1, "layer_types": ["full_attention"]})
+            ),
+        },
+        fsdp=True,
+        shown=metric("teacher/kl", lambda kl: kl > 0),
+    ),
     "vespo": term(
         GRPO,
         lambda: {
@@ -425,7 +437,11 @@ TERMS = {
     ),
     **{
         f"step-{name}": replace(
-            term(kind, lambda terms=terms: {"iterations": 2, **fresh(terms)}), cut=CUT.get(name, ())
+            term(
+                kind, lambda terms=terms: {"iterations": 2, **fresh(terms)},
+                fsdp=name == "taught-top",  # the sharded policy is called once more, behind other prompts
+            ),
+            cut=CUT.get(name, ()),
         )
         for name, (kind, terms) in TWO_STEPS.items()
         if name not in FORMULAS
