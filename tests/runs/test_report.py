@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from chromium import CHROMIUM
+from doc_blocks import table_rows
 from run_folders import CONFIG, run_folder, samples
 
 from lit_rl.core.errors import ConfigError, StorageError
@@ -292,6 +293,19 @@ def test_training_and_validations_of_one_name_are_one_picture(tmp_path: Path) ->
     assert lines[2].low == [0, 0] and not lines[1].hollow
     assert ("rewards/f/mean", 1.0) in first.constant and [group.constant for group in others] == [[("lr", 0.1)]]
     assert any("0.500" in text for text in page_of(run.path).texts)
+
+
+def test_every_metric_of_a_training_has_a_group(tmp_path: Path, root: Path) -> None:
+    cells = [row[0] for row in table_rows(root / "docs" / "metrics.md")]
+    named = {name for cell in cells for name in re.findall(r"`(train/[^`]+)`", cell)}
+    rows = [{"step": i, **{name: float(i * place) for place, name in enumerate(named, 1)}} for i in (1, 2)]
+    groups = chart_groups([("", run_files.RunFiles.of(run_folder(tmp_path / "run", rows)))])
+    assert len(named) > 100 and all(group.charts for group in groups)
+    of = {name: group.title for group in groups for name, _ in group.charts}
+    assert [name for name, title in of.items() if title == "Other"] == []
+    homes = {"role/<role>/reward": "Is there a signal", "branches/mean": "What it writes", "teacher/kl": "The policy"}
+    homes["curriculum/uniform/reward"] = "Is there a signal"
+    assert {name: of[name] for name in homes} == homes
 
 
 def test_the_numbers_of_the_results_have_the_same_decimals(tmp_path: Path) -> None:
