@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from lit_rl.reports.charts import ChartLine, Drawing, chart, number
 from lit_rl.reports.run_files import RunFiles, Series
 
-PHASES = ("generate", "reward", "score", "update")
+PHASES = ("generate", "reward", "score", "teacher", "update")
 """Phases of a rollout, see `lit_rl.algorithms.rollouts.phase_costs`; a run that learns from a data set has updates
 only."""
 

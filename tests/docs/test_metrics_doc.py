@@ -43,7 +43,14 @@ TERMS = [
         *("experiment=guess", "algo.minibatches=1", "data.task.train_rows=8", "data.task.val_rows=4"),
         "algo.echo_coef=0.1",
     ],
-    ["algo=rae", "algo.role=answer", "algo.minibatches=1"],
+    ["algo=rae", "algo.role=answer", "algo.minibatches=1", "data.task.max_operand=9", "data.task.val_rows=4"],
+    ["algo=sdft", "algo.minibatches=1"],
+    [
+        *("algo=opd", "algo/teacher=by_column", "algo.teacher.column=source", "algo.minibatches=1"),
+        *("+algo/teacher@algo.teacher.teachers.sums=self", "algo.teacher.teachers.sums.context.column=answer"),
+        *("algo/teacher/context@algo.teacher.teachers.sums.context=column", "data=jsonl"),
+        *("data.path=rows.jsonl", "data.val_path=rows.jsonl"),
+    ],
     [
         *("env=environment", "env.path=lit_rl.environments.games:GuessNumber", "env.max_turns=2", "env.max_tokens=24"),
         *("env.max_observation_tokens=8", "sampling.max_new_tokens=4", "reward=environment", "data=jsonl"),
@@ -97,6 +104,9 @@ TASK_SETS = {"train/verifiers/<name>"}
 
 
 _OF_REQUESTS = "unanswered unparsable cached requests prompt_tokens completion_tokens rate_limit_seconds"
+SERVERS = {f"train/teacher/{name}" for name in ("silent", "requests", "rate_limit_seconds")}
+"""Logged by teachers that are servers alone: tests/algorithms/test_served_teachers.py."""
+
 JUDGES = {f"train/rewards/<fn>/{name}" for name in f"score quoted {_OF_REQUESTS}".split()}
 """Logged by judges behind an API alone: tests/rewards/test_rewards_llm.py."""
 
@@ -124,7 +134,8 @@ def assert_its_page_names(run_dir: Path) -> None:
 def names(train: Train, cwd: Path) -> set[str]:
     """What small runs log: GRPO with KL, RLOO with a named validation set, a test, and every term of an objective."""
     rows = cwd / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": f"{n + 1}"}) + "\n" for n in range(8)))
+    sums = [{"prompt": f"{n}+1=", "answer": f"{n + 1}", "source": "sums"} for n in range(8)]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in sums))
     chat = json.dumps({"prompt": [{"role": "user", "content": "0..9="}]})
     (cwd / "chats.jsonl").write_text(f"{chat}\n" * 8)
     said = "{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
@@ -163,4 +174,5 @@ def test_every_name_is_documented_and_every_documented_name_is_logged(names: set
         *CARDS,
         *TASK_SETS,
         *JUDGES,
+        *SERVERS,
     }

@@ -131,9 +131,9 @@ class Stopwatch:
 # ---------------------------------------------------------------------- speed
 
 
-PHASES = ("generate", "reward", "score", "update")
+PHASES = ("generate", "reward", "score", "teacher", "update")
 """Phases of a rollout. `score`: log-probs of the policy before its update and of the reference, where needed, and
-advantages."""
+advantages. `teacher`: its scores, of algo/teacher."""
 
 
 class DevicePeak(NamedTuple):
