@@ -93,7 +93,7 @@ def settings(value: Any) -> Any:
     """What an object was told, all the way down; what it made of it while running is left out."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
-    if isinstance(value, (str, int, float, bool, type(None), torch.device, Path)):
+    if isinstance(value, (str, int, float, bool, type(None), torch.device, torch.dtype, Path)):
         return value
     if isinstance(value, (list, tuple)):
         return [settings(item) for item in value]
