@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
@@ -24,7 +24,7 @@ from lit_rl.data.example_formats import OTHER_MASKS
 from lit_rl.data.kinds import COLUMNS
 from lit_rl.data.rendering import control_tokens
 from lit_rl.data.splits import prompt_key
-from lit_rl.ops.ranges import AtLeastOne, NotNegative, Range
+from lit_rl.ops.ranges import AtLeastOne, NotNegative, Real
 
 Row = dict[str, Any]
 
@@ -74,7 +74,7 @@ class PreferenceSets(L.Callback):
         *,
         sets: Sequence[Literal["pairs", "verdicts", "ranked"]] = SETS,
         margin: NotNegative = 0.0,
-        threshold: Annotated[float, Range(-math.inf)] = 0.5,
+        threshold: Real = 0.5,
         ranked_per_group: AtLeastOne = 4,
         max_rows: AtLeastOne = 100_000,
     ) -> None:

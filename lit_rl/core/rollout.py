@@ -26,7 +26,7 @@ from lit_rl.core.other_names import reject_unknown_keywords
 from lit_rl.core.transfers import CopiedToHost, HostCopy, to_device
 from lit_rl.core.vision_inputs import PromptVision, Vision
 from lit_rl.ops.distillation import TeacherScores
-from lit_rl.ops.ranges import AtLeastOne, AtLeastZero, Finite, Portion, Positive, Share
+from lit_rl.ops.ranges import AtLeastOne, AtLeastZero, NotNegativeFinite, Portion, Positive, Share
 from lit_rl.ops.sampling_distribution import Truncation
 
 _LARGEST_BIAS = 100.0
@@ -188,7 +188,7 @@ class Sampling:
             (vllm, vllm_server) can keep one.
     """
 
-    temperature: Finite = 1.0
+    temperature: NotNegativeFinite = 1.0
     top_p: Share = 1.0
     top_k: AtLeastZero = 0
     min_p: Portion = 0.0

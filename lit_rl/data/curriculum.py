@@ -26,7 +26,7 @@ from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import ConfigError
 from lit_rl.data.order import RolloutOrder
 from lit_rl.data.prompt_set import DIGEST_BYTES, PromptSet
-from lit_rl.ops.ranges import Finite, PositiveFinite
+from lit_rl.ops.ranges import NotNegativeFinite, PositiveFinite
 
 _PROPER, _SPARE = 2, 3
 """Streams of random numbers, other ones than those of `RolloutOrder`."""
@@ -59,7 +59,7 @@ class Curriculum:
     at_most: Sequence[float] = _SHARES_OF_SUCCESS
     weights: Sequence[float] = (0.2, 1.0, 0.2)
     unseen: PositiveFinite = 1.0
-    unscored: Finite = 0.2
+    unscored: NotNegativeFinite = 0.2
     metric: str | None = None
 
     def __post_init__(self) -> None:

@@ -79,11 +79,14 @@ Positive = Annotated[float, Range(0.0, open_low=True)]
 NotNegative = Annotated[float, Range(0.0)]
 """A number of at least 0."""
 
-Finite = Annotated[float, Range(0.0, open_high=True)]
+NotNegativeFinite = Annotated[float, Range(0.0, open_high=True)]
 """A number of at least 0, and not infinite."""
 
 PositiveFinite = Annotated[float, Range(0.0, open_low=True, open_high=True)]
 """A number above 0, and not infinite."""
+
+Real = Annotated[float, Range(-inf, open_low=True, open_high=True)]
+"""A number of either sign, and not infinite."""
 
 AboveOne = Annotated[float, Range(1.0, open_low=True)]
 """A number above 1."""

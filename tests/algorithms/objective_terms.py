@@ -82,7 +82,11 @@ TWO_STEPS = {
     "taught-advantage": (GRPO, {"teacher": ITSELF, "distillation": TeacherAdvantage(0.5)}),
     "taught-top": (
         GRPO,
-        {"teacher": ITSELF, "distillation": TopDivergence(top_k=20), "advantage": advantages.no_advantage},
+        {
+            "teacher": ITSELF,
+            "distillation": TopDivergence(top_k=20, ratio_clip=1.05),
+            "advantage": advantages.no_advantage,
+        },
     ),
     "gdpo": (GRPO, {"advantage": advantages.normalize_then_sum}),
     "gigpo": (GRPO, {"advantage": turns.gigpo}),

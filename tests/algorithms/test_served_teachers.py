@@ -138,7 +138,7 @@ def test_a_token_that_the_teacher_excludes_is_one_that_it_says_nothing_of():
 
 def test_each_row_is_taught_by_the_teacher_of_its_column(urls):
     drawn, top = completions([3, 5, 1, 4, 2, 2]), 3
-    teacher = ready(ColumnTeachers("source", {"math": ServerTeacher(urls[0]), "code": local(2), "3": local(1)}), top)
+    teacher = ready(ColumnTeachers("source", {"math": ServerTeacher(urls[0]), "3": local(1), "code": local(2)}), top)
     names = teacher.companions(small_policy(0))
     assert list(names) == ["teacher_policy_0", "teacher_policy_1"]
     said, metrics = teacher.score(request_of(drawn, top, groups=["code", "math", "code"]))

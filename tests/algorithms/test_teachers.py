@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from online_modules import VOCABULARY, completions, scores, small_policy
 from small_rollouts import EachBatch, batch, credited, trainer
 from torch import Tensor
@@ -25,16 +28,24 @@ from lit_rl.algorithms.terms.self_teacher import (
     first_siblings,
     with_prompts,
 )
-from lit_rl.algorithms.terms.teachers import ModelTeacher, SampledKL, TeacherAdvantage, TeacherRequest, TopDivergence
+from lit_rl.algorithms.terms.teachers import (
+    ModelTeacher,
+    SampledKL,
+    TeacherAdvantage,
+    TeacherRequest,
+    TopDivergence,
+    TopForwardKL,
+    TopTokensLoss,
+)
 from lit_rl.core.errors import DataError
 from lit_rl.core.rollout import Completions, Rollout, Sampling, join_rollouts
 from lit_rl.data.prompt_module import RolloutDataModule
-from lit_rl.models.forward import score
+from lit_rl.models.forward import TokenScores, score
 from lit_rl.models.frozen_teacher import top_tokens
 from lit_rl.models.language_model import DEFAULT, LanguageModel
 from lit_rl.models.references import EMA
 from lit_rl.ops.advantages import no_advantage
-from lit_rl.ops.distillation import renormalized, with_tail
+from lit_rl.ops.distillation import TeacherScores, renormalized, with_tail
 from lit_rl.ops.imitation import generalized_jsd
 from lit_rl.ops.kl import corrected_k1, k3_with_k2_gradient
 from lit_rl.ops.policy_losses import reinforce_loss
@@ -147,31 +158,92 @@ def test_over_the_whole_vocabulary_the_divergence_is_that_of_gkd(beta: float, su
     torch.testing.assert_close(gradient, of_gkd, rtol=1e-3, atol=2e-5)
 
 
+@pytest.mark.parametrize("clip", [None, 1.2, 2.0])
 @pytest.mark.parametrize("tail", [True, False])
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
-def test_the_loss_is_that_of_sdpo_in_trl(alpha: float, tail: bool) -> None:
-    """The k tokens are the teacher's here and the student's there, so k is the vocabulary. A row has no teacher."""
+def test_the_loss_is_that_of_sdpo_in_trl(alpha: float, tail: bool, clip: float | None) -> None:
+    """The k tokens are the teacher's here and the student's there, so k is the vocabulary. A row has no teacher. The
+    policy has moved since the rollout was taken: TRL's ratio is read at the sampled tokens."""
     trl = pytest.importorskip("trl.experimental.sdpo.loss_utils")
-    form = TopDivergence(1.0, top_k=VOCABULARY, beta=alpha, support=with_tail if tail else renormalized)
+    form = TopDivergence(1.0, VOCABULARY, alpha, with_tail if tail else renormalized, clip)
     module = taught_by_model(form, advantage=no_advantage, reduction=sequence_mean)
     drawn = completions([3, 1, 2, 4])
     found = Scored(batch(range(2)), drawn, scores([1.0, 0.0, 0.0, 1.0]))
     teacher, _ = module.distillation.teacher.score(request_of(module, found))
     with_teacher = torch.tensor([True, True, False, True])
     teacher = replace(teacher, mask=teacher.mask & with_teacher[:, None])
-    loss, gradient, _ = gradient_of(module, module.distillation.at_rollout(credited(module, found)[0], teacher)[0])
+    old = module.token_scores(drawn).logprobs.detach() + torch.linspace(-1, 1, 16).reshape(4, 4)
+    rollout = replace(credited(module, found)[0], old_logprobs=old)
+    loss, gradient, _ = gradient_of(module, module.distillation.at_rollout(rollout, teacher)[0])
 
     module.policy.zero_grad()
     student, expert = (logits_of(model, drawn) / 1.3 for model in (module.policy, module.teacher_policy))
     per_token = trl.compute_topk_self_distillation_loss(
         student, expert.detach(), distillation_topk=VOCABULARY, distillation_alpha=alpha, distillation_add_tail=tail
     )
+    if clip is not None:
+        own = student.log_softmax(-1).gather(1, drawn.response_ids[drawn.response_mask][:, None])[:, 0]
+        per_token = trl.apply_importance_sampling_clipping(per_token, own, old[drawn.response_mask], clip)
     rows = torch.stack([row.mean() for row in per_token.split(drawn.lengths.tolist())])
     whole = (rows * with_teacher).mean()
     whole.backward()
-    assert loss == pytest.approx(whole.item(), abs=2e-5)
+    assert loss == pytest.approx(whole.item(), rel=1e-4, abs=2e-5)
     of_trl = torch.cat([p.grad.flatten() for p in module.policy.parameters()])
     torch.testing.assert_close(gradient, of_trl, rtol=1e-3, atol=2e-5)
+
+
+FORMS_OF_TOP = st.builds(TopDivergence, st.just(0.7), st.just(2)), st.builds(TopForwardKL, st.just(0.7), st.just(2))
+
+LOG_PROBS = st.floats(-60, 0, width=32)
+
+
+@given(
+    st.one_of(*FORMS_OF_TOP),
+    st.lists(st.tuples(LOG_PROBS, LOG_PROBS, st.booleans()), min_size=1, max_size=6),
+    st.floats(1, 100),
+)
+def test_a_ratio_weighs_each_token_up_to_its_bound_and_passes_no_gradient(form: Any, tokens: Any, clip: float) -> None:
+    """By hand: min(exp(log S - log S of the rollout), clip), of the sampled token; 0 where the teacher is silent."""
+    now, old, heard = (torch.tensor([column]) for column in zip(*tokens))
+    now = now.requires_grad_()
+    further = torch.tensor([0.3, 0.2]).log().repeat(1, len(tokens), 1).requires_grad_()
+    teacher = TeacherScores(
+        now.detach(), heard, further.detach().long(), torch.tensor([0.6, 0.1]).log().expand_as(further)
+    )
+    scored, silent = TokenScores(now, further=further), torch.where(heard, old, torch.nan)
+    plain, metrics = form.losses(teacher, scored, silent)
+    form.ratio_clip = clip
+    found, weighted = form.losses(teacher, scored, silent)
+    ratios = [min(math.exp(min(max(a - b, -20), 20)), clip) if spoken else 0.0 for a, b, spoken in tokens]
+    torch.testing.assert_close(found, plain * torch.tensor([ratios]), rtol=1e-4, atol=1e-7)
+    slopes = torch.autograd.grad(found.sum(), (further, now), allow_unused=True)
+    (slope,) = torch.autograd.grad((plain * torch.tensor([ratios])).sum(), further)
+    torch.testing.assert_close(slopes[0], slope, rtol=1e-4, atol=1e-7)
+    assert slopes[1] is None
+    assert metrics == weighted  # the divergence that is logged is without it
+
+
+def test_a_ratio_by_hand_and_none_with_one_step() -> None:
+    """The policy gives half to both tokens, the teacher 0.75 and 0.25: KL(T || S) = 0.75 log 1.5 + 0.25 log 0.5."""
+    form = TopDivergence(2.0, 2, 0.0, renormalized, ratio_clip=1.5)
+    further = torch.full((1, 3, 2), 0.5).log()
+    teacher = TeacherScores(
+        torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool), torch.zeros(1, 3, 2, dtype=torch.long),
+        torch.tensor([0.75, 0.25]).log().expand(1, 3, 2),
+    )  # fmt: skip
+    now, old = torch.tensor([[0.6, 0.5, 0.2]]).log(), torch.tensor([[0.1, 0.4, 0.8]]).log()
+    kl = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
+    losses = form.losses(teacher, TokenScores(now, further=further), old)[0]
+    torch.testing.assert_close(losses, 2 * kl * torch.tensor([[1.5, 1.25, 0.25]]))  # ratios of 6, 1.25 and 0.25
+
+    drawn = completions([3, 1, 2, 4])
+    steps = []
+    for clip in (None, 1.5):
+        module = taught_by_model(TopDivergence(1.0, top_k=5, ratio_clip=clip))
+        assert not module.needs_old_logprobs
+        steps.append(gradient_of(module, taught(module, drawn, [0.0] * 4)))
+    assert steps[0][0] == steps[1][0] and torch.equal(steps[0][1], steps[1][1])
+    assert taught_by_model(TopDivergence(top_k=5, ratio_clip=1.5), iterations=2).needs_old_logprobs
 
 
 def test_the_gradient_of_the_advantage_is_that_of_trls_sampled_tokens() -> None:
@@ -236,6 +308,17 @@ def test_the_distillation_is_a_sum_with_the_rewards() -> None:
         found = Scored(batch(range(2)), drawn, scores(rewards))
         of_rewards = gradient_of(plain, credited(plain, found)[0])[1]
         torch.testing.assert_close(both, alone + of_rewards, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [TeacherAdvantage, SampledKL, TopDivergence, TopForwardKL])
+def test_twice_the_weight_of_a_teacher_teaches_twice_as_much(kind: Any) -> None:
+    drawn, found = completions([3, 1, 2, 4]), []
+    for coef in (0.35, 0.7):
+        form = kind(coef, top_k=5) if issubclass(kind, TopTokensLoss) else kind(coef)
+        module = taught_by_model(form, advantage=no_advantage)
+        found.append(gradient_of(module, taught(module, drawn, [0.0] * 4))[1])
+    torch.testing.assert_close(2 * found[0], found[1], rtol=1e-4, atol=1e-7)
+    assert found[0].abs().max() > 1e-4
 
 
 def test_the_advantage_of_a_token_is_the_log_ratio_at_the_temperature_of_the_sampling() -> None:
@@ -451,6 +534,10 @@ def test_the_first_successful_sibling_is_shown_and_never_the_own_answer() -> Non
     assert context.texts(found, module.tokenizer) == ["!0", "<78>\n\n!0", "!1", "!1"]
     assert OutcomeContext(siblings="none", feedback="answer").texts(found, module.tokenizer)[0].endswith("\n\n0")
     assert OutcomeContext(threshold=0.9).texts(found, module.tokenizer)[2].endswith("9:")
+    below = replace(found, scores=scores([-0.4, -0.6, -0.5, float("nan")]))  # penalties: a success is below 0 too
+    assert [text is not None for text in OutcomeContext(threshold=-0.5).texts(below, module.tokenizer)] == [
+        False, True, False, True,
+    ]  # fmt: skip
     own = replace(found, scores=replace(found.scores, extras={"said": ["a", None, "", "$solution $feedback"]}))
     context = OutcomeContext(threshold=2, feedback="said", feedback_template="$feedback")
     assert context.texts(own, module.tokenizer) == ["a", None, None, "$solution $feedback"]  # in one pass

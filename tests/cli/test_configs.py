@@ -89,7 +89,10 @@ VALUES = {  # what has no default
     "algo/advantage/none": ["algo/teacher=model"],
     "algo/teacher/context/outcome": ["algo/teacher=self"],
     "algo/teacher/context/column": ["algo/teacher=self", "algo.teacher.context.column=answer"],
-    **{f"algo/distillation/{name}": ["algo/teacher=model"] for name in ("policy_gradient", "reverse_kl", "top_k")},
+    **{
+        f"algo/distillation/{name}": ["algo/teacher=model"]
+        for name in ("policy_gradient", "reverse_kl", "top_k", "top_k_weighted")
+    },
     **{
         f"algo/distillation/estimator/{path.stem}": ["algo/teacher=model", "algo/distillation=reverse_kl"]
         for path in sorted((CONF / "algo/distillation/estimator").glob("*.yaml"))

@@ -17,7 +17,7 @@ from lit_rl.algorithms.optim.split_adamw import SplitAdamW
 from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import BackendError, ConfigError, check_betas, did_you_mean
 from lit_rl.core.other_names import reject_unknown_keywords
-from lit_rl.ops.ranges import Finite, Share
+from lit_rl.ops.ranges import NotNegativeFinite, Share
 
 T = TypeVar("T")
 
@@ -69,8 +69,8 @@ class AdamW:
 
     lr: Share = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: Finite = 1e-8
-    weight_decay: Finite = 0.0
+    eps: NotNegativeFinite = 1e-8
+    weight_decay: NotNegativeFinite = 0.0
 
     path: ClassVar[str] = "torch.optim.AdamW"
 
@@ -98,7 +98,7 @@ class AdamW8bit:
 
     lr: Share = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: Finite = 0.0
+    weight_decay: NotNegativeFinite = 0.0
 
     path: ClassVar[str] = "bitsandbytes.optim.AdamW8bit"
 
@@ -131,8 +131,8 @@ class AdamWSplit:
 
     lr: Share = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: Finite = 1e-8
-    weight_decay: Finite = 0.0
+    eps: NotNegativeFinite = 1e-8
+    weight_decay: NotNegativeFinite = 0.0
 
     keeps_masters: ClassVar[bool] = True
 

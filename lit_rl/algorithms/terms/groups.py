@@ -30,7 +30,7 @@ from lit_rl.core.vision_inputs import PromptVision
 from lit_rl.data.visual_prompts import Processor
 from lit_rl.generation.collect import as_reward_input, texts_of
 from lit_rl.ops.advantages import Groups
-from lit_rl.ops.ranges import AtLeastOne, AtLeastTwo, AtLeastZero, Finite
+from lit_rl.ops.ranges import AtLeastOne, AtLeastTwo, AtLeastZero, NotNegativeFinite
 from lit_rl.ops.reductions import Metrics
 from lit_rl.rewards.contract import keywords
 
@@ -102,7 +102,7 @@ class DynamicSampling(GroupSelection):
     """
 
     def __init__(
-        self, max_draws: AtLeastZero = 256, metric: str | list[str] | None = None, tolerance: Finite = 0.0
+        self, max_draws: AtLeastZero = 256, metric: str | list[str] | None = None, tolerance: NotNegativeFinite = 0.0
     ) -> None:
         self.max_draws, self.tolerance = max_draws, tolerance
         self.metric = [metric] if isinstance(metric, str) else metric

@@ -29,7 +29,7 @@ from lit_rl.data.encode import Encoder
 from lit_rl.data.rendering import row_template_kwargs
 from lit_rl.generation.collect import texts_of
 from lit_rl.ops.distillation import TeacherScores
-from lit_rl.ops.ranges import AtLeastOne, Finite
+from lit_rl.ops.ranges import AtLeastOne, Real
 from lit_rl.ops.reductions import Metrics
 
 TEMPLATE = "$prompt\n\n$context"
@@ -158,7 +158,7 @@ class OutcomeContext(PrivilegedContext):
 
     def __init__(
         self,
-        threshold: Finite = 1.0,
+        threshold: Real = 1.0,
         metric: str | None = None,
         feedback: str | None = None,
         siblings: Literal["first", "none"] = "first",

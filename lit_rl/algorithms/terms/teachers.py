@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +40,9 @@ from lit_rl.ops.distillation import (
     top_overlap,
     with_tail,
 )
+from lit_rl.ops.engine_mismatch import token_truncate
 from lit_rl.ops.kl import corrected_k3
-from lit_rl.ops.ranges import AtLeastOne, NotNegative, Portion, Positive
+from lit_rl.ops.ranges import AtLeastOne, NotNegative, Portion, Positive, Range
 from lit_rl.ops.reductions import Metrics, mean_of
 
 # ------------------------------------------------------------------ teachers
@@ -325,17 +326,22 @@ class SampledKL(DistillationForm):
         return self.coef * kl, {"teacher/kl": mean_of(kl, teacher.mask)}
 
 
+RatioClip = Annotated[float, Range(1)]
+"""A bound on an importance ratio that leaves a ratio of 1 as it is."""
+
+
 class TopTokensLoss(DistillationForm):
     """Abstract base of losses over the teacher's likeliest tokens.
 
     Args:
         coef: Weight beside the loss of the rewards, above 0.
         top_k: Number of the teacher's likeliest tokens, at least 1.
+        ratio_clip: Bound on the ratio, at least 1. None: no ratio.
     """
 
-    def __init__(self, coef: float, top_k: int) -> None:
+    def __init__(self, coef: float, top_k: int, ratio_clip: float | None) -> None:
         super().__init__(coef)
-        self.top = top_k
+        self.top, self.ratio_clip = top_k, ratio_clip
 
     def check(self, student: LanguageModel) -> None:
         tokens = len(student.tokenizer)
@@ -353,7 +359,10 @@ class TopTokensLoss(DistillationForm):
         assert scores.further is not None and teacher.top_log_probs is not None
         mask = teacher.mask
         value = self.divergence(scores.further, teacher.top_log_probs, mask)
-        return self.coef * value, {
+        loss = self.coef * value
+        if self.ratio_clip is not None:
+            loss = loss * token_truncate(scores.logprobs, old, mask, high=self.ratio_clip)
+        return loss, {
             "teacher/divergence": mean_of(value, mask),
             "teacher/mass": mean_of(top_mass(teacher.top_log_probs, mask), mask),
             "teacher/student_mass": mean_of(top_mass(scores.further, mask), mask),
@@ -371,6 +380,9 @@ class TopDivergence(TopTokensLoss):
             Jensen-Shannon's.
         support: What becomes of the mass of all other tokens: one more bucket (`with_tail`), or left out
             (`renormalized`).
+        ratio_clip: The divergence at a token is multiplied by the ratio of the policy to the one that took the rollout,
+            without gradient (1 with one optimizer step a rollout), and by this number at most, at least 1. null: it is
+            not multiplied.
     """
 
     def __init__(
@@ -379,8 +391,9 @@ class TopDivergence(TopTokensLoss):
         top_k: AtLeastOne = 100,
         beta: Portion = 0.5,
         support: Callable[[Tensor], Tensor] = with_tail,
+        ratio_clip: RatioClip | None = None,
     ) -> None:
-        super().__init__(coef, top_k)
+        super().__init__(coef, top_k, ratio_clip)
         self.beta, self.support = beta, support
 
     def divergence(self, logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -396,10 +409,13 @@ class TopForwardKL(TopTokensLoss):
     Args:
         coef: Weight beside the loss of the rewards, above 0.
         top_k: Number of the teacher's likeliest tokens, at least 1. verl takes 32.
+        ratio_clip: The divergence at a token is multiplied by the ratio of the policy to the one that took the rollout,
+            without gradient (1 with one optimizer step a rollout), and by this number at most, at least 1. null: it is
+            not multiplied.
     """
 
-    def __init__(self, coef: Positive = 1.0, top_k: AtLeastOne = 32) -> None:
-        super().__init__(coef, top_k)
+    def __init__(self, coef: Positive = 1.0, top_k: AtLeastOne = 32, ratio_clip: RatioClip | None = None) -> None:
+        super().__init__(coef, top_k, ratio_clip)
 
     def divergence(self, logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tensor:
         return top_forward_kl(logprobs, teacher_logprobs, mask)
