@@ -405,7 +405,9 @@ _NAMES_HEAD = (
 _ACTOR = ("actor", "rollout", "ref", "model")
 """What the page on verl writes without the `actor_rollout_ref` in which it stands."""
 _CONFIGS = {
-    "Fields of GRPO, RLOO and online DPO": ["GRPOConfig", "RLOOConfig", "OnlineDPOConfig"],
+    "Fields of methods that generate": ["methods that generate"],
+    "Fields of trainers with a teacher": ["trainers with a teacher"],
+    "Fields of SDPO and SDFT": ["SDPOConfig", "SDFTConfig"],
     "Fields of all data-set methods": ["methods that learn from a data set"],
     "Fields inherited from transformers.TrainingArguments": ["the others"],
     "Fields of ScriptArguments": ["ScriptArguments"],

@@ -21,20 +21,23 @@ _LEARNED = (
 )  # fmt: skip
 _SIGNAL = (
     "frac_reward_zero_std", "reward_std", "frac_rows_skipped", "rewards/*/std", "rewards/*", "groups/*", "replay/*",
-    "judge/*", "win_rate_*",
+    "judge/*", "win_rate_*", "role/*", "curriculum/*", "count/*",
 )  # fmt: skip
 _COMPLETIONS = (
     "completions/*",
     "turns/*",
     "tools/*",
     "env/*",
+    "branches/*",
     "template/*",
+    "on_policy",
     "*contain_eos_token",
     "value/num_eos_tokens",
 )
 _POLICY = (
     "entropy", "kl", "approx_kl", "ratio_mean", "clip_ratio/region_mean", "clip_ratio/*", "*clip*", "objective/*",
     "logps/*", "logits/*", "sampling/*", "off_policy_kept", "policy/*", "nll_loss", "log_odds*", "teacher/*",
+    "delta", "kl_cov/*", "fipo/*", "m2po/*", "vespo/*",
 )  # fmt: skip
 _STEPS = (
     "loss", "grad_norm", "lr", "skipped_steps", "loss/*", "*_loss", "lr_*", "value/*", "return/*", "*_coef", "beta",

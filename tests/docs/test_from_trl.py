@@ -1,4 +1,4 @@
-"""docs/from-trl.md has every field of ten of TRL's configs, with defaults that differ, and keys that exist."""
+"""docs/from-trl.md has every field of sixteen of TRL's configs, with defaults that differ, and keys that exist."""
 
 from __future__ import annotations
 
@@ -37,18 +37,26 @@ OFFLINE = {
     "GKDConfig": "algo=gkd",
 }
 ONLINE = {"OnlineDPOConfig": "algo=online_dpo"}
-ALL = ALGO | OFFLINE | ONLINE
+SELF_TAUGHT = {"SDPOConfig": "algo=sdpo", "SDFTConfig": "algo=sdft"}
+TAUGHT = {name: "algo=opd" for name in ("DistillationConfig", "ServerDistillationConfig", "IWOPDConfig")} | SELF_TAUGHT
+ALL = ALGO | OFFLINE | ONLINE | TAUGHT
 EXPERIMENTAL = {
     "CPOConfig": "cpo",
     "TPOConfig": "tpo",
     "ORPOConfig": "orpo",
     "GKDConfig": "gkd",
     "OnlineDPOConfig": "online_dpo",
+    "ServerDistillationConfig": "server_distillation",
+    "IWOPDConfig": "iw_opd",
+    "SDPOConfig": "sdpo",
+    "SDFTConfig": "sdft",
 }
-PARENT = {"GKDConfig": "SFTConfig"}
+PARENT = {"GKDConfig": "SFTConfig", "ServerDistillationConfig": "DistillationConfig"}
 """Whose table holds for what is not in its own."""
 SHARED = {
-    "Fields of GRPO, RLOO and online DPO": [*ALGO, *ONLINE],
+    "Fields of SDPO and SDFT": [*SELF_TAUGHT],
+    "Fields of trainers with a teacher": [*TAUGHT],
+    "Fields of methods that generate": [*ALGO, *ONLINE, *TAUGHT],
     "Fields of all data-set methods": [*OFFLINE],
     "Fields inherited from transformers.TrainingArguments": [*ALL],
 }
@@ -383,6 +391,8 @@ WITHOUT_A_FIELD = {
     "eval_kl": "val/kl",
     "eval_entropy": "val/entropy",
     "eval_clip_ratio": "not built",
+    "eval_loss": "val/reward",
+    "A2POTrainer": "not built",
     "MergeModelCallback": "callbacks=merge",
     "PairRMJudge": "judge=pairrm",
     "chat_template_kwargs": "chat_template_kwargs",

@@ -45,8 +45,9 @@ def prepare(cwd: Path, found: list[Block], root: Path) -> None:
     if not (cwd / "pairs.jsonl").exists():
         pairs = ({"prompt": f"{n}+1=", "chosen": f"{n + 1}", "rejected": f"{n}"} for n in range(40))
         (cwd / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    said = ({"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"})
-    (cwd / "chats.jsonl").write_text(f"{json.dumps({'messages': said})}\n" * 40)
+    if not (cwd / "chats.jsonl").exists():
+        said = ({"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"})
+        (cwd / "chats.jsonl").write_text(f"{json.dumps({'messages': said})}\n" * 40)
     (cwd / "conf").symlink_to(root / "conf")
     (cwd / "path" / "to" / "a").mkdir(parents=True)
     (cwd / "path" / "to" / "a" / "model").symlink_to(root / "lit_rl" / "models" / "tiny")

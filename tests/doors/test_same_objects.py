@@ -93,7 +93,7 @@ def settings(value: Any) -> Any:
     """What an object was told, all the way down; what it made of it while running is left out."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
-    if isinstance(value, (str, int, float, bool, type(None), torch.device, Path)):
+    if isinstance(value, (str, int, float, bool, type(None), torch.device, torch.dtype, Path)):
         return value
     if isinstance(value, (list, tuple)):
         return [settings(item) for item in value]
@@ -238,6 +238,10 @@ def test_lightning_cli_builds_what_the_constructors_build(algorithm: str, expect
         ("algo.loss.clip_high=0.28", "--model.loss={class_path: lit_rl.cli.lightning_app.WithKeywords, "
          "init_args: {function: LOSS, keywords: {clip_high: 0.28}}}"),
         ("eval.group_size=4", "--model.evaluation.group_size=4"),
+        ("algo/teacher=self", "--model.teacher={class_path: lit_rl.algorithms.terms.self_teacher.SelfTeacher, "
+         "init_args: {context: {class_path: lit_rl.algorithms.terms.self_teacher.OutcomeContext}}}"),
+        ("data.curriculum.weights=[0.2,0.5,0.1]", "--data.curriculum={class_path: lit_rl.data.curriculum.Curriculum, "
+         "init_args: {weights: [0.2, 0.5, 0.1]}}"),
         ("algo/advantage=role_baseline", "--model.advantage={class_path: "
          "lit_rl.algorithms.terms.credit.RoleBaseline, init_args: {decay: 0.95}}"),
     ],

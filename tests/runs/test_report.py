@@ -294,6 +294,20 @@ def test_training_and_validations_of_one_name_are_one_picture(tmp_path: Path) ->
     assert any("0.500" in text for text in page_of(run.path).texts)
 
 
+def test_every_metric_of_a_training_has_a_group(tmp_path: Path, root: Path) -> None:
+    page = (root / "docs" / "metrics.md").read_text()
+    cells = re.findall(r"^\| ([^|]+) \|", page, re.M)
+    named = {name for cell in cells for name in re.findall(r"`(train/[^`]+)`", cell)}
+    rows = [{"step": i, **{name: float(i * place) for place, name in enumerate(named, 1)}} for i in (1, 2)]
+    groups = chart_groups([("", run_files.RunFiles.of(run_folder(tmp_path / "run", rows)))])
+    assert len(named) > 100 and all(group.charts for group in groups)
+    of = {name: group.title for group in groups for name, _ in group.charts}
+    assert [name for name, title in of.items() if title == "Other"] == []
+    homes = {"role/<role>/reward": "Is there a signal", "branches/mean": "What it writes", "teacher/kl": "The policy"}
+    homes["curriculum/uniform/reward"] = "Is there a signal"
+    assert {name: of[name] for name in homes} == homes
+
+
 def test_the_numbers_of_the_results_have_the_same_decimals(tmp_path: Path) -> None:
     rows = [{"step": i, "train/reward": 0.48828, "val/reward": 0.608} for i in (1, 2)]
     shown = run_page_html(run_files.RunFiles.of(run_folder(tmp_path / "run", rows)))
