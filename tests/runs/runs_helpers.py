@@ -60,9 +60,10 @@ def assert_same(a: Any, b: Any, where: str = "") -> None:
         for i, (x, y) in enumerate(zip(a, b)):
             assert_same(x, y, f"{where}[{i}]")
     elif isinstance(a, torch.Tensor):
-        assert torch.equal(a, b), where
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), where
+        assert torch.equal(*(each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in (a, b))), where
     else:
-        assert a == b, (where, a, b)
+        assert a == b or (a != a and b != b), (where, a, b)  # NaN is NaN here
 
 
 def assert_same_run(a: Path, b: Path) -> None:
