@@ -14,11 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).parents[1]
-sys.path += [str(TESTS / name) for name in ("algorithms", "data", "doors", "vision", "../scripts")]
+sys.path += [str(Path(__file__).parents[1] / name) for name in ("algorithms", "data", "doors", "vision", "../scripts")]
 
 import torchvision_beside  # noqa: F401, I001  # before transformers, which looks for torchvision once
-import dist_cases
 import dist_equal
 import lightning as L
 import peft
@@ -51,10 +49,8 @@ from lit_rl.core.rollout import Sampling
 from lit_rl.data.curriculum import Curriculum
 from lit_rl.data.example_module import SupervisedDataModule
 from lit_rl.data.prompt_module import RolloutDataModule
-from lit_rl.environments import CustomEnvironment
 from lit_rl.generation import RolloutFunction
 from lit_rl.models import LanguageModel
-from lit_rl.rewards import environment
 
 SUMS = [(i, j) for i in range(10) for j in range(5)]
 FILES = same_bits.FILES | {
@@ -188,12 +184,18 @@ GRADED = ["reward=function", "reward.fn={work}/graded.py:score"]
 PAIRED = [*SHORT, *GRADED, "data.prompts_per_rollout=8", "algo.minibatches=2", "trainer.accumulate_grad_batches=2"]
 CRITIC = [*SHORT, "algo=ppo", *PASSES, "algo.group_size=2", "algo.critic_lr=1e-3", "data.prompts_per_rollout=8"]
 TAUGHT = ["algo.teacher.context.template='$context'", "algo.teacher.context.solution_template='$solution+0='"]
-GUESS = [word for word in same_bits.GAME.split() if word.partition("=")[0] not in ("trainer.max_steps", "algo.iterations")]
+GUESS = [
+    word for word in same_bits.GAME.split() if word.partition("=")[0] not in ("trainer.max_steps", "algo.iterations")
+]
 ONE_LAYER = "model.init_kwargs={num_hidden_layers: 1, layer_types: [full_attention]}"
 
 
 def prompts(*words: str, **more: Any) -> Case:
     return Case([*PROMPTS, *words], **more)
+
+
+def of_roles(left: Left) -> bool:
+    return any("/role/" in name for name in left.lines[-1][1])
 
 
 def held(left: Left) -> bool:
@@ -219,7 +221,7 @@ ONLINE = {
     # weights and moments, each in its own type
     "halves": prompts("trainer.precision=bf16-true", "optimizer=adamw_split"),
     "masters": prompts("trainer.precision=bf16-true"),
-    "baselines-of-roles": prompts("algo=rae", "algo.role=answer", shown=lambda left: any("/role/" in name for name in left.lines[-1][1])),
+    "baselines-of-roles": prompts("algo=rae", "algo.role=answer", shown=of_roles),
     # what the teacher said is in the rollout, and its weights are an average of the policy's
     "self-taught": prompts("algo=sdpo", "reference.decay=0.5", "algo.distillation.top_k=20", *TAUGHT),
     "sdft": prompts("algo=sdft", TAUGHT[0]),
@@ -368,7 +370,12 @@ def adapted(config: Any) -> Case:
 
 
 def scheduled(scheduler: Any) -> Case:
-    return Case(lambda _: texts(scheduler=scheduler), steps=4, stops=(2,), shown=lambda left: len({s["rates"][0] for s in left.seen}) == 4)
+    return Case(
+        lambda _: texts(scheduler=scheduler),
+        steps=4,
+        stops=(2,),
+        shown=lambda left: len({s["rates"][0] for s in left.seen}) == 4,
+    )
 
 
 def batches_alone(count: int, **settings: Any) -> Case:
@@ -396,9 +403,16 @@ OBJECTS = {
         settings={"callbacks": [partial(EMAWeights, decay=0.6), partial(BEMAWeights, every=2, lag=1)]},
         shown=lambda left: {"EMAWeights", "BEMAWeights"} <= left.saved["callbacks"].keys(),
     ),
-    "merged": Case([*ROWS, "algo=sft"], settings={"callbacks": [MergedWeights]},
-                   shown=lambda left: "initial" in left.saved["callbacks"]["MergedWeights"]),
-    "object": Case(lambda _: texts(AutoModelForCausalLM.from_pretrained(TINY), tokenizer=AutoTokenizer.from_pretrained(TINY)), steps=2, stops=(1,)),
+    "merged": Case(
+        [*ROWS, "algo=sft"],
+        settings={"callbacks": [MergedWeights]},
+        shown=lambda left: "initial" in left.saved["callbacks"]["MergedWeights"],
+    ),
+    "object": Case(
+        lambda _: texts(AutoModelForCausalLM.from_pretrained(TINY), tokenizer=AutoTokenizer.from_pretrained(TINY)),
+        steps=2,
+        stops=(1,),
+    ),
     "batches": batches_alone(12, max_epochs=2),
     "batches-of-short-epochs": batches_alone(12, max_epochs=3, limit_train_batches=4),
 }
@@ -416,15 +430,17 @@ def seeing(kind: str) -> Case:
     return Case(lambda folder: (test_vision_training.grpo(toy(kind, folder)), test_vision_training.rollouts()))
 
 
-def buffered(folder: Path) -> tuple[Any, Any]:
+def buffer(kind: str) -> Case:
     """After the first rollout come groups that teach nothing: stored ones step in, and see."""
 
     def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
         return [float(i % 4) if int(number) < 4 else 1.0 for i, number in enumerate(answer)]
 
-    module = GRPO(toy("idefics3", folder), reward, group_size=4, sampling=Sampling(max_new_tokens=5),
-                  replay=GroupReplay(8))  # fmt: skip
-    return module, test_vision_training.rollouts(shuffle=False)
+    def made(folder: Path) -> tuple[Any, Any]:
+        settings = {"group_size": 4, "sampling": Sampling(max_new_tokens=5), "replay": GroupReplay(8)}
+        return GRPO(toy(kind, folder), reward, **settings), test_vision_training.rollouts(shuffle=False)
+
+    return Case(made, steps=4, stops=(1,), shown=replayed)
 
 
 def replayed(left: Left) -> bool:
@@ -465,7 +481,7 @@ VISION = {
     **{f"vision-{kind}": seeing(kind) for kind in kinds("idefics3", "gemma3", "qwen3_vl", "internvl")},
     **{f"vision-opened-{kind}": opened(kind) for kind in kinds("idefics3", "qwen2_5_vl")},
     **{f"vision-answered-{kind}": painted(kind) for kind in kinds("idefics3", "qwen2_5_vl")},
-    **{"vision-buffer": Case(buffered, steps=4, stops=(1,), shown=replayed) for _ in kinds("idefics3")},
+    **{f"vision-buffer-{kind}": buffer(kind) for kind in kinds("idefics3")},
 }
 
 # ---------------------------------------------------------------------- on two threads of torch

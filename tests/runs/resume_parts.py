@@ -11,8 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-TESTS = Path(__file__).parents[1]
-sys.path += [str(TESTS / name) for name in ("algorithms", "data", "models")]
+sys.path += [str(Path(__file__).parents[1] / name) for name in ("algorithms", "data", "models")]
 
 import test_data_curriculum
 import test_data_loader
@@ -70,7 +69,9 @@ def replayed(part: GroupReplay, number: int, draw: Random) -> Any:
 class Optimized:
     """Weights, an optimizer and its schedule."""
 
-    def __init__(self, make: Any, groups: list[dict[str, Any]], take: Callable[..., None], schedules: Any = None) -> None:
+    def __init__(
+        self, make: Any, groups: list[dict[str, Any]], take: Callable[..., None], schedules: Any = None
+    ) -> None:
         self.weights, self.take = [weight for group in groups for weight in group["params"]], take
         self.optimizer = with_masters(make, groups)
         schedules = schedules or [Linear(warmup_steps=2)] * len(groups)
@@ -195,9 +196,9 @@ def windows(buffer: int, batch_size: int, accumulate: int, shuffle: bool, *count
 
 
 PARTS: dict[str, Part] = {
-    "running norm": Part(lambda _: RunningNorm(), play),
-    "KL control": Part(lambda _: AdaptiveKL(0.2, 50), control),
-    "entropy control": Part(lambda _: AdaptiveEntropy(0.1, 0, 1, 0.01, 0.5), control),
+    "running-norm": Part(lambda _: RunningNorm(), play),
+    "kl-control": Part(lambda _: AdaptiveKL(0.2, 50), control),
+    "entropy-control": Part(lambda _: AdaptiveEntropy(0.1, 0, 1, 0.01, 0.5), control),
     "replay": Part(lambda _: GroupReplay(3), replayed),
     "adamw": Part(
         lambda _: Optimized(AdamW(lr=0.1), [{"params": test_master_weights.weights(torch.float32)}],
@@ -205,23 +206,23 @@ PARTS: dict[str, Part] = {
         Optimized.step,
     ),
     **{
-        f"masters of {name}": Part(lambda _, make=make: with_remainders(make), Optimized.step, steps=8)
+        f"masters-{name}": Part(lambda _, make=make: with_remainders(make), Optimized.step, steps=8)
         for name, make in test_master_weights.MAKES.items()
     },
     "split": Part(lambda _: split(), Optimized.step, steps=5),
     **{
-        f"{kind} in {dtype}": Part(
+        f"{kind}-{dtype}": Part(
             lambda _, kind=kind, dtype=dtype, device=device: Followed(kind, getattr(torch, dtype), device),
             Followed.step, steps=8,
         )
         for kind in REFERENCES
         for dtype, device in (("bfloat16", None), ("float32", "cpu"))
     },
-    **{f"prompts {limit} {repeat}": prompts(limit, repeat) for limit in (1.0, 0.5, 7) for repeat in (1, 3)},
-    **{f"curriculum {ahead} ahead": chosen(ahead) for ahead in (0, 1, 3)},
+    **{f"prompts-{limit}-{repeat}": prompts(limit, repeat) for limit in (1.0, 0.5, 7) for repeat in (1, 3)},
+    **{f"curriculum-{ahead}-ahead": chosen(ahead) for ahead in (0, 1, 3)},
     "examples": Part(examples, Loaded.step, steps=18, first=1),
     **{
-        "windows " + " ".join(map(str, how)): windows(*how)
+        "-".join(["windows", *map(str, how)]): windows(*how)
         for how in ((4, 2, 1, True, 23), (9, 4, 2, True, 20, 7), (30, 4, 1, False, 20, 7), (8, 2, 2, False, 23))
     },
 }  # fmt: skip

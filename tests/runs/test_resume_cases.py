@@ -34,6 +34,7 @@ def assert_goes_on(case: Case, folder: Path, stops: Sequence[int]) -> None:
         assert_same(rest.seen, whole.seen[whole.record.saved[stop] :])
         assert_same(rest.lines, [(step, line) for step, line in whole.lines if step > stop])
         assert_same(rest.saved, whole.saved)
+        assert rest.data.report == whole.data.report, "rows of a stream are counted on"
         begun = torch.load(folder / f"{stop}.ckpt", weights_only=True)
         state = begun.pop("state_dict")
         assert any(not torch.equal(weight, state[name]) for name, weight in whole.saved["state_dict"].items())
@@ -53,6 +54,14 @@ def test_a_run_that_goes_on_is_the_whole_one(name: str, tmp_path: Path, request:
     if CASES[name].threads == 2:
         request.getfixturevalue("two_threads")
     assert_goes_on(CASES[name], tmp_path, CASES[name].stops)
+
+
+def test_the_comparison_can_fail(tmp_path: Path) -> None:
+    """Another seed is another run."""
+    one, other = (run(Case([*CASES["grpo"].made, f"seed={seed}"], steps=2), tmp_path) for seed in (0, 1))
+    for a, b in ((one.seen, other.seen), (one.lines, other.lines), (one.saved, other.saved)):
+        with pytest.raises(AssertionError):
+            assert_same(a, b)
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -82,7 +91,7 @@ WRITES = [
     *("callbacks.samples.print=1", "callbacks.samples.every=3", "callbacks.histograms.every=3"),
     *("trainer.val_check_interval=2", "logger=tensorboard"),
 ]
-"""Two epochs of three rollouts of two steps. A validation is due behind every second step, behind an epoch's last too."""
+"""Two epochs of three rollouts of two steps; a validation is due behind every second step, so behind an epoch's too."""
 
 
 @pytest.mark.all
