@@ -1,4 +1,4 @@
-"""What a run that goes on from a checkpoint refuses, keeps and says. That it is the whole run: `test_resume_cases.py`."""
+"""What a run that goes on from a checkpoint refuses, keeps and says; its bits: `test_resume_cases.py`."""
 
 from __future__ import annotations
 
