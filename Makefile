@@ -21,7 +21,7 @@ NOTEBOOKS := tests/doors/test_notebook.py
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
 TWO := -n 2 --dist loadgroup --no-loadscope-reorder
 # The tests of tests/vision, of the families whose processors need torchvision, and of quantised weights.
-FAMILIES_PYTEST := LIT_RL_TEST_TORCHVISION=$(TORCHVISION) $(PYTEST) $(TWO) tests/vision tests/runs/test_dist_cases.py -k 'qwen or smolvlm or onevision or internvl or quantised'
+FAMILIES_PYTEST := LIT_RL_TEST_TORCHVISION=$(TORCHVISION) $(PYTEST) $(TWO) tests/vision tests/runs/test_dist_cases.py tests/runs/test_resume_cases.py -k 'qwen or smolvlm or onevision or internvl or quantised'
 # The longest file first (tests/engines/conftest.py), and not the one of most tests.
 ENGINES_PYTEST := $(ENGINES)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # By themselves: what engines of a worker hold adds up, and 24 GB have to do; and torchvision is for the families alone.

@@ -103,7 +103,7 @@ TESTS = {
     "lightning.pytorch.trainer.call._call_lightning_module_hook": _FAULTS,
     "lightning.pytorch.utilities.exceptions._TunerExitException": _FAULTS,
     "._accelerator_connector": _FAULTS,
-    "._batches_that_stepped": "tests/runs/test_resume.py",
+    "._batches_that_stepped": "tests/runs/test_resume_cases.py",
     "._child_processes": "tests/runs/test_ranks_end.py",
     "._data_fetcher": _FAULTS,
     "._ddp_kwargs": "tests/algorithms/test_memory_plan.py",

@@ -621,23 +621,6 @@ def test_episodes_of_a_prompt_share_its_prefix_where_they_are_learned_from(
 # ------------------------------------------------------------------ resume
 
 
-def test_a_run_that_stopped_within_a_rollout_goes_on_to_the_bit(tmp_path: Path) -> None:
-    def run(steps: int, checkpoint: Path | None = None) -> tuple[Any, L.Trainer]:
-        module = module_of(iterations=2)
-        trainer = trainer_of(tmp_path, steps)
-        trainer.fit(module, prompts(), ckpt_path=checkpoint, weights_only=False)
-        return module, trainer
-
-    whole, _ = run(6)
-    _, trainer = run(3)  # in the middle of the second rollout
-    trainer.save_checkpoint(tmp_path / "half.ckpt")
-    saved = torch.load(tmp_path / "half.ckpt", weights_only=True)
-    resumed, _ = run(6, tmp_path / "half.ckpt")
-    assert saved["global_step"] == 3
-    for name, tensor in whole.policy.state_dict().items():
-        assert torch.equal(tensor, resumed.policy.state_dict()[name]), name
-
-
 @pytest.mark.all
 def test_a_rollout_that_is_learned_from_holds_tensors_alone(tmp_path: Path) -> None:
     module = module_of()

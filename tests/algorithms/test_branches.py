@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -308,28 +308,6 @@ def test_how_a_step_is_cut_changes_no_weight(tmp_path: Path) -> None:
     assert (planned.texts, planned.shares, alone.texts, alone.shares) == (3, False, 1, True), (
         "memory is planned for all"
     )
-
-
-class Keep(L.Callback):
-    """Saves after every step."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
-
-
-@pytest.mark.parametrize("method", [GRPO, PPO])
-def test_a_resume_from_the_middle_of_a_rollout_is_the_run_to_the_bit(method: Any, tmp_path: Path) -> None:
-    make: Callable[[], Any] = lambda: module_of(method, minibatches=2, iterations=2)  # noqa: E731
-    whole = make()
-    fit(whole, tmp_path, 6, callbacks=[Keep(tmp_path)])
-    for step in (1, 3):
-        resumed = make()
-        fit(resumed, tmp_path, 6, ckpt_path=tmp_path / f"{step}.ckpt")
-        same_weights(whole, resumed)
-        assert torch.equal(whole.rollout.completions.follows, resumed.rollout.completions.follows)
 
 
 def test_a_rollout_in_a_file_forks_as_it_did(exact: Any) -> None:

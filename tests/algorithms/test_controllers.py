@@ -69,25 +69,6 @@ def test_the_coefficient_stays_within_its_bounds_or_is_off(entropies):
             assert 0.05 <= control.coefficient <= 0.2
 
 
-@pytest.mark.parametrize("make", [lambda: AdaptiveKL(0.2, 50), lambda: AdaptiveEntropy(0.1, 0, 1, 0.01, 0.5)])
-def test_a_restored_controller_goes_on_as_it_would_have(make):
-    def update(control, value):
-        control.update(*((value, 8) if isinstance(control, AdaptiveKL) else (value,)))
-        return control.factor if isinstance(control, AdaptiveKL) else control.coefficient
-
-    whole, first, second = make(), make(), make()
-    values = [0.1, 0.4, 0.7, 0.3, 0.05, 0.6]
-    expected = [update(whole, value) for value in values]
-    seen = [update(first, value) for value in values[:3]]
-    saved = first.state()
-    assert all(type(value) is float for value in saved.values())
-    second.load_state(saved)
-    assert seen + [update(second, value) for value in values[3:]] == expected
-    fresh = make()
-    fresh.load_state(make().state())
-    assert fresh.state() == make().state()
-
-
 def test_the_state_of_another_controller_is_refused():
     for control, saved in (
         (AdaptiveKL(), {}),

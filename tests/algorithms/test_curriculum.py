@@ -9,14 +9,11 @@ from typing import Any
 import lightning as L
 import numpy as np
 import pytest
-import torch
-from copied_engines import CopiedPolicyGenerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 from small_rollouts import batch, completions, scores, trainer
 
 from lit_rl.algorithms import GRPO, AdamW, Constant, Evaluation
 from lit_rl.algorithms.data_parallel import Ranks
-from lit_rl.algorithms.rollouts.phase_costs import is_speed
 from lit_rl.algorithms.rollouts.scored import CurriculumFeedback, Scored
 from lit_rl.algorithms.terms.groups import DynamicSampling
 from lit_rl.core.errors import ConfigError, RewardError
@@ -103,34 +100,6 @@ def test_the_data_learns_the_last_mean_of_every_prompt_and_the_estimate_is_weigh
     assert any(
         abs(each["train/curriculum/uniform/reward"] - each["train/reward"]) > 0.01 for each in watch.logged[1::2]
     )
-
-
-CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "dynamic": {"groups": lambda: DynamicSampling(8, tolerance=0.1)},
-    "ahead": {"generator": lambda: CopiedPolicyGenerator(lag=1)},
-    "two-ahead": {"generator": lambda: CopiedPolicyGenerator(lag=2)},
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_resume_from_any_step_equals_the_uninterrupted_run(tmp_path, case: str):
-    """Rollouts are of two steps, so odd steps are in the middle of one."""
-
-    def module() -> GRPO:
-        return module_of(**{name: made() for name, made in CASES[case].items()})
-
-    whole, data = fitted(tmp_path / "whole", first := module())
-    for step in (3, 6):
-        rest, resumed = fitted(tmp_path / f"{step}", second := module(), ckpt=tmp_path / "whole" / f"step={step}.ckpt")
-        begun = -(-step // 2)
-        assert rest.drawn == whole.drawn[begun:] and rest.told == whole.told[begun:]
-        for now, then in zip(rest.logged[2:], whole.logged[step + 2 :]):
-            other = [name for name in then if not (is_speed(name) or now[name] == then[name] or math.isnan(now[name]))]
-            assert not other, {name: (now[name], then[name]) for name in other}
-        assert_same_draws(resumed, data)
-        assert all(torch.equal(a, b) for a, b in zip(first.policy.parameters(), second.policy.parameters()))
-    assert len({tuple(rows) for rows in whole.drawn}) == 6
 
 
 def test_groups_that_are_refused_and_spare_prompts_are_measured(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import io
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -100,32 +99,6 @@ def through_a_file(state: Any) -> Any:
     torch.save(state, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
-
-
-@in_turn(at=[0, 5], make=MAKES.values())
-def test_a_resumed_run_goes_on_to_the_bit(make: Callable[..., Any], at: int):
-    whole = weights(torch.bfloat16)
-    uncut = with_masters(make, groups(whole))
-    schedule = scheduler_by_group(uncut, 12, [Linear()] * 2)
-    take(uncut, whole, range(at), schedule)
-    saved = through_a_file({"w": [w.detach() for w in whole], "o": uncut.state_dict(), "s": schedule.state_dict()})
-    take(uncut, whole, range(at, 12), schedule)
-
-    resumed = weights(torch.bfloat16, seed=7)  # what a new process has before it reads the checkpoint
-    again = with_masters(make, groups(resumed))
-    schedule = scheduler_by_group(again, 12, [Linear()] * 2)
-    with torch.no_grad():
-        for weight, value in zip(resumed, saved["w"], strict=True):
-            weight.copy_(value)
-    again.load_state_dict(saved["o"])
-    schedule.load_state_dict(saved["s"])
-    kept = {state[REMAINDER].dtype for state in again.state.values() if REMAINDER in state}
-    assert kept == (set() if at == 0 else {torch.int16})
-    take(again, resumed, range(at, 12), schedule)
-    same(masters(again), masters(uncut))
-    same([w.detach() for w in resumed], [w.detach() for w in whole])
-    for ours, theirs in zip(again.state.values(), uncut.state.values(), strict=True):
-        same([v for v in ours.values() if isinstance(v, Tensor)], [v for v in theirs.values() if isinstance(v, Tensor)])
 
 
 class OneStepSize(torch.optim.SGD):

@@ -8,8 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from small_rollouts import EachBatch, trainer
+from small_rollouts import trainer
 from tiers import in_turn
 from torch import Tensor
 
@@ -21,7 +20,6 @@ from lit_rl.core.errors import ConfigError, DataError, GenerationError, LitRLErr
 from lit_rl.core.rollout import Completions, Sampling
 from lit_rl.data.example_module import SupervisedDataModule
 from lit_rl.data.loaders import ExampleLoader
-from lit_rl.data.tasks import AdditionText
 from lit_rl.models import LanguageModel
 from lit_rl.models.adapters import Lora
 from lit_rl.rewards import exact_match
@@ -246,32 +244,6 @@ def test_a_token_that_the_tokenizer_lacks_is_refused_when_it_is_written(one_laye
 
 
 # ---------------------------------------------------------------- runs
-
-
-def fit(module: GKD, folder: Path, ckpt: Path | None = None) -> list[Any]:
-    """Six steps, with a checkpoint after every second one; returns the metrics of each."""
-    look = EachBatch(lambda m: {k: float(v) for k, v in m.trainer.callback_metrics.items() if k.startswith("train/")})
-    saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
-    callbacks, two = [look, saver], {"accumulate_grad_batches": 2, "enable_checkpointing": True}
-    runner = trainer(folder, max_steps=6, log_every_n_steps=1, callbacks=callbacks, **two)
-    data = SupervisedDataModule(task=AdditionText(max_operand=12, val_rows=0), batch_size=32)
-    runner.fit(module, datamodule=data, ckpt_path=ckpt, weights_only=True)
-    return look.seen
-
-
-def test_a_resumed_run_is_the_run(one_layer: str, tmp_path: Path):
-    def module() -> GKD:
-        return module_of(one_layer, optimizer=AdamW(lr=1e-3), scheduler=Constant(), teacher_completions=True)
-
-    whole = module()
-    seen = fit(whole, tmp_path)
-    assert {row["train/on_policy"] for row in seen if row} == {0.0, 1.0}  # both kinds of steps
-    half = tmp_path / "step=2.ckpt"
-    assert not any("teacher" in name for name in torch.load(half, weights_only=True)["state_dict"])
-    again = module()
-    fit(again, tmp_path / "again", half)
-    for mine, other in zip(whole.policy.parameters(), again.policy.parameters(), strict=True):
-        assert torch.equal(mine, other)
 
 
 @pytest.mark.all

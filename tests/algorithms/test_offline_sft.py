@@ -211,28 +211,6 @@ def trainer_of(tmp_path: Path, steps: int, **settings: Any) -> L.Trainer:
     )
 
 
-def test_a_noisy_run_resumes_as_if_it_had_not_stopped(tmp_path):
-    def run(steps: int, ckpt_path: Path | None = None, save: Path | None = None) -> list[torch.Tensor]:
-        module = SFT(
-            "tiny",
-            neftune_alpha=5.0,
-            optimizer=AdamW(lr=1e-3),
-            scheduler=Constant(),
-            sampling=Sampling(max_new_tokens=2),
-        )
-        data = SupervisedDataModule(rows=ROWS, val_fraction=0, batch_size=2)
-        trainer = trainer_of(tmp_path, steps, accumulate_grad_batches=2, limit_val_batches=0)
-        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
-        if save is not None:
-            trainer.save_checkpoint(save)
-        return [p.detach().clone() for p in module.policy.parameters()]
-
-    whole = run(4)
-    run(2, save=tmp_path / "half.ckpt")
-    resumed = run(4, ckpt_path=tmp_path / "half.ckpt")
-    assert all(torch.equal(p, q) for p, q in zip(whole, resumed))
-
-
 @pytest.mark.parametrize("packing", ["none", "best_fit"])
 def test_a_packed_run_looks_whether_texts_are_kept_apart(tmp_path, monkeypatch, packing):
     asked = []

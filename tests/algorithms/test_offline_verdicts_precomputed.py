@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from precomputed_runs import Look, data, files, fit
 from small_rollouts import trainer
 from tiers import in_turn
@@ -89,20 +88,6 @@ def test_the_same_pairs_are_in_memory_once_where_nothing_is_shuffled(tmp_path: P
     settings = {"precompute_reference": True, "reference_cache": str(tmp_path / "cache")}
     fit(tmp_path, module("kto", **settings), small(shuffle=False), max_steps=9)
     assert len(files(tmp_path / "cache")) == 4
-
-
-def test_a_resumed_run_goes_on_as_it_would_have(tmp_path: Path) -> None:
-    name = "bco-weighted"
-    cache = {"precompute_reference": True, "reference_cache": str(tmp_path / "cache")}
-    whole = fit(tmp_path / "whole", module(name, **cache), small(), max_steps=6)
-    saves = ModelCheckpoint(dirpath=tmp_path / "saved", every_n_train_steps=4, save_top_k=-1)
-    on = {"enable_checkpointing": True, "callbacks": [saves]}
-    fit(tmp_path / "half", module(name, **cache), small(), max_steps=4, **on)
-    (saved,) = (tmp_path / "saved").glob("*.ckpt")
-    known = files(tmp_path / "cache")
-    rest = fit(tmp_path / "rest", module(name, **cache), small(), max_steps=6, ckpt_path=saved)
-    assert rest == whole[8:]
-    assert files(tmp_path / "cache") == known
 
 
 def test_weights_of_prompts_are_those_of_the_reference(tmp_path: Path) -> None:

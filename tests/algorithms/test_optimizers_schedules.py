@@ -120,18 +120,6 @@ def test_a_weight_waits_while_its_factor_is_zero():
     assert weights[0] != 1
 
 
-def test_a_restored_schedule_goes_on():
-    optimizer, scheduler = two_groups(Linear(), After(1, Cosine()))
-    for _ in range(2):
-        optimizer.step()
-        scheduler.step()
-    saved = scheduler.state_dict()
-    assert saved["lr_lambdas"] == [None, None]  # nothing of ours has to be unpickled
-    _, again = two_groups(Linear(), After(1, Cosine()))
-    again.load_state_dict(saved)
-    assert again.get_last_lr() == scheduler.get_last_lr()
-
-
 @pytest.mark.parametrize(
     "factory", [AdamW(lr=0.1), ByPath("torch.optim.SGD", lr=0.1), ByPath("torch.optim.RMSprop", 0.1)]
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
@@ -70,24 +68,6 @@ def test_the_state_takes_four_bytes_a_weight():
     take(optimizer, weights[:1], range(1))
     kept = sum(v.numel() * v.element_size() for state in optimizer.state.values() for v in state.values())
     assert kept / weights[0].numel() == pytest.approx(2 + 1 + 1 + 8 / BLOCK, abs=1e-3)
-
-
-def test_a_resumed_run_goes_on_to_the_bit():
-    whole, again = parameters(torch.bfloat16), parameters(torch.bfloat16)
-    uncut, resumed = (with_masters(AdamWSplit(lr=1e-4), [{"params": weights}]) for weights in (whole, again))
-    take(uncut, whole, range(4))
-    file = io.BytesIO()
-    torch.save([[weight.detach() for weight in whole], uncut.state_dict()], file)
-    take(uncut, whole, range(4, 9))
-    file.seek(0)
-    kept, state = torch.load(file, weights_only=True)
-    for weight, value in zip(again, kept, strict=True):
-        weight.data.copy_(value)
-    resumed.load_state_dict(state)
-    take(resumed, again, range(4, 9))
-    assert torch.equal(masters(resumed), masters(uncut))
-    for one, two in zip(uncut.state.values(), resumed.state.values(), strict=True):
-        assert all(torch.equal(value, two[name]) and value.dtype == two[name].dtype for name, value in one.items())
 
 
 def test_neither_strides_nor_parts_change_a_weight(monkeypatch):

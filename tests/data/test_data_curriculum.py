@@ -414,21 +414,6 @@ def run(one: RolloutLoader, batches: int) -> tuple[list[Any], list[Any]]:
     return seen, states
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_a_state_of_any_batch_resumes_exactly(ahead: int):
-    whole, states = run(loader(repeat=2, ahead=ahead), 30)
-    for done, state in enumerate(states[:-1], 1):
-        resumed = loader(repeat=2, ahead=ahead)
-        resumed.load_state_dict(state)
-        rest, later = run(resumed, len(whole) - done)
-        assert rest == whole[done:], f"resumed after {done}"
-        assert same(later[-1]["draws"], states[-1]["draws"])
-    starts = [(number, rows, coming) for number, slot, rows, coming in whole if slot == 0]
-    for place, (number, _, coming) in enumerate(starts):
-        assert coming == [rows for _, rows, _ in starts[place + 1 : place + 1 + ahead]] or place + ahead >= len(starts)
-        assert number == place
-
-
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_a_draw_knows_the_rollouts_before_the_one_that_begins(ahead: int):
     """By hand: rollout k is drawn when rollout k - ahead begins."""

@@ -275,37 +275,6 @@ def test_overlap_is_counted_and_warned_of(tmp_path):
 # With a Trainer
 
 
-def test_a_fit_sees_each_rollout_once_a_slot_and_resumes_exactly_from_every_step(tmp_path):
-    def module() -> RolloutDataModule:
-        return RolloutDataModule(rows=make_rows(17), prompts_per_rollout=5, val_fraction=0)
-
-    whole = Recorder(slots=2)
-    every = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-    trainer(tmp_path, callbacks=[every], enable_checkpointing=True).fit(whole, datamodule=module())
-    assert [(batch.rollout, batch.slot) for batch in whole.seen] == [(i // 2, i % 2) for i in range(12)]
-    paths = sorted(tmp_path.glob("step=*.ckpt"), key=lambda path: int(path.stem.split("=")[1]))
-    assert len(paths) == 12
-    for done, path in enumerate(paths[:-1], 1):
-        again = Recorder(slots=2)
-        trainer(tmp_path).fit(again, datamodule=module(), ckpt_path=path)
-        assert again.seen == whole.seen[done:], f"resumed after {done} steps"
-
-
-def test_a_shortened_epoch_resumes_exactly_too(tmp_path):
-    def module() -> RolloutDataModule:
-        return RolloutDataModule(rows=make_rows(17), prompts_per_rollout=5, val_fraction=0)
-
-    whole = Recorder(slots=2)
-    every = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-    settings: dict[str, Any] = dict(limit_train_batches=4, max_epochs=3)
-    trainer(tmp_path, callbacks=[every], enable_checkpointing=True, **settings).fit(whole, datamodule=module())
-    assert [batch.rollout for batch in whole.seen[::2]] == [0, 1, 3, 4, 6, 7]
-    for done in (3, 4, 5, 8):
-        again = Recorder(slots=2)
-        trainer(tmp_path, **settings).fit(again, datamodule=module(), ckpt_path=tmp_path / f"step={done}.ckpt")
-        assert again.seen == whole.seen[done:], f"resumed after {done} steps"
-
-
 def test_resuming_on_other_data_is_refused(tmp_path):
     keep = ModelCheckpoint(tmp_path, "last", every_n_train_steps=1)
     small = RolloutDataModule(rows=make_rows(17), prompts_per_rollout=5, val_fraction=0)

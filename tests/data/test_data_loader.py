@@ -68,41 +68,6 @@ def test_slots_count_through_each_rollout_and_rollouts_through_all_epochs():
     assert [batch.rows for batch in batches[:15:3]] != [batch.rows for batch in batches[15::3]]
 
 
-@pytest.mark.parametrize("limit", [1.0, 0.5, 7], ids=["whole", "half", "seven"])
-@pytest.mark.parametrize("repeat", [1, 3])
-def test_a_state_of_any_batch_resumes_exactly(limit, repeat):
-    def run(loader: RolloutLoader, stop: int | None = None):
-        """Three epochs of Lightning's loop, which asks for no more than `limit` batches of each."""
-        seen, states = [], []
-        last = int(len(loader) * limit) if isinstance(limit, float) else min(limit, len(loader))
-        for _ in range(3):
-            for i, batch in enumerate(iter(loader), 1):
-                seen.append(batch)
-                states.append(copy.deepcopy(loader.state_dict()))
-                if i == last or len(seen) == stop:
-                    break
-            if len(seen) == stop:
-                break
-        return seen, states
-
-    def rest(loader: RolloutLoader, done: int, total: int, last: int):
-        """What Lightning asks of a loader whose state was taken after `done` batches of the run."""
-        seen = []
-        iter(loader)  # Lightning makes an iterator while it sets up, and may never use it
-        while len(seen) < total - done:
-            left = last - (done + len(seen)) % last
-            for batch, _ in zip(iter(loader), range(left)):
-                seen.append(batch)
-        return seen
-
-    whole, states = run(make(repeat=repeat, limit=limit))
-    last = len(whole) // 3
-    for done, state in enumerate(states[:-1], 1):
-        loader = make(repeat=repeat, limit=limit)
-        loader.load_state_dict(pickle.loads(pickle.dumps(state)))
-        assert rest(loader, done, len(whole), last) == whole[done:], f"resumed after {done} of {len(whole)}"
-
-
 def test_a_state_is_the_same_on_every_rank_and_loads_into_another_number_of_ranks():
     loaders = [make(24, 4, repeat=2, rank=rank, world_size=2) for rank in range(2)]
     for loader in loaders:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -151,22 +150,6 @@ def test_a_packed_row_is_as_long_as_its_texts_together():
     data = ExampleSet("texts", [], PAD, packs=[[text([1], [2, 3]), text([1], [2])], [text([1], [2, 3, 4])]])
     assert [data.length(0), data.length(1), data.longest] == [5, 4, 5]
     assert pairs(3).length(2) == 5
-
-
-def test_every_position_resumes_with_the_batch_that_would_have_come():
-    data = pairs(20)
-    run = loader(data, accumulate=2)
-    seen, states = [], []
-    for _ in range(3):
-        for batch in run:
-            seen.append((batch.step, batch.slot, batch.rows))
-            states.append(json.loads(json.dumps(run.state_dict())))
-    assert [step for step, *_ in seen] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
-    for position, state in enumerate(states[:-4]):
-        again = loader(data, accumulate=2)
-        again.load_state_dict(state)
-        rest = [(b.step, b.slot, b.rows) for _ in range(2) for b in again]
-        assert rest[: len(seen) - position - 1] == seen[position + 1 :][: len(rest)]
 
 
 def test_a_state_of_other_data_or_of_another_cut_is_refused():

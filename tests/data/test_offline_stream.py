@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from byte_tokenizers import make_tokenizer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rl.core.errors import ConfigError, DataError
@@ -159,37 +159,6 @@ def test_pairs_serve_verdicts_in_windows_too(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------- positions
-
-
-@settings(max_examples=60)
-@given(
-    buffer=st.integers(4, 30),
-    batch_size=st.sampled_from([2, 4]),
-    accumulate=st.sampled_from([1, 2]),
-    stop=st.integers(0, 11),
-    shuffle=st.booleans(),
-    both=st.booleans(),
-)
-def test_a_state_goes_on_with_the_batches_that_would_have_come(
-    folder, buffer, batch_size, accumulate, stop, shuffle, both
-):
-    """Other objects, in another process as it were, from any batch of any window."""
-    paths = [{"path": str(folder / f"{count}.jsonl")} for count in ((20, 7) if both else (23,))]
-    how = {"seed": 5, "shuffle": shuffle, "accumulate": accumulate}
-
-    def fresh(length: int) -> StreamLoader:
-        data = texts(sources=paths, stream_buffer=buffer, batch_size=batch_size)
-        return loader(windows_of(data), length, **how)
-
-    seen = [told(batch) for batch in fresh(24)]
-    run = fresh(12)
-    assert [told(batch) for _, batch in zip(range(stop + 1), run)] == seen[: stop + 1]
-    state = json.loads(json.dumps(run.state_dict()))
-    again = fresh(12)
-    again.load_state_dict(state)
-    assert again.state_dict() == state
-    # After the last batch of an epoch Lightning begins a new one.
-    assert [told(batch) for batch in again] == (seen[stop + 1 : 12] if stop < 11 else seen[12:])
 
 
 @pytest.mark.parametrize("stop", range(1, 12))

@@ -148,7 +148,7 @@ def test_a_model_of_peft_is_the_run_of_lora(tiny_dir: Path, tmp_path: Path) -> N
     assert held and all("lora_" in name for name in held)
 
 
-def test_a_run_is_resumed_with_the_object_loaded_anew_and_exported(shipped: Path, tmp_path: Path) -> None:
+def test_a_run_is_gone_on_with_by_the_object_loaded_anew_and_exported(shipped: Path, tmp_path: Path) -> None:
     model, tokenizer = loaded(shipped)
     fit(MAKERS["grpo"](model, tokenizer=tokenizer), tmp_path, steps=1)
     with pytest.raises(StorageError, match=r"trained in place since it was loaded.*Load it anew"):

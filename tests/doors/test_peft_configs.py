@@ -389,7 +389,7 @@ def test_a_base_that_is_trained_beside_its_adapter_is_no_reference_and_no_adapte
         as_language_model(policy, AutoTokenizer.from_pretrained(TINY))
 
 
-def run(folder: Path, lora: Any, steps: int, resume: Path | None = None) -> GRPO:
+def run(folder: Path, lora: Any) -> GRPO:
     module = GRPO(
         LanguageModel("tiny", lora=lora),
         lambda prompts, completions, **columns: [float(len(set(text))) for text in completions],
@@ -397,37 +397,27 @@ def run(folder: Path, lora: Any, steps: int, resume: Path | None = None) -> GRPO
         group_size=4,
         beta=0.1,
         optimizer=AdamW(lr=0.05),
-        scheduler=Constant(),  # a linear one ends with the shorter run
+        scheduler=Constant(),
     )
     rows = [{"prompt": f"{n}+1="} for n in range(4)]
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = L.Trainer(
-        max_steps=steps, accelerator="cpu", default_root_dir=folder, enable_checkpointing=False, **quiet
-    )
-    trainer.fit(
-        module, datamodule=RolloutDataModule(rows=rows, prompts_per_rollout=2, val_fraction=0), ckpt_path=resume
-    )
-    trainer.save_checkpoint(folder / f"{steps}.ckpt")
+    trainer = L.Trainer(max_steps=1, accelerator="cpu", default_root_dir=folder, enable_checkpointing=False, **quiet)
+    trainer.fit(module, datamodule=RolloutDataModule(rows=rows, prompts_per_rollout=2, val_fraction=0))
+    trainer.save_checkpoint(folder / "1.ckpt")
     return module
 
 
 @pytest.mark.parametrize("kind", ["OFT", "IA3", "VERA"])
-def test_a_run_is_resumed_bit_for_bit_and_exported(kind: str, tmp_path: Path) -> None:
-    config = CONFIGS[kind]
-    fresh = run(tmp_path, config, 1)
-    whole = run(tmp_path, config, 2)
-    resumed = run(tmp_path, config, 2, tmp_path / "1.ckpt")
-    ours, theirs = (dict(module.policy.named_parameters()) for module in (whole, resumed))
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-    assert any(not torch.equal(tensor, ours[name]) for name, tensor in fresh.policy.named_parameters())
+def test_a_run_is_saved_without_its_base_and_exported(kind: str, tmp_path: Path) -> None:
+    module = run(tmp_path, CONFIGS[kind])
     held = torch.load(tmp_path / "1.ckpt", weights_only=True)["state_dict"]
     assert held and not any(name.endswith("embed_tokens.weight") for name in held)
     facts = {"base_model": "tiny", "algorithm": "grpo"}
-    resumed.export(full_state_dict(resumed.policy), tmp_path / "hf", facts)
-    ids = torch.tensor([resumed.tokenizer("17+25=").input_ids])
+    module.export(full_state_dict(module.policy), tmp_path / "hf", facts)
+    ids = torch.tensor([module.tokenizer("17+25=").input_ids])
     reloaded = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), ids)
-    torch.testing.assert_close(reloaded, logits(resumed.policy, ids), rtol=0, atol=1e-4)
-    assert not torch.allclose(reloaded, logits(resumed.model.load_base(), ids), atol=1e-2)
+    torch.testing.assert_close(reloaded, logits(module.policy, ids), rtol=0, atol=1e-4)
+    assert not torch.allclose(reloaded, logits(module.model.load_base(), ids), atol=1e-2)
 
 
 def test_lora_of_peft_is_lora_of_ours() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +59,10 @@ def assert_same(a: Any, b: Any, where: str = "") -> None:
         for i, (x, y) in enumerate(zip(a, b)):
             assert_same(x, y, f"{where}[{i}]")
     elif isinstance(a, torch.Tensor):
-        assert torch.equal(a, b), where
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), where
+        assert torch.equal(*(each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in (a, b))), where
     else:
-        assert a == b, (where, a, b)
+        assert a == b or (a != a and b != b), (where, a, b)  # NaN is NaN here
 
 
 def assert_same_run(a: Path, b: Path) -> None:
@@ -96,20 +96,3 @@ def kept_beside(run_dir: Path) -> dict[str, Any]:
     in it, which differ."""
     saved = newest(run_dir)
     return {"reference": saved.get("reference"), "modules": [rank["module"] for rank in saved["lit_rl"]]}
-
-
-def assert_resumes(train: Callable[..., int], folder: Path, overrides: list[str], *steps: int) -> Path:
-    """Train with a checkpoint after each step, and on from each of `steps`: all end with the bits of the whole run.
-
-    Returns:
-        The folder of the whole run.
-    """
-    whole = folder / "whole"
-    assert train(*overrides, *EVERY_STEP, f"run_dir={whole}") == 0
-    for step in steps:
-        again = folder / f"from_{step}"
-        interrupted(whole, again, step)
-        assert train(*overrides, *EVERY_STEP, f"run_dir={again}", "ckpt_path=last") == 0
-        assert_same_run(whole, again)
-        assert_same(kept_beside(whole), kept_beside(again))
-    return whole

@@ -529,20 +529,6 @@ def test_a_rollout_is_plain_data_and_the_newest_ones_stay(finished):
     assert plain["scores"]["names"] == ("exact_match",) and plain["scores"]["weights"].tolist() == [[1.0]] * 16
 
 
-@pytest.mark.parametrize("step", [2, 5])
-def test_a_resumed_run_leaves_the_rollouts_of_the_uninterrupted_one(finished, train, tmp_path, step):
-    whole, again = finished(*MINIBATCHES), tmp_path / "again"
-    shutil.copytree(whole, again)
-    (again / "summary.json").unlink()
-    for path in (again / "checkpoints").glob("*.ckpt"):
-        if int(path.stem[5:]) > step:
-            path.unlink()
-    shutil.copy(again / "rollouts" / "step_00000004.pt", again / "rollouts" / "step_00000099.pt")
-    assert train(*RUN, *MINIBATCHES, f"run_dir={again}", "ckpt_path=last", "callbacks.samples.print=0") == 0
-    files = [sorted((p.name, p.read_bytes()) for p in (run / "rollouts").iterdir()) for run in (whole, again)]
-    assert files[0] == files[1]
-
-
 def test_a_later_step_of_another_run_does_not_count_as_newer(finished, tmp_path):
     folder = tmp_path / "rollouts"
     saved = SavedRollout.read(finished(*MINIBATCHES) / "rollouts" / "step_00000004.pt")

@@ -1,4 +1,4 @@
-"""A resumed run equals the uninterrupted one bit for bit, from any optimizer step."""
+"""What a run that goes on from a checkpoint refuses, keeps and says; its bits: `test_resume_cases.py`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ import sys
 
 import pytest
 import torch
-from runs_helpers import EVERY_STEP, SMALL, assert_resumes, assert_same_run, interrupted, kept_beside, newest, rows
-from test_dist_resumed import PPO
-from test_dist_resumed import STATEFUL as TERMS
+from runs_helpers import EVERY_STEP, SMALL, newest, rows
 
 QUICK = [*SMALL, "trainer.limit_val_batches=0"]
-CRITIC = [*QUICK, *PPO, "trainer.max_steps=8"]
 ROWS = [
     "data.task.max_operand=5",
     "data.task.val_rows=4",
@@ -25,96 +22,6 @@ ROWS = [
     "eval.limit=2",
 ]
 """Steps of two micro-batches; 32 training rows, so step 4 is an epoch's last (8 where a pair is two verdicts)."""
-SHAPES: dict[str, tuple[list[str], tuple[int, ...]]] = {
-    # 4 optimizer steps a rollout, of 2 micro-batches each; 2 rollouts an epoch: 3 is inside a rollout, 8 an epoch's end
-    "mid-rollout": (
-        [
-            *(*SMALL, "algo.minibatches=2", "algo.iterations=2", "trainer.accumulate_grad_batches=2", "algo.beta=0.1"),
-            *("data.task.max_operand=3", "data.task.val_rows=8", "callbacks.token_samples.every=1"),
-        ],
-        (3, 8),
-    ),
-    # what the teacher said is in the rollout, and its weights are an average of the policy's
-    "self-taught": (
-        [
-            *(*SMALL, "algo=sdpo", "algo.minibatches=2", "reference.decay=0.5", "algo.distillation.top_k=20"),
-            "algo.teacher.context.template='$context'",
-            "algo.teacher.context.solution_template='$solution+0='",
-            *("data.task.max_operand=3", "data.task.val_rows=8", "trainer.max_steps=6"),
-        ],
-        (3,),
-    ),
-    # dropout draws from the global generator
-    "dropout": (
-        [
-            *(*SMALL, "algo=rloo", "scheduler=cosine", "algo.minibatches=2", "trainer.max_steps=6"),
-            "+model.init_kwargs.attention_dropout=0.1",
-        ],
-        (3,),
-    ),
-    # weights and moments, each in its own type; float32 masters: test_auto_precision.py
-    "halves": (
-        [*SMALL, "trainer.precision=bf16-true", "optimizer=adamw_split", "algo.minibatches=2", "trainer.max_steps=6"],
-        (3,),
-    ),
-    # a critic of its own: test_dist_resumed.py
-    "shared-trunk": (
-        [
-            *(*CRITIC, "algo/critic=shared_trunk", "algo/kl_control=adaptive", "algo.critic_warmup=2"),
-            *("algo.ptx.path={texts}", "algo.ptx.batch_size=3", "algo.ptx_coef=0.2"),
-        ],
-        (3,),
-    ),
-    "critic-adapter": (
-        [
-            *(*CRITIC, "model.lora.r=4", "algo/critic=adapter", "reference=adapter_base"),
-            "algo/critic_scheduler=cosine",
-        ],
-        (3,),
-    ),
-    "baselines-of-roles": ([*SMALL, "algo=rae", "algo.role=answer", "algo.minibatches=2", "trainer.max_steps=6"], (3,)),
-    "dpo-lora": ([*ROWS, "algo=dpo", "model.lora.r=4", "trainer.log_every_n_steps=2"], (3, 4)),
-    "dpo-coupled-moving": (
-        [*ROWS, "algo=dpo", "algo/preference=[aot]", "reference=ema", "+model.init_kwargs.attention_dropout=0.1"],
-        (3,),
-    ),
-    "sft-packed": ([*ROWS, "algo=sft", "data.packing=best_fit", "data.max_length=16", "data.batch_size=4"], (3,)),
-    "bco": ([*ROWS, "algo=bco", "scheduler=cosine"], (3,)),
-}
-"""What each run is, and the steps that it is gone on from. Rows that are read as they are needed, and verdicts of KTO:
-test_stream_runs.py."""
-
-
-@pytest.mark.all
-@pytest.mark.parametrize("shape", SHAPES)
-def test_resume_from_any_step_equals_the_uninterrupted_run(shape, train, tmp_path):
-    texts = tmp_path / "texts.jsonl"
-    texts.write_text("".join(json.dumps({"text": f"{n}+{n}={2 * n}"}) + "\n" for n in range(7)))
-    words, steps = SHAPES[shape]
-    whole = assert_resumes(train, tmp_path, [word.replace("{texts}", str(texts)) for word in words], *steps)
-    if shape == "mid-rollout":
-        by_tokens = [int(path.stem[7:]) for path in sorted((whole / "samples").glob("tokens_*.parquet"))]
-        assert by_tokens == [0, 4, 8]
-    names = newest(whole)["state_dict"]
-    trained = {"policy", "critic"} if "critic" in " ".join(words) else {"policy"}
-    assert {name.partition(".")[0] for name in names} == trained
-    if "model.lora.r=4" in words:
-        assert all("lora_" in name or "head" in name for name in names)
-
-
-def test_everything_that_holds_a_state_goes_on_from_the_middle_of_a_rollout(train, tmp_path):
-    whole = assert_resumes(train, tmp_path, [*QUICK, *TERMS, "trainer.accumulate_grad_batches=2"], 7)
-    table = [row for row in rows(whole) if "train/reward" in row]
-    # all of it was at work, so all of it was compared
-    assert table[-1]["train/replay/groups"] > 0 and table[-1]["train/groups/drawn"] > 0
-    assert len({row["train/kl_coef"] for row in table}) == len({row["train/entropy_coef"] for row in table}) == 3
-    saved = kept_beside(whole)
-    (module,) = saved["modules"]
-    assert set(module["terms"]) == {"kl_control", "reward_norm", "entropy", "groups", "replay"}
-    assert module["terms"]["groups"]["position"] > 0 and module["terms"]["reward_norm"]["count"] > 0
-    assert module["terms"]["replay"]["groups"] and saved["reference"]
-
-
 OTHERS = {
     "no-critic": (["algo=ppo"], ["algo/critic=shared_trunk"], ["not of this model", "unexpected", "critic."]),
     "no-reference": (["algo.beta=0.1"], ["reference=ema"], ["lacks its weights", "reference=EMA"]),
@@ -137,38 +44,6 @@ def test_a_checkpoint_of_other_terms_is_refused(train, tmp_path, capsys):
         assert "Traceback" not in said and all(each in said for each in [*fragments, "config.yaml"]), said
 
 
-LARGE = [
-    *("trainer.precision=32-true", "data.prompts_per_rollout=32", "algo.group_size=16", "trainer.max_steps=2"),
-    "trainer.limit_val_batches=0",
-]
-"""Rows enough for torch to share single operations out over its threads: 32,768 numbers each."""
-
-
-def test_on_two_threads_what_is_done_again_has_the_same_bits(two_threads, train, tmp_path):
-    """The second rollout and its step: drawn and learned from once in the whole run, and once by the resumed one."""
-    assert_resumes(train, tmp_path, [*SMALL, *LARGE], 1)
-
-
-@pytest.mark.all
-@pytest.mark.parametrize("kind", ["ppo_adapter", "grpo_tools", "grpo_images", "sft", "reward_model", "online_dpo"])
-def test_on_two_threads_every_kind_of_run_does_the_same_again(
-    kind, two_threads, train, root, tmp_path, modules_here, monkeypatch
-):
-    """Of `scripts/same_bits.py`: adapters and a critic, tools, images, packed rows, whole texts, pairs it writes."""
-    monkeypatch.syspath_prepend(str(root / "scripts"))
-    import same_bits
-
-    for name, text in same_bits.FILES.items():
-        (tmp_path / name).write_text(text)
-    (run,) = (each for each in same_bits.runs(quick=True) if each.name == kind)
-    words = [word.replace("{work}", str(tmp_path)) for word in run.overrides]
-    if kind not in same_bits.OFFLINE:  # two steps a rollout
-        words += ["algo.iterations=1"]
-    if kind in {*same_bits.GENERATES, *same_bits.EPISODES}:
-        words += ["algo.group_size=16"]
-    assert_resumes(train, tmp_path, [*words, "trainer.max_steps=4"], 1)
-
-
 @pytest.mark.exhaustive
 def test_runs_of_every_kind_repeat(root):
     """The script itself, with each run twice in new processes, two ranks among them."""
@@ -180,16 +55,6 @@ def test_runs_of_every_kind_repeat(root):
     assert said.returncode == 0 and "DIFFERENT" not in hashes.values(), said.stdout + said.stderr
 
 
-@pytest.mark.all
-def test_the_comparison_can_fail(train, tmp_path):
-    """Another seed is another run: weights and metrics differ."""
-    overrides = [*QUICK, "trainer.max_steps=1"]
-    train(*overrides, f"run_dir={tmp_path / 'a'}")
-    train(*overrides, f"run_dir={tmp_path / 'b'}", "seed=1")
-    with pytest.raises(AssertionError):
-        assert_same_run(tmp_path / "a", tmp_path / "b")
-
-
 def test_a_finished_run_returns_at_once(train, tmp_path, capsys):
     run_dir = f"run_dir={tmp_path / 'run'}"
     assert train(*SMALL, "trainer.max_steps=2", run_dir) == 0
@@ -197,17 +62,6 @@ def test_a_finished_run_returns_at_once(train, tmp_path, capsys):
     assert train(*SMALL, "trainer.max_steps=2", run_dir, "ckpt_path=last") == 0
     assert "finished" in capsys.readouterr().out
     assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
-
-
-@pytest.mark.parametrize("steps", [3, 8], ids=["in an epoch", "at its end"])
-def test_a_run_that_was_killed_after_its_last_checkpoint_ends_as_the_whole_one(steps, train, tmp_path):
-    """Nothing is left to train, and the last validation is logged under the step and the epoch of the whole run."""
-    whole, again = tmp_path / "whole", tmp_path / "again"
-    overrides = [*SMALL, *EVERY_STEP, f"trainer.max_steps={steps}"]
-    assert train(*overrides, f"run_dir={whole}") == 0
-    interrupted(whole, again, steps)
-    assert train(*overrides, f"run_dir={again}", "ckpt_path=last") == 0
-    assert_same_run(whole, again)
 
 
 def test_a_finished_run_goes_on_to_a_later_end(train, tmp_path, capsys):

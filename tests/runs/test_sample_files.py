@@ -12,7 +12,6 @@ import pyarrow.parquet
 import pytest
 import warm
 from PIL import Image
-from runs_helpers import SMALL, assert_same_run, interrupted
 
 from lit_rl.callbacks import output_files
 from lit_rl.callbacks.output_files import SAMPLE_FILES, list_tables, restore_sample_files, write_table
@@ -132,15 +131,3 @@ def test_a_resume_leaves_joined_files_that_the_checkpoint_knew(tmp_path: Path, o
     assert set(names(tmp_path)) == noted and steps(tmp_path) == [0, 1, 2, 3, 4]
     restore_sample_files(tmp_path, noted)
     assert set(names(tmp_path)) == noted
-
-
-def test_a_resumed_run_has_the_files_of_one_that_was_never_stopped(train, tmp_path: Path, of_three: None) -> None:
-    """It is killed after its rollouts of steps 0 to 2 were joined, and goes on from step 2."""
-    whole, again = tmp_path / "whole", tmp_path / "again"
-    keep = ["callbacks.checkpoint.every_n_train_steps=2", "callbacks.checkpoint.save_top_k=-1"]
-    run = [*SMALL, *keep, "trainer.max_steps=6"]
-    assert train(*run, f"run_dir={whole}") == 0
-    assert "step_00000000-00000002.parquet" in names(whole / "samples")
-    interrupted(whole, again, 2)
-    assert train(*run, f"run_dir={again}", "ckpt_path=last") == 0
-    assert_same_run(whole, again)

@@ -1,4 +1,4 @@
-"""Runs whose rows are read as they are needed: exact to resume, with a length of their own, refused before weights."""
+"""Runs whose rows are read as they are needed: with a length of their own, refused before weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs_helpers import EVERY_STEP, assert_resumes, assert_same, newest, rows
+from runs_helpers import EVERY_STEP, assert_same, newest, rows
 
 from lit_rl.models.language_model import LanguageModel
 
@@ -41,32 +41,14 @@ def data(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def shapes(folder: Path) -> dict[str, list[str]]:
+def cosine(folder: Path) -> list[str]:
     val = [f"data.val_path={folder / 'val.jsonl'}", "eval.limit=1", "reward=exact_match"]
-    pairs = ["data=preferences", f"data.path={folder / 'pairs.jsonl'}", *val]
-    texts = ["algo=sft", "data=texts", *val]
-    both = f"[{{path: {folder / 'texts.jsonl'}, weight: 2}}, {{path: {folder / 'texts.jsonl'}}}]"
-    return {
-        "sft": [*texts, f"data.path={folder / 'texts.jsonl'}", "scheduler=cosine"],
-        "sft-packed-sources": [*texts, f"data.sources={both}", "data.packing=best_fit", "data.batch_size=2"],
-        "kto": ["algo=kto", *pairs],
-    }
-
-
-@pytest.mark.parametrize(("shape", "steps"), [("sft-packed-sources", (3, 4)), ("kto", (3,))])
-def test_a_streamed_run_resumes_bit_for_bit(shape, steps, train, data, tmp_path):
-    """From inside a window, and from its last step; the counts go on too."""
-    whole = assert_resumes(train, tmp_path, [*QUICK, *shapes(data)[shape]], *steps)
-    counted, *again = (
-        json.loads((run / "summary.json").read_text())["data"]
-        for run in (whole, *(tmp_path / f"from_{step}" for step in steps))
-    )
-    assert again == [counted] * len(steps)
+    return ["algo=sft", "data=texts", *val, f"data.path={folder / 'texts.jsonl'}", "scheduler=cosine"]
 
 
 def test_a_longer_run_begins_as_a_shorter_one_and_goes_on(train, data, tmp_path):
     """`max_steps` raised after the run: the steps are those of a run that was meant to be so long."""
-    overrides = [*QUICK, *shapes(data)["sft"], "scheduler=constant"]
+    overrides = [*QUICK, *cosine(data), "scheduler=constant"]
     assert train(*overrides, f"run_dir={tmp_path / 'whole'}") == 0
     assert train(*overrides, "trainer.max_steps=5", f"run_dir={tmp_path / 'part'}") == 0
     last = tmp_path / "part" / "checkpoints" / "step_00000005.ckpt"
@@ -79,13 +61,13 @@ def test_a_longer_run_begins_as_a_shorter_one_and_goes_on(train, data, tmp_path)
 def test_the_run_is_one_epoch_whose_shares_mean_what_they_say(train, data, tmp_path):
     """Half of it is half of `max_steps`; a cosine ends with the last step; batches to overfit are the same again."""
     validated = ["trainer.val_check_interval=0.5", "trainer.max_steps=8", "scheduler.warmup_steps=0"]
-    assert train(*QUICK, *shapes(data)["sft"], *validated, f"run_dir={tmp_path / 'run'}") == 0
+    assert train(*QUICK, *cosine(data), *validated, f"run_dir={tmp_path / 'run'}") == 0
     found = rows(tmp_path / "run")
     assert [row["step"] for row in found if "val/loss" in row and row["step"]][:2] == [4, 8]
     rates = [row["train/lr"] for row in found if "train/lr" in row]
     assert len(rates) == 8 and rates == sorted(rates, reverse=True) and rates[-1] < 0.1 * rates[0]
     again = ["trainer.overfit_batches=4", "trainer.max_steps=6", "optimizer.lr=1e-12", "trainer.max_epochs=9"]
-    assert train(*QUICK, *shapes(data)["sft"], *again, f"run_dir={tmp_path / 'same'}") == 0
+    assert train(*QUICK, *cosine(data), *again, f"run_dir={tmp_path / 'same'}") == 0
     losses = [row["train/loss"] for row in rows(tmp_path / "same") if "train/loss" in row]
     assert losses == pytest.approx(losses[:2] * 3, rel=1e-5) and losses[0] != pytest.approx(losses[1], rel=1e-3)
 

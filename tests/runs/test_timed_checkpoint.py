@@ -10,7 +10,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
-from runs_helpers import SMALL, assert_same_run, interrupted
 from torch.utils.data import DataLoader
 
 from lit_rl.callbacks import GracefulStop, TimedCheckpoint, timed_checkpoint
@@ -97,21 +96,6 @@ def test_a_resumed_run_saves_nothing_between_two_micro_batches(tmp_path, monkeyp
     assert saved_after(tmp_path, monkeypatch, **how) == [100, 200, 300, 400]
     (start,) = tmp_path.glob("*step=25.ckpt")
     assert saved_after(tmp_path, monkeypatch, start=start, **how) == [200, 300, 400]
-
-
-@pytest.mark.all
-@pytest.mark.parametrize("interval, step", [(2, 2), (3, 3)], ids=["in an epoch", "at its end"])
-def test_a_validation_that_was_due_when_it_was_written_is_made_by_the_run_that_goes_on(
-    train, tmp_path, interval: int, step: int
-) -> None:
-    """SIGKILL between the checkpoint and the validation of one step, of 3 steps an epoch."""
-    run = [*SMALL, "trainer.max_steps=5", "data.task.max_operand=3", f"trainer.val_check_interval={interval}"]
-    run += ["callbacks.checkpoint.every_n_train_steps=1", "callbacks.checkpoint.save_top_k=-1"]
-    whole, again = tmp_path / "whole", tmp_path / "again"
-    assert train(*run, f"run_dir={whole}") == 0
-    interrupted(whole, again, step)
-    assert train(*run, f"run_dir={again}", "ckpt_path=last") == 0
-    assert_same_run(whole, again)
 
 
 class Stops(L.Callback):

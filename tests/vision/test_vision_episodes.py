@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -274,48 +273,14 @@ def weights(module: Any) -> dict[str, torch.Tensor]:
 
 
 class Watches(L.Callback):
-    """Saves in the middle of a rollout, and keeps what the steps were of."""
+    """Keeps what the steps were of."""
 
-    def __init__(self, path: Path | None = None, at: int = 1) -> None:
-        self.path, self.at = path, at
+    def __init__(self) -> None:
         self.rollouts: list[Any] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:  # pyright: ignore
         self.rollouts.append(module.rollout)
         assert all(p.grad is None or bool(p.grad.isfinite().all()) for p in module.parameters())
-        if self.path is not None and trainer.global_step == self.at:
-            trainer.save_checkpoint(self.path)
-
-
-def gone_on(make: Callable[[], Any], rows: Callable[[], Any], watches: Watches, folder: Path) -> Any:
-    """A run of six steps that was watched, after one that goes on from its checkpoint has ended at the same bits."""
-    whole, resumed = make(), make()
-    quiet_trainer(folder / "whole", 6, callbacks=[watches]).fit(whole, datamodule=rows())
-    quiet_trainer(folder / "rest", 6).fit(resumed, datamodule=rows(), ckpt_path=watches.path)
-    found = weights(resumed)
-    assert all(torch.equal(found[name], value) for name, value in weights(whole).items())
-    return whole
-
-
-@pytest.mark.parametrize("kind", kinds("idefics3", "qwen2_5_vl"))
-def test_a_run_goes_on_to_the_bit_in_the_middle_of_a_rollout(toy_folder: Any, kind: str, tmp_path: Path) -> None:
-    """Its prompts have words of the world, so that they are longer than those of the data."""
-    half = tmp_path / "half.ckpt"
-    watches = Watches(half)
-    gone_on(lambda: grpo(toy_folder(kind)), data, watches, tmp_path)
-    for rollout in watches.rollouts:
-        completions = rollout.completions
-        heard = completions.attended & ~completions.response_mask
-        assert bool(heard.any()) and not bool((rollout.loss_mask & heard).any()), "what was answered is not learned"
-    saved = torch.load(half, weights_only=True)
-    del saved["state_dict"], saved["optimizer_states"]
-    values = [each for each in tensors(saved) if each.is_floating_point()]
-    assert values and all(each.ndim < 3 and each.numel() <= 16 * SHORT["max_tokens"] for each in values), "no pixels"
-
-
-def tensors(item: Any) -> list[torch.Tensor]:
-    parts = item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple) else ()
-    return [item] if isinstance(item, torch.Tensor) else [each for part in parts for each in tensors(part)]
 
 
 def test_values_of_tokens_are_those_of_the_longer_prompt_after_a_resume(toy_of: Any) -> None:

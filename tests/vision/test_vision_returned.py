@@ -22,11 +22,9 @@ from test_vision_episodes import (
     asked,
     begun,
     data,
-    gone_on,
     grpo,
     interaction,
     scored,
-    tensors,
     weights,
 )
 from test_vision_episodes import rows as question_rows
@@ -37,7 +35,6 @@ from vision_seen import SEEN, Toy, image, prompts
 from vision_toys import picture, shown
 
 from lit_rl.algorithms import PPO
-from lit_rl.algorithms.terms.groups import GroupReplay
 from lit_rl.callbacks import Samples
 from lit_rl.callbacks.output_files import write_parquet
 from lit_rl.core.episode import EnvironmentTurn, Message, PolicyTurn
@@ -333,22 +330,6 @@ def worldly(**more: Any) -> Any:
 def paints(folder: Any, **more: Any) -> Any:
     limits = {"max_turns": 3, "max_tokens": 160, "max_observation_tokens": 60}
     return grpo(folder, CustomEnvironment(vision_worlds.Paints, **limits), **more)
-
-
-@pytest.mark.parametrize("kind", kinds("idefics3", "qwen2_5_vl"))
-def test_a_run_goes_on_to_the_bit_and_keeps_no_pixels(toy_folder: Any, kind: str, tmp_path: Path) -> None:
-    half = tmp_path / "half.ckpt"
-    watches = Watches(half, at=3)
-    whole = gone_on(lambda: paints(toy_folder(kind), replay=GroupReplay(4)), worldly, watches, tmp_path)
-    for rollout in watches.rollouts:
-        completions = rollout.completions
-        heard = completions.attended & ~completions.response_mask
-        shown = torch.isin(completions.response_ids, torch.tensor(whole.model.processor.placeholders)) & heard
-        assert bool(shown.any()) and not bool((rollout.loss_mask & heard).any()), "what was answered is not learned"
-        assert bool(rollout.old_logprobs.isfinite().all()) and bool(rollout.ref_logprobs.isfinite().all())
-    saved = torch.load(half, weights_only=True)
-    del saved["state_dict"], saved["optimizer_states"]
-    assert all(each.ndim < 3 for each in tensors(saved) if each.is_floating_point()), "no pixels"
 
 
 def test_micro_batches_and_heads_end_at_the_same_weights(toy_folder: Any, tmp_path: Path) -> None:
