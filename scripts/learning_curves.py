@@ -113,6 +113,10 @@ PER_ROLLOUT, ROLLOUTS = 128, 60
 SETTINGS = ["data.task.max_operand=12", "data.task.val_rows=10", "optimizer.lr=2e-4"]
 SETTINGS += ["scheduler=constant", "scheduler.warmup_steps=5"]
 
+_NO_READER = (
+    "the shipped policy reads nothing but sums, and of those it is no better a teacher: nothing is learned here; "
+    "[SmolLM2 learns](../real-model.md#its-own-teacher)"
+)
 OWN = {
     "high_entropy": (
         "algo.selection.share=0.5",
@@ -122,11 +126,11 @@ OWN = {
     "opd": (COMPLETED["opd"][0], "the student is the first layer of the shipped policy, which is its teacher"),
     "sdft": (
         "algo.teacher.context.template='$context+0='",
-        "the shipped policy reads nothing but sums, and of those it is no better a teacher: nothing is learned",
+        _NO_READER,
     ),
     "sdpo": (
         "algo.teacher.context.template='$context' algo.teacher.context.solution_template='$solution+0='",
-        "the shipped policy reads nothing but sums, and of those it is no better a teacher: nothing is learned",
+        _NO_READER,
     ),
 }
 """What a preset cannot do without here, and why."""

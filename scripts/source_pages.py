@@ -73,7 +73,6 @@ SHOWN = (
     "has no EOS token, so no response could end",
     "the chat template ends the reply with",
     "scores a token of a response by tokens that follow it",
-    "The policy came as an object",
     "torchrun started <started> processes",
     "Slurm has started this job again",
     "No row is left to train on",
