@@ -17,6 +17,7 @@ from resume_cases import CASES, FILES, Case, run
 from resume_parts import PARTS
 from runs_helpers import EVERY_STEP, SMALL, assert_same, assert_same_run, interrupted, kept_beside
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiers import quick
 
 from lit_rl.callbacks import output_files
 
@@ -49,7 +50,11 @@ def tensors(item: Any) -> list[torch.Tensor]:
     return [item] if isinstance(item, torch.Tensor) else [each for part in parts for each in tensors(part)]
 
 
-@pytest.mark.parametrize("name", CASES)
+FIRST = {"stateful", "online-dpo", "sft", "dpo-lora", "branches", "curriculum", "oft", "step-lr", "batches"}
+"""One of each path through the code, of less than two seconds; the others run in `make test-all`."""
+
+
+@pytest.mark.parametrize("name", quick(CASES, FIRST))
 def test_a_run_that_goes_on_is_the_whole_one(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if CASES[name].threads == 2:
         request.getfixturevalue("two_threads")
