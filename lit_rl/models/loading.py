@@ -188,9 +188,9 @@ def check_causal(name: str, config: PreTrainedConfig) -> None:
         wanted += ", or one that transformers knows as AutoModelForImageTextToText"
         if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
             raise ConfigError(f"{wanted}.")
-        seeing = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].__name__
-        if config.architectures and seeing not in config.architectures:
-            raise ConfigError(f"{wanted}: one saved as {seeing}.")
+        seeing: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+        if config.architectures and seeing.__name__ not in config.architectures:
+            raise ConfigError(f"{wanted}: one saved as {seeing.__name__}.")
         return
     if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet
 import torch
 
@@ -61,6 +62,8 @@ def assert_same(a: Any, b: Any, where: str = "") -> None:
     elif isinstance(a, torch.Tensor):
         assert (a.dtype, a.shape) == (b.dtype, b.shape), where
         assert torch.equal(*(each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in (a, b))), where
+    elif isinstance(a, np.ndarray):
+        assert a.dtype == b.dtype and np.array_equal(a, b), where
     else:
         assert a == b or (a != a and b != b), (where, a, b)  # NaN is NaN here
 
