@@ -37,7 +37,7 @@ from lit_rl.algorithms.terms.teachers import (
     TopForwardKL,
     TopTokensLoss,
 )
-from lit_rl.core.errors import DataError
+from lit_rl.core.errors import ConfigError, DataError
 from lit_rl.core.rollout import Completions, Rollout, Sampling, join_rollouts
 from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.models.forward import TokenScores, score
@@ -191,17 +191,15 @@ def test_the_loss_is_that_of_sdpo_in_trl(alpha: float, tail: bool, clip: float |
     torch.testing.assert_close(gradient, of_trl, rtol=1e-3, atol=2e-5)
 
 
-FORMS_OF_TOP = st.builds(TopDivergence, st.just(0.7), st.just(2)), st.builds(TopForwardKL, st.just(0.7), st.just(2))
-
 LOG_PROBS = st.floats(-60, 0, width=32)
 
 
 @given(
-    st.one_of(*FORMS_OF_TOP),
+    st.sampled_from([TopDivergence, TopForwardKL]),
     st.lists(st.tuples(LOG_PROBS, LOG_PROBS, st.booleans()), min_size=1, max_size=6),
     st.floats(1, 100),
 )
-def test_a_ratio_weighs_each_token_up_to_its_bound_and_passes_no_gradient(form: Any, tokens: Any, clip: float) -> None:
+def test_a_ratio_weighs_each_token_up_to_its_bound_and_passes_no_gradient(kind: Any, tokens: Any, clip: float) -> None:
     """By hand: min(exp(log S - log S of the rollout), clip), of the sampled token; 0 where the teacher is silent."""
     now, old, heard = (torch.tensor([column]) for column in zip(*tokens))
     now = now.requires_grad_()
@@ -210,9 +208,8 @@ def test_a_ratio_weighs_each_token_up_to_its_bound_and_passes_no_gradient(form: 
         now.detach(), heard, further.detach().long(), torch.tensor([0.6, 0.1]).log().expand_as(further)
     )
     scored, silent = TokenScores(now, further=further), torch.where(heard, old, torch.nan)
-    plain, metrics = form.losses(teacher, scored, silent)
-    form.ratio_clip = clip
-    found, weighted = form.losses(teacher, scored, silent)
+    plain, metrics = kind(0.7, 2).losses(teacher, scored, silent)
+    found, weighted = kind(0.7, 2, ratio_clip=clip).losses(teacher, scored, silent)
     ratios = [min(math.exp(min(max(a - b, -20), 20)), clip) if spoken else 0.0 for a, b, spoken in tokens]
     torch.testing.assert_close(found, plain * torch.tensor([ratios]), rtol=1e-4, atol=1e-7)
     slopes = torch.autograd.grad(found.sum(), (further, now), allow_unused=True)
@@ -489,13 +486,13 @@ def test_without_a_context_and_with_live_weights_the_policy_teaches_itself_nothi
     assert all((now - then).abs().max() < 3e-3 for now, then in zip(module.policy.parameters(), before))
 
 
-def test_the_response_is_scored_behind_the_other_prompt(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("weights", "steps"), [("live", 1), ("reference", 2)])
+def test_the_response_is_scored_behind_the_other_prompt(weights: Any, steps: int, tmp_path: Path) -> None:
     """By hand: a plain forward pass over the prompt with its context and the same response tokens."""
-    module, data = self_taught(
-        ColumnContext("answer", template="$prompt$context\n$prompt"), sampling=Sampling(0.7, max_new_tokens=5)
-    )
-    ((scored, rollout),) = rollouts_of(tmp_path, module, data)
-    start = LanguageModel("tiny").load().eval()  # the weights when the rollout was taken
+    teacher = SelfTeacher(ColumnContext("answer", template="$prompt$context\n$prompt"), weights)
+    module, data = self_taught(None, teacher=teacher, sampling=Sampling(0.7, max_new_tokens=5))
+    scored, rollout = rollouts_of(tmp_path, module, data, steps)[-1]
+    start = LanguageModel("tiny").load().eval()  # live weights of the first rollout, and the reference's of the second
     drawn, tokenizer = rollout.completions, module.tokenizer
     for row in range(len(drawn)):
         sums = scored.batch.prompts[row // 4], scored.batch.columns["answer"][row // 4]
@@ -537,6 +534,8 @@ def test_the_first_successful_sibling_is_shown_and_never_the_own_answer() -> Non
     assert [text is not None for text in OutcomeContext(threshold=-0.5).texts(below, module.tokenizer)] == [
         False, True, False, True,
     ]  # fmt: skip
+    with pytest.raises(ConfigError, match=r"algo\.teacher\.context\.threshold=inf"):
+        OutcomeContext(threshold=math.inf)
     own = replace(found, scores=replace(found.scores, extras={"said": ["a", None, "", "$solution $feedback"]}))
     context = OutcomeContext(threshold=2, feedback="said", feedback_template="$feedback")
     assert context.texts(own, module.tokenizer) == ["a", None, None, "$solution $feedback"]  # in one pass
@@ -545,11 +544,12 @@ def test_the_first_successful_sibling_is_shown_and_never_the_own_answer() -> Non
 def test_a_context_is_put_into_the_last_message_of_the_user() -> None:
     context = ColumnContext("hint")
     asked = {"role": "user", "content": "$context?"}
-    prompt = [{"role": "system", "content": "s"}, asked, {"role": "assistant", "content": "x"}]
+    before = [{"role": "system", "content": "s"}, {"role": "user", "content": "before"}]
+    after = {"role": "assistant", "content": "x"}
     shown = {"role": "user", "content": "$context?\n\nbecause"}
-    assert context.prompt(prompt, "because", "row 1") == [prompt[0], shown, prompt[2]]
+    assert context.prompt([*before, asked, after], "because", "row 1") == [*before, shown, after]
     with pytest.raises(DataError, match="row 1"):
-        context.prompt(prompt[:1], "because", "row 1")
+        context.prompt(before[:1], "because", "row 1")
 
 
 def test_other_prompts_stand_before_the_same_responses() -> None:
