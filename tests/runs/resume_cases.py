@@ -165,13 +165,15 @@ def run(case: Case, folder: Path, start: int | None = None, stops: Sequence[int]
     trainer.save_checkpoint(folder / "end.ckpt")
     saved = torch.load(folder / "end.ckpt", weights_only=True)
     loops = saved.pop("loops")["fit_loop"]
-    for state in saved.get("lit_rl", ()):  # of a run that ends inside a rollout, whose times are not logged yet
-        for times in ("seconds", "parts"):
-            state["module"].pop(times, None)
-        for values in state["module"].get("averages", {}).values():
-            for name in [*filter(is_speed, values)]:
-                del values[name]
-    return Left(record, lines.seen, saved | {"loader": loops["state_dict"]}, module, data)
+    return Left(record, lines.seen, without_times(saved | {"loader": loops["state_dict"]}), module, data)
+
+
+def without_times(item: Any) -> Any:
+    """The same state without seconds: a run that ends inside a rollout has not logged them yet."""
+    if isinstance(item, dict):
+        times = [name for name in item if name in ("seconds", "parts") or is_speed(str(name))]
+        return {name: without_times(value) for name, value in item.items() if name not in times}
+    return [without_times(each) for each in item] if isinstance(item, list) else item
 
 
 def varied(name: str) -> Callable[[Left], bool]:
