@@ -122,9 +122,8 @@ class SupervisedTerm:
         if not own and not sharded:
             return zero, {"ptx_loss": (zero, zero)}
         totals = texts.totals(rows, parts)
-        batch = texts.batch(
-            own or range(1), (), totals, step=step, slot=part, width=texts.longest
-        )  # pixels of its own rows alone
+        # Pixels are made of its own rows alone.
+        batch = texts.batch(own or range(1), (), totals, step=step, slot=part, width=texts.longest)
         own_texts, total = batch.tokens.to(device), torch.tensor(max(1, totals.tokens), device=device)
         scores = score_texts(policy, own_texts, options=options)
         learned = own_texts.learned & bool(own)
