@@ -13,6 +13,8 @@ from tiers import in_turn
 
 from lit_rl.algorithms import GRPO, PPO, AdamW, Constant
 from lit_rl.algorithms.evaluation.validation import Evaluation
+from lit_rl.algorithms.families import policy_gradient
+from lit_rl.algorithms.terms.credit import RunningNorm
 from lit_rl.algorithms.terms.regularizers import AdaptiveKL
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import Sampling
@@ -113,7 +115,7 @@ def test_an_average_follows_every_optimizer_step(kind, minibatches, adapter, tmp
 
 
 @pytest.mark.parametrize("group_size", [1, 3])
-def test_validation_logs_entropy_and_distance_to_the_reference(group_size, tmp_path):
+def test_validation_logs_entropy_and_distance_to_the_reference_and_the_loss(group_size, tmp_path):
     """By hand: plain forward passes of policy and reference over each completion alone."""
     evaluation = Evaluation(group_size=group_size, temperature=0.8, log_policy=True)
     module = grpo(LanguageModel("tiny"), FrozenCopy(), beta=0.1, evaluation=evaluation)
@@ -122,10 +124,12 @@ def test_validation_logs_entropy_and_distance_to_the_reference(group_size, tmp_p
     runs.fit(module, datamodule=data)
     (logged,) = runs.validate(module, datamodule=data, verbose=False)
     batch = next(iter(runs.val_dataloaders[0] if isinstance(runs.val_dataloaders, list) else runs.val_dataloaders))
-    completions, _ = module.evaluate(batch)
-    entropy, distance = [], []
-    for prompt, asked, response, said in zip(
-        completions.prompt_ids, completions.prompt_mask, completions.response_ids, completions.response_mask
+    completions, scores = module.evaluate(batch)
+    rewards = scores.total.reshape(-1, group_size)
+    better = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).flatten().tolist()
+    entropy, distance, losses = [], [], []
+    for advantage, prompt, asked, response, said in zip(
+        better, completions.prompt_ids, completions.prompt_mask, completions.response_ids, completions.response_mask
     ):
         ids = torch.cat([prompt[asked], response[said]])[None]
         logs = [
@@ -135,16 +139,39 @@ def test_validation_logs_entropy_and_distance_to_the_reference(group_size, tmp_p
         entropy += (-(logs[0].exp() * logs[0]).sum(-1)).tolist()
         now, ref = (log.gather(1, response[said][:, None])[:, 0] for log in logs)
         distance += ((ref - now).exp() - 1 - (ref - now)).tolist()
+        losses += [-advantage] * len(now)
     assert logged["val/entropy"] == pytest.approx(sum(entropy) / len(entropy), rel=1e-3)
     assert logged["val/kl"] == pytest.approx(sum(distance) / len(distance), rel=1e-2, abs=1e-6)
     assert logged["val/kl"] > 1e-6, "the policy did not move, so nothing was seen"
+    if group_size == 1:
+        assert "val/loss" not in logged  # an only completion has no advantage
+        return
+    assert logged["val/loss"] == pytest.approx(sum(losses) / len(losses) + 0.1 * logged["val/kl"], rel=1e-4)
+    assert logged["val/clip_ratio/region_mean"] == 0.0
+
+
+@pytest.mark.parametrize("algorithm", [GRPO, PPO])
+def test_the_loss_of_a_validation_is_the_same_in_any_parts_and_changes_no_term(algorithm, tmp_path, monkeypatch):
+    def validated(rows_at_once: int) -> tuple[float, Any]:
+        monkeypatch.setattr(policy_gradient, "MOST_ROWS", rows_at_once)
+        terms = {"reward_norm": RunningNorm(), "kl_control": AdaptiveKL(0.1, 8), "reward_beta": 0.1}
+        evaluation = Evaluation(group_size=3, temperature=0.8, log_policy=True)
+        module = grpo(LanguageModel("tiny"), None, algorithm, evaluation=evaluation, **terms)
+        data = RolloutDataModule(task=Addition(max_operand=5, val_rows=4))
+        (logged,) = trainer(tmp_path, limit_val_batches=1.0).validate(module, datamodule=data, verbose=False)
+        return logged["val/loss"], {name: term.state() for name, term in module._stateful().items()}
+
+    (whole, state), (in_parts, _) = validated(12), validated(3)
+    assert whole == pytest.approx(in_parts, rel=1e-4) and abs(whole) > 1e-4
+    assert state == {"kl_control": AdaptiveKL(0.1, 8).state(), "reward_norm": RunningNorm().state()}
 
 
 def test_without_a_kl_validation_logs_the_entropy_alone(tmp_path):
-    module = grpo(LanguageModel("tiny"), None, evaluation=Evaluation(log_policy=True))
+    module = grpo(LanguageModel("tiny"), None, evaluation=Evaluation(group_size=2, log_policy=True))
     data = RolloutDataModule(task=Addition(max_operand=5, val_rows=4), prompts_per_rollout=8)
     (logged,) = trainer(tmp_path, limit_val_batches=1.0).validate(module, datamodule=data, verbose=False)
     assert logged["val/entropy"] > 0 and "val/kl" not in logged
+    assert "val/loss" not in logged  # greedy completions are not the training's
 
 
 def trained(policy: Any) -> dict[str, torch.Tensor]:

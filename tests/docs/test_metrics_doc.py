@@ -23,7 +23,7 @@ TERMS = [
         "algo/kl_control=adaptive",
         "algo.beta=0.1",
         "algo.reward_beta=0.1",
-        "eval.log_policy=true",
+        *("eval.log_policy=true", "eval.temperature=1", "eval.group_size=2"),
         "algo/groups=dynamic",
         "algo/replay=buffer",
         "data.curriculum.unseen=1",

@@ -28,6 +28,7 @@ from dist_equal import CLIP
 from objective_terms import TWO_STEPS, EngineWithOtherLogprobs, fresh
 
 from lit_rl.algorithms import BCO, DPO, GRPO, KTO, PPO, Constant, Reinforce, RewardModeling
+from lit_rl.algorithms.evaluation.validation import Evaluation
 from lit_rl.algorithms.optim.optimizers import ByPath
 from lit_rl.algorithms.optim.strategies import FSDP2Strategy
 from lit_rl.algorithms.terms.credit import RoleBaseline, RunningNorm
@@ -362,7 +363,14 @@ TERMS = {
         lambda: {"generator": CopiedPolicyGenerator(lag=1)},
         shown=metric("sampling/staleness/max", lambda steps: steps == 1),
     ),
-    "batch-normalized": term(GRPO, lambda: {"advantage": advantages.batch_normalized}),
+    "batch-normalized": term(  # over all ranks in a validation, too
+        GRPO,
+        lambda: {
+            "advantage": advantages.batch_normalized, "beta": 0.1,
+            "evaluation": Evaluation(group_size=3, temperature=1.0, log_policy=True),
+        },
+        shown=lambda left: left["metrics"]["val/loss"] > 0.01,
+    ),
     "texts": term(GRPO, _one_text_a_step, fsdp=True, shown=metric("ptx_loss", lambda loss: loss > 0)),
     "skipped": term(GRPO, lambda: {"reward": uneven}, fsdp=True, shown=_learns_nothing_on_one_rank),
     "dynamic": term(

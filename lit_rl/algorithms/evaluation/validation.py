@@ -50,7 +50,8 @@ class Evaluation:
         win_rate_against: A model to compare the policy's completions with, on the same prompts: its name, folder or hub
             id, or "base" for the policy before its first step. Null compares with none.
         log_policy: Score the completions again, with the policy and, where the objective has a KL, with the reference,
-            under the training's distribution: `val/entropy`, `val/kl`.
+            under the training's distribution: `val/entropy`, `val/kl`; and the loss of those that were drawn from it:
+            `val/loss`.
     """
 
     group_size: AtLeastOne = 1
@@ -82,6 +83,8 @@ class EvaluationRows:
     def __init__(self) -> None:
         self.rows: dict[int, dict[str, Any]] = {}
         self.names: tuple[str, ...] = ()
+        self.objective = Averages()
+        """The loss, and metrics of it."""
 
     def add(
         self,

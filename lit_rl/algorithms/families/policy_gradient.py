@@ -46,9 +46,11 @@ from lit_rl.algorithms.chosen_functions import (
     reads_column,
     unwrap,
 )
+from lit_rl.algorithms.evaluation.validation import MOST_ROWS
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
 from lit_rl.algorithms.optim.strategies import shards_weights
 from lit_rl.algorithms.rollouts import checkpoints
+from lit_rl.algorithms.rollouts.rollout_plan import BatchPlan, micro_batch, rows_of_slots, step_counts, step_totals
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.terms.credit import AdvantageClip, CreditAssignment, Roles, TurnRewardWarning, Whitening
 from lit_rl.algorithms.terms.groups import check_group_has_spread
@@ -390,6 +392,37 @@ class PolicyGradient(OnPolicyModule, ABC):
         if self.supervised.decay_steps is not None:
             found["ptx_coef"] = self.supervised.weight(self.global_step)
         return found
+
+    # ------------------------------------------------------------------ validation
+
+    def objective_of(self, scored: Scored) -> Iterator[Metrics]:
+        """Yield the loss of the batch as an optimizer step of its own, and the clipped shares, by micro-batches.
+
+        Nothing where the loss would not be that of the training: for completions of another distribution, for single
+        ones that an estimator compares, or with a greedy completion or a teacher, which a validation does not ask.
+        """
+        drawn = replace(self.evaluation.sampling(self.sampling), max_new_tokens=self.sampling.max_new_tokens)
+        groups, size = len(scored.batch), scored.group_size
+        compared_alone = size < 2 and self.compares_completions()
+        if drawn != self.sampling or compared_alone or self.needs_greedy_rewards or self.needs_teacher:
+            return
+        learning = {name: self._stateful().get(name) for name in ("kl_control", "reward_norm", "advantage")}
+        before = [(term, term.state()) for term in learning.values() if term is not None]
+        scored, rollout, _ = self.credited(scored)
+        for term, state in before:  # a validation changes no training
+            term.load_state(state)
+        fitting = (n for n in range(1, groups) if groups % n == 0 and groups // n * size <= MOST_ROWS)
+        parts, ranks = next(fitting, groups), self.ranks.world_size
+        plan = BatchPlan(groups * ranks, size, minibatches=1, iterations=1, accumulate=parts, world_size=ranks)
+        totals = step_totals(step_counts(rollout, plan, seed=0, index=0, ranks=self.ranks)[0], plan)
+        micro_batches = [micro_batch(rollout, rows) for rows in rows_of_slots(rollout, plan, seed=0, index=0)]
+        step = self.look_ahead(micro_batches) if self.needs_step else None
+        for micro in micro_batches:
+            loss, metrics = self.loss(micro, self.token_scores(micro.completions), totals, step)
+            yield {
+                "loss": (loss * groups, loss.new_tensor(groups / parts / ranks)),
+                **{name: metric for name, metric in metrics.items() if "clip" in name},
+            }
 
     # ------------------------------------------------------------------ checkpoints
 

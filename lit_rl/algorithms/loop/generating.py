@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, overload
@@ -24,6 +24,7 @@ from lit_rl.algorithms.optim.strategies import FSDPTPStrategy, ZeROStrategy
 from lit_rl.algorithms.rollouts.episode_outcomes import check_spans, sound_rows, warn_of_failures
 from lit_rl.algorithms.rollouts.phase_costs import Stopwatch
 from lit_rl.algorithms.rollouts.rollout_source import EarlyRewards, RolloutSource, abort_on_all_ranks
+from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.core.episode import Episode
 from lit_rl.core.errors import ConfigError, check_instance
 from lit_rl.core.interrupts import interruptible, run_ending_hook
@@ -38,6 +39,7 @@ from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.noise import prompt_key
 from lit_rl.models.forward import refuse_lookahead
 from lit_rl.models.sharding import unsharded
+from lit_rl.ops.reductions import Metrics
 from lit_rl.rewards.classifiers import Classifier, OnRunDevice
 from lit_rl.rewards.jobs import TrainerState
 from lit_rl.rewards.judges import as_judge
@@ -392,8 +394,11 @@ class GeneratingModule(PolicyModule):
             with run_ending_hook(), interruptible(alone=False):
                 theirs, wins = self._compared(against, replace(batch, rollout=-1 - dataloader_idx), texts, scores)
             table = {"opponent": theirs, "win": wins.tolist()} | table
-        of_tokens = self.token_statistics(completions) if self.evaluation.log_policy else {}
-        self._evaluated[dataloader_idx].add(batch, completions, scores, wins, of_tokens)
+        evaluated, logs_policy = self._evaluated[dataloader_idx], self.evaluation.log_policy
+        evaluated.add(batch, completions, scores, wins, self.token_statistics(completions) if logs_policy else {})
+        if logs_policy and not self.trainer.predicting:
+            for part in self.objective_of(Scored(batch, completions, scores)):
+                evaluated.objective.add(part)
         return table
 
     def _compared(
@@ -420,6 +425,10 @@ class GeneratingModule(PolicyModule):
     def token_statistics(self, completions: Completions) -> dict[str, Tensor]:
         """Return columns `(b, t)` of the sampled tokens for `eval.log_policy`, by name."""
         return {}
+
+    def objective_of(self, scored: Scored) -> Iterable[Metrics]:
+        """Return the parts of a batch's loss with its metrics, for `eval.log_policy`; none if it has no loss."""
+        return ()
 
     validation_step = predict_step
     test_step = predict_step
@@ -453,5 +462,6 @@ class GeneratingModule(PolicyModule):
             rows.gather(self.ranks)
             if self.interaction is not None:
                 warn_of_failures(name, rows.episodes, self.interaction.settings.max_failed)
-            logged |= self.log_validation(prefixed(rows.metrics(), stage, name))
+            objective = rows.objective.reduce(self.ranks)
+            logged |= self.log_validation(prefixed(rows.metrics() | objective, stage, name))
         return logged

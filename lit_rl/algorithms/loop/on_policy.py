@@ -189,13 +189,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             self._finish_drawing(batch.upcoming)
         reads_logprobs = self.needs_old_logprobs or self.needs_reference
         with self.stopwatch.measure("score") if reads_logprobs else nullcontext():
-            if self.needs_gradient_norms:
-                old, norms = self.old_scores(scored.completions)
-                scored = replace(scored, gradient_norms=norms)
-            else:
-                old = self.old_logprobs(scored.completions) if self.needs_old_logprobs else None
-            ref = self.reference_of(scored) if self.needs_reference and self.needs_ref_logprobs else None
-            rollout, metrics = self.advantages(scored, old, ref)
+            scored, rollout, metrics = self.credited(scored)
         if self.needs_teacher:
             with self.stopwatch.measure("teacher"):
                 rollout, of_teacher = self.taught(scored, rollout)
@@ -203,6 +197,16 @@ class OnPolicyModule(GeneratingModule, ABC):
         if self.feedback is not None:
             self.feedback.end(self.ranks)
         return scored, rollout, of_draw | selection_metrics | metrics
+
+    def credited(self, scored: Scored) -> tuple[Scored, Rollout, Metrics]:
+        """Score the tokens as far as `advantages` reads such scores, and compute it."""
+        if self.needs_gradient_norms:
+            old, norms = self.old_scores(scored.completions)
+            scored = replace(scored, gradient_norms=norms)
+        else:
+            old = self.old_logprobs(scored.completions) if self.needs_old_logprobs else None
+        ref = self.reference_of(scored) if self.needs_reference and self.needs_ref_logprobs else None
+        return scored, *self.advantages(scored, old, ref)
 
     def _finish_drawing(self, upcoming: Sequence[PromptBatch]) -> None:
         """Refuse a rollout with too many failed episodes, as soon as all of it is drawn, and request the next ones.
@@ -333,8 +337,10 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     def rows_at_once(self, completions: Completions) -> int:
         """Return the rows of a micro-batch: scoring must not need more memory than learning."""
-        parts = self.minibatches * (self.plan.accumulate if self.plan else 1)
-        return max(1, len(completions) // parts)
+        if self.plan is None:  # nothing is learned
+            return MOST_ROWS
+        learned = self.plan.completions // self.plan.world_size  # a validation's batch may be larger
+        return max(1, min(len(completions), learned) // (self.minibatches * self.plan.accumulate))
 
     def supervised_share(self, slot: int) -> tuple[Tensor, Metrics]:
         """Return this micro-batch's share of the loss of supervised text, times the shares, if `learns_text`."""
