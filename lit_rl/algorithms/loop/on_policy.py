@@ -339,8 +339,9 @@ class OnPolicyModule(GeneratingModule, ABC):
         """Return the rows of a micro-batch: scoring must not need more memory than learning."""
         if self.plan is None:  # nothing is learned
             return MOST_ROWS
-        learned = self.plan.completions // self.plan.world_size  # a validation's batch may be larger
-        return max(1, min(len(completions), learned) // (self.minibatches * self.plan.accumulate))
+        plan = self.plan
+        learned = plan.prompts_per_rollout * self.group_size // plan.world_size  # a validation's batch may be larger
+        return max(1, min(len(completions), learned) // (self.minibatches * plan.accumulate))
 
     def supervised_share(self, slot: int) -> tuple[Tensor, Metrics]:
         """Return this micro-batch's share of the loss of supervised text, times the shares, if `learns_text`."""
