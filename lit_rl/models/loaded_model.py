@@ -77,7 +77,7 @@ class LoadedModel(LanguageModel):
 
     Raises:
         ConfigError: the model has several adapters, or one that cannot be merged; it is quantised, and has none, or
-            not by bitsandbytes; tokenizer or processor are none; or a setting is about files.
+            not by bitsandbytes, or is packed for a CPU; tokenizer or processor are none; or a setting is about files.
         StorageError: the weights of a quantised model are not on this machine as they were published.
     """
 
@@ -105,6 +105,7 @@ class LoadedModel(LanguageModel):
         if getattr(base, "is_quantized", False):
             # "nf4" for fp4 too: what reads it asks for the bytes of a weight, and whether it can be trained.
             settings["quantization"] = "int8" if getattr(base, "is_loaded_in_8bit", False) else "nf4"
+            loading.let_gradients_through(base)
         self.given = model
         self.given_tokenizer = tokenizer
         _check_tokenizer(base, tokenizer)
@@ -156,8 +157,6 @@ class LoadedModel(LanguageModel):
         base = base_of(self.given)
         if str(base.dtype) != f"torch.{self.dtype}":
             nn.Module.to(base, getattr(torch, self.dtype))  # transformers' own refuses a quantised model
-        if self.quantization is not None:
-            loading.let_gradients_through(base)
         loading.correct_tied_config(base)
         return base
 
@@ -257,6 +256,13 @@ def _check_base(base: Any) -> None:
             f"model is a {type(base).__name__} that is quantised {how}, and no such model was ever trained here. Load "
             "the model as it was published with quantization_config=BitsAndBytesConfig(load_in_4bit=True, "
             "bnb_4bit_quant_type='nf4', bnb_4bit_compute_dtype=torch.bfloat16), or load_in_8bit=True."
+        )
+    states = (getattr(parameter, "quant_state", None) for parameter in base.parameters())
+    if any(getattr(state, "packing_format_for_cpu", False) for state in states):
+        raise ConfigError(
+            f"model is a {type(base).__name__} in 4 bits that was run on the CPU in evaluation mode before. bitsandbytes "
+            "packed its weights there for products without a gradient, so nothing below them would be trained. Load it "
+            "again, and give it to lit_rl before it runs."
         )
 
 

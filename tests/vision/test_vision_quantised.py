@@ -38,7 +38,7 @@ from lit_rl.models.loading import quantization_config
 from lit_rl.models.sharding import full_state_dict
 from lit_rl.models.vision_parts import part_of
 
-pytest.importorskip("bitsandbytes")
+has_avx512bf16 = pytest.importorskip("bitsandbytes.functional").has_avx512bf16
 pytestmark = pytest.mark.all
 
 SHORT = {"sampling": Sampling(max_new_tokens=5)}
@@ -177,6 +177,19 @@ def test_a_loaded_model_in_few_bits_whose_whole_weights_are_missing(tiny_dir: Pa
     stored = AutoModelForCausalLM.from_pretrained(tiny_dir, quantization_config=floats)
     with pytest.raises(ConfigError, match=r"quantised with bnb_4bit_quant_storage=torch.bfloat16"):
         LoadedModel(stored, tokenizer, lora=Lora(r=2))
+
+
+@pytest.mark.skipif(not has_avx512bf16(), reason="bitsandbytes packs weights on processors with AVX512-BF16 alone")
+def test_weights_that_a_run_before_has_packed_are_refused_and_not_packed_afterwards(tiny_dir: Path) -> None:
+    tokenizer, ids = AutoTokenizer.from_pretrained(tiny_dir), torch.tensor([[5, 6, 7]])
+    model = held_in_few_bits(tiny_dir, "nf4", AutoModelForCausalLM)
+    LoadedModel(model, tokenizer, lora=Lora(r=2))
+    model.eval().generate(ids, max_new_tokens=1)
+    LoadedModel(model, tokenizer, lora=Lora(r=2))
+    another = held_in_few_bits(tiny_dir, "nf4", AutoModelForCausalLM)
+    another.eval().generate(ids, max_new_tokens=1)
+    with pytest.raises(ConfigError, match="was run on the CPU in evaluation mode before"):
+        LoadedModel(another, tokenizer, lora=Lora(r=2))
 
 
 def test_a_reward_model_goes_on_from_a_loaded_classifier_in_few_bits(tiny_dir: Path, tmp_path: Path) -> None:
