@@ -260,9 +260,9 @@ def _check_base(base: Any) -> None:
     states = (getattr(parameter, "quant_state", None) for parameter in base.parameters())
     if any(getattr(state, "packing_format_for_cpu", False) for state in states):
         raise ConfigError(
-            f"model is a {type(base).__name__} in 4 bits that was run on the CPU in evaluation mode before. bitsandbytes "
-            "packed its weights there for products without a gradient, so nothing below them would be trained. Load it "
-            "again, and give it to lit_rl before it runs."
+            f"model is a {type(base).__name__} in 4 bits that was run on the CPU in evaluation mode before. There "
+            "bitsandbytes packed its weights for products without a gradient, so nothing below them would be trained. "
+            "Load it again, and give it to lit_rl before it runs."
         )
 
 

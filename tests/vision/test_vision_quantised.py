@@ -188,7 +188,7 @@ def test_weights_that_a_run_before_has_packed_are_refused_and_not_packed_afterwa
     LoadedModel(model, tokenizer, lora=Lora(r=2))
     another = held_in_few_bits(tiny_dir, "nf4", AutoModelForCausalLM)
     another.eval().generate(ids, max_new_tokens=1)
-    with pytest.raises(ConfigError, match="was run on the CPU in evaluation mode before"):
+    with pytest.raises(ConfigError, match="was run on the CPU in evaluation mode before\."):
         LoadedModel(another, tokenizer, lora=Lora(r=2))
 
 
