@@ -15,6 +15,7 @@ import torch
 import warm
 from live_tensors import Live
 from peft import LoraConfig, get_peft_model
+from small_rollouts import trainer as quiet_trainer
 from tiers import in_turn
 from transformers import AutoModelForCausalLM, GPT2Config, MambaConfig, Qwen2Config
 
@@ -47,10 +48,13 @@ from lit_rl.algorithms.checks.model_sizes import (
     stored_bytes,
 )
 from lit_rl.algorithms.optim.optimizers import AdamW, AdamWSplit, ByPath
+from lit_rl.algorithms.terms.teachers import ModelTeacher, TopForwardKL
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.examples import TokenBatch
 from lit_rl.core.rollout import Completions, Sampling
 from lit_rl.data.example_module import PreferenceDataModule, SupervisedDataModule
+from lit_rl.data.prompt_module import RolloutDataModule
+from lit_rl.data.tasks import Addition
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models import LanguageModel, Lora
 from lit_rl.models.critics import SeparateCritic, SharedTrunk
@@ -63,6 +67,7 @@ from lit_rl.ops import folded_attention
 from lit_rl.ops import fused_head as of_heads
 from lit_rl.ops import logprobs as of_logits
 from lit_rl.ops.fused_head import Distribution
+from lit_rl.rewards import exact_match
 
 CONFIG = Qwen2Config(
     vocab_size=512,
@@ -468,6 +473,18 @@ def test_the_memory_of_a_step_is_made_of_its_facts():
     plain = memory_of_step(facts, LanguageModel("tiny", speedups={"fused_head": False}), AdamW(), trainer)
     assert plain is not None and plain.policy.head == "logits"
     assert memory_of_step(replace(facts, lengths=None), model, AdamW(), trainer) is None
+
+
+def test_the_tokens_that_a_teacher_names_are_planned(tmp_path):
+    policy = LanguageModel("tiny", init_kwargs={"num_hidden_layers": 1, "layer_types": ["full_attention"]})
+    terms = {"teacher": ModelTeacher("tiny"), "distillation": TopForwardKL(top_k=3)}
+    module = GRPO(policy, exact_match, group_size=2, sampling=Sampling(max_new_tokens=4), **terms)
+    data = RolloutDataModule(task=Addition(max_operand=5, val_rows=0), prompts_per_rollout=2)
+    quiet_trainer(tmp_path, max_steps=1).fit(module, datamodule=data)
+    assert module.rollout is not None
+    named = (module.rollout.teacher_top_ids, module.rollout.teacher_top_logprobs)
+    a_token = sum(each.nbytes // each.shape[1] for each in named)  # of the four rows
+    assert module.step_facts().frozen["tokens of the teacher"] == 4 * a_token > 0
 
 
 def test_the_room_is_bounded_by_the_container(tmp_path):

@@ -71,7 +71,10 @@ exponentials, the gradients of two of them."""
 REWARD_MODELS = "reward models"
 """The name of a run's reward models among the frozen models."""
 
-_NOT_SHARDED = ("engine", REWARD_MODELS)
+TEACHERS_TOKENS = "tokens of the teacher"
+"""The name of the columns of a rollout that hold a teacher's likeliest tokens."""
+
+_NOT_SHARDED = ("engine", REWARD_MODELS, TEACHERS_TOKENS)
 """Parts that every rank holds whole."""
 
 FRAGMENTATION = 0.1
@@ -273,7 +276,7 @@ class Memory:
         numbers: Sizes of numbers.
         lengths: Lengths of its rows.
         critic: A separate critic.
-        others: Bytes of frozen weights by name: a reference, a reward model, a teacher.
+        others: Bytes by name of frozen weights, a reference, a reward model or a teacher, and of what it says.
         auxiliary: Auxiliary texts that the policy learns from.
         buckets: DDP's buckets of gradients; None without DDP.
         engine: Bytes of an engine that stays in memory while the policy learns.

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_rl.algorithms.checks import argument_checks, policy_gradient_checks
-from lit_rl.algorithms.checks.memory import AuxiliaryTexts
+from lit_rl.algorithms.checks.memory import TEACHERS_TOKENS, AuxiliaryTexts
 from lit_rl.algorithms.checks.micro_batching import check_whole_groups
 from lit_rl.algorithms.checks.model_sizes import StepFacts, frozen_bytes, largest_example
 from lit_rl.algorithms.checks.policy_gradient_checks import check_lag, check_sampling
@@ -365,7 +365,10 @@ class PolicyGradient(OnPolicyModule, ABC):
         facts, step, texts = super().step_facts(), self.micro_batches.step, self.supervised.texts
         if self.distillation is not None:
             seconds = {name: frozen_bytes(each) for name, each in self.distillation.teacher.frozen_models.items()}
-            facts = replace(facts, frozen={**facts.frozen, **seconds})
+            rows = self.trainer.datamodule.prompts_per_rollout * self.group_size // self.ranks.world_size  # pyright: ignore
+            positions = rows * self.longest_response(self.sampling)
+            of_rollout = {TEACHERS_TOKENS: positions * self.distillation.form.top * 12}  # an id and a log-prob each
+            facts = replace(facts, frozen={**facts.frozen, **seconds, **of_rollout})
         if texts is None or step is None:
             return facts
         auxiliary = AuxiliaryTexts(texts.batch_size, step.units * step.rows * self.ranks.world_size, texts.max_tokens)
