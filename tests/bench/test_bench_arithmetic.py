@@ -32,6 +32,10 @@ from bench.suites import (
 from bench.workload import SHORTEST, Spec, Workload, write
 from bench_results import MACHINE, contender, result
 from composed_configs import config_of
+from hydra._internal import hydra
+
+from lit_rl.cli.hydra_start import load_checked
+from lit_rl.core import upstream
 
 HAND = Dims(backbone=10, head=4, layers=1, query_width=2, kv_width=1)
 """One prompt of 2 tokens and completions of 1 and 2 stand beside it."""
@@ -180,7 +184,10 @@ ALGO = {"grpo": ["algo=grpo"], "dpo": ["algo=dpo", "data=preferences"], "sft": [
     [(switch, method) for switch in SWITCHES for method in switch.methods],
     ids=lambda value: value if isinstance(value, str) else value.technique,
 )
-def test_every_switch_is_a_setting(switch, method: str) -> None:
+def test_every_switch_is_a_setting(switch, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the command line composes: by itself, Hydra adds no switch to `speedups: auto`."""
+    monkeypatch.setattr(hydra, "ConfigLoaderImpl", hydra.ConfigLoaderImpl)  # put back after the test
+    upstream.compose_with(load_checked)
     assert config_of(*ALGO[method], *switch.off) != config_of(*ALGO[method])
 
 

@@ -10,8 +10,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import ipykernel_launcher
 import nbformat
 import pytest
+import warm
 from nbclient import NotebookClient
 
 pytestmark = [pytest.mark.all, pytest.mark.xdist_group("notebooks")]
@@ -31,11 +33,11 @@ NAMES = (FIRST, *SHORT)
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one kernel, `python3`, which is this interpreter on one thread."""
+    """A folder with one kernel, `python3`, which is this interpreter on one thread: see `warm` for what starts it."""
     folder = tmp_path_factory.mktemp("jupyter")
     spec = folder / "kernels" / "python3"
     spec.mkdir(parents=True)
-    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    argv = [sys.executable, ipykernel_launcher.__file__, "-f", "{connection_file}"]
     env = {
         "OMP_NUM_THREADS": "1",
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
@@ -57,6 +59,7 @@ def execute(kernel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
     def run(notebook: nbformat.NotebookNode) -> None:
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("jupyter_client.launcher.Popen", warm.Popen)
             patch.setenv("JUPYTER_PATH", str(kernel))
             patch.setenv("JUPYTER_DATA_DIR", str(kernel))  # the user's own kernels come first otherwise
             where = {"metadata": {"path": str(tmp_path_factory.mktemp("cwd"))}}

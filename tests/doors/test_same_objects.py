@@ -24,6 +24,7 @@ from lit_rl.cli.trainer_settings import cut_by
 from lit_rl.core.errors import ConfigError
 from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.tasks import Addition
+from lit_rl.generation import RolloutFunction
 from lit_rl.rewards import exact_match
 
 ALGORITHMS = {"grpo": GRPO, "rloo": RLOO, "ppo": PPO}
@@ -97,6 +98,8 @@ def settings(value: Any) -> Any:
         return value
     if isinstance(value, (list, tuple)):
         return [settings(item) for item in value]
+    if isinstance(value, frozenset):
+        return sorted(value)
     if isinstance(value, dict):
         return {name: settings(item) for name, item in value.items()}
     if isinstance(value, type):
@@ -260,6 +263,20 @@ def test_the_same_change_through_both_doors_is_the_same_change(override: str, ar
     )
     assert differences(hydra, cli) == []
     assert differences(hydra, default)
+
+
+@pytest.mark.all
+def test_the_branches_of_an_episode_are_the_same_through_all_doors(root: Path) -> None:
+    path = f"{root}/tests/algorithms/forking_agents.py:forking"
+    written = f"{{class_path: lit_rl.generation.RolloutFunction, init_args: {{path: {path}, max_branches: 3}}}}"
+    by_key = by_lightning_cli("grpo", f"--model.env={written}")
+    by_group = by_hydra("grpo", "env=rollout_func", f"env.path={path}", "env.max_branches=3")
+    env = RolloutFunction(path, max_branches=3)
+    by_object = (GRPO("tiny", exact_match, env=env, micro_batch_size="auto"), *by_hand("grpo")[1:])
+    assert differences(tree(by_group), tree(by_key)) == []
+    found = differences(tree(by_group), tree(by_object))
+    assert all(path.startswith(".module.env.given.") for path in found)  # a config writes defaults out
+    assert by_object[0].env.max_branches == 3
 
 
 def test_the_demo_of_both_doors_trains_the_same(root: Path) -> None:
