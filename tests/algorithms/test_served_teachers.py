@@ -74,7 +74,7 @@ def request_of(drawn: Completions, top: int, held: Any = None, groups: Any = Non
         prompts = replace(prompts, columns={"source": groups})
     return TeacherRequest(
         Scored(prompts, drawn, scores([0.0] * len(drawn))), top=top, sampling=PLAIN, policy=small_policy(0), held=held,
-        reference=lambda: None, encoder=None, options=DEFAULT, rows_at_once=2,  # pyright: ignore
+        reference=lambda: None, encoder=None, source=None, options=DEFAULT, rows_at_once=2,  # pyright: ignore
     )  # fmt: skip
 
 
