@@ -441,9 +441,10 @@ class Rollout:
     teacher_mask: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
     """Bool ``(b, t)``: the tokens of the loss of which the teacher has an opinion. None without a teacher."""
     teacher_top_ids: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
-    """Long ``(b, t, k)``: the teacher's likeliest tokens. None where none are learned."""
+    """Long ``(b, t, k)``: the likeliest tokens of the teacher, or of the policy that took the rollout. None where none
+    are learned."""
     teacher_top_logprobs: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
-    """Float32 ``(b, t, k)``: of these. None where none are learned."""
+    """Float32 ``(b, t, k)``: the teacher's of these. None where none are learned."""
 
     def __len__(self) -> int:
         return len(self.completions)

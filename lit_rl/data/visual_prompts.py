@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from lit_rl.core.errors import DataError
+from lit_rl.core.errors import DataError, GenerationError
 from lit_rl.core.vision_inputs import PromptVision
 from lit_rl.core.visuals import VideoRef, Visual
 
@@ -102,6 +102,39 @@ class PromptVisuals:
         """Return the name of the video processor, for a data set's fingerprint; an empty list where the prompt shows no
         video."""
         return [processor.name_for_videos] if any(isinstance(each, VideoRef) for each in self.visuals) else []
+
+
+def shown_again(
+    processor: Processor | None,
+    text: str,
+    seen: PromptVision | None,
+    where: str,
+    returned: Sequence[Visual] = (),
+) -> tuple[list[int], PromptVision | None]:
+    """Return the tokens and vision inputs of a prompt in other words, with the images that it shows.
+
+    Args:
+        processor: The policy's.
+        text: The new rendering.
+        seen: Vision inputs of the prompt as it was. None: it shows no image.
+        where: The prompt, for messages.
+        returned: Images of an environment, which stand behind those.
+
+    Raises:
+        DataError: the processor refuses it.
+        GenerationError: the images are not known, only their pixels.
+    """
+    source = PromptVisuals("", (), where) if seen is None else seen.source
+    if processor is None or not isinstance(source, PromptVisuals):
+        raise GenerationError(
+            f"{where} has pixels, and is rendered anew: that takes the policy's processor and the images "
+            "(PromptVision.source), which data modules give."
+        )
+    shown = PromptVisuals(text, (*source.visuals, *returned), where)
+    ids, found = processor.process(text, shown.visuals, where)
+    if found is not None:
+        found = replace(found, row=-1 if seen is None else seen.row, source=shown, from_environment=bool(returned))
+    return ids, found
 
 
 class EqualVideos:

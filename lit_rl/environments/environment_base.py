@@ -194,6 +194,16 @@ class EpisodeSource(ABC):
         """Return the tokens that a prompt may have as the policy reads it, where the data's have at most `longest`."""
         return sum(self.lengths(longest).values()) - self.settings.max_tokens
 
+    def template_kwargs(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the arguments of the chat template for the prompt of a row's episodes, its tools among them.
+
+        Only where its settings say that it `converses`; others write prompts themselves.
+
+        Args:
+            row: The columns of the data's row.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def draw(self, request: EpisodeRequest) -> Completions:
         """Draw the completions of a batch."""

@@ -19,7 +19,7 @@ from lit_rl.core.visuals import ImageRef
 from lit_rl.data.message_forms import tools_argument
 from lit_rl.data.rendering import control_tokens, encode_prompt, render_prompt, row_template_kwargs
 from lit_rl.data.row_visuals import MAX_IMAGE_PIXELS
-from lit_rl.data.visual_prompts import Processor, PromptVisuals
+from lit_rl.data.visual_prompts import Processor, shown_again
 from lit_rl.environments.conversations import Conversations, EpisodeRow, TurnCodec
 from lit_rl.environments.environment_base import Environment, EpisodeRequest, EpisodeSource, Opening
 from lit_rl.environments.episode_replay import EpisodeJournal, Journal, ReplayableEnvironment
@@ -148,24 +148,14 @@ class PromptOpener:
         how = {"where": where, "chat_template_kwargs": template_kwargs, "control": self._control}
         if isinstance(prompt, str) or (seen is None and not returned):
             return OpenedPrompt(prompt, encode_prompt(self._tokenizer, prompt, **how), None)
-        source = PromptVisuals("", (), where) if seen is None else seen.source
-        if self._processor is None or not isinstance(source, PromptVisuals):
-            raise GenerationError(
-                f"{where} has pixels, and env= renders it anew: that takes the policy's processor and the images "
-                "(PromptVision.source), which data modules give."
-            )
         bare_prompt = [{**message, "content": without_payload(message["content"])} for message in prompt]
         text = render_prompt(self._tokenizer, bare_prompt, where, template_kwargs, self._control)
-        shown = PromptVisuals(text, (*source.visuals, *returned), where)
         try:
-            ids, found = self._processor.process(text, shown.visuals, where)
+            return OpenedPrompt(prompt, *shown_again(self._processor, text, seen, where, returned))
         except DataError as error:
             if not returned:
                 raise
             raise OpeningFailed(str(error)) from error
-        if found is not None:
-            found = replace(found, row=-1 if seen is None else seen.row, source=shown, from_environment=bool(returned))
-        return OpenedPrompt(prompt, ids, found)
 
     def _ids_around(
         self, marked: list[Message], marks: Sequence[str], parts: Sequence[str], template_kwargs: Mapping[str, Any]
@@ -429,8 +419,7 @@ class Interaction(EpisodeSource):
                 f"{excerpt(repr(differing[0]))}: completions of a group answer the same prompt. Let reset depend on "
                 f"nothing but its arguments and its seed, and take env.seed=group (it is {self.factory.seed})."
             )
-        ready = self.ready_for(rows[0].columns)
-        kwargs = {**tools_argument(rows[0].columns.get("tools")), **ready.template_kwargs}
+        kwargs = self.template_kwargs(rows[0].columns)
         where = f"the prompt of row {batch.rows[number]}"
         opened = OpenedPrompt(batch.prompts[number], batch.prompt_ids[number], seen)
         if kwargs.get("tools"):
@@ -446,6 +435,9 @@ class Interaction(EpisodeSource):
         return opened
 
     # ------------------------------------------------------------------ the tokenizer
+
+    def template_kwargs(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**tools_argument(row.get("tools")), **self.ready_for(row).template_kwargs}
 
     def ready_for(self, columns: Mapping[str, Any]) -> _PreparedKind:
         """Return the kind of environment of a row, made ready for its own arguments of the chat template.

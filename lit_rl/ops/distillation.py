@@ -1,12 +1,13 @@
 """Scores of a student's tokens by a teacher, and the formulas of distillation on policy: tensors in, tensors out.
 
-A teacher gives its log-prob of each token that the student has sampled, and perhaps its k likeliest tokens there
-(`TeacherScores`). Where it has no opinion its numbers may be anything, -inf and NaN too: every function here replaces
-them before it computes, so that neither a value nor a gradient reads them, and gives 0 there (weights: 1).
+A teacher gives its log-prob of each token that the student has sampled, and perhaps those of k tokens there, its own
+likeliest or the student's (`TeacherScores`). Where it has no opinion its numbers may be anything, -inf and NaN too:
+every function here replaces them before it computes, so that neither a value nor a gradient reads them, and gives 0
+there (weights: 1).
 
-Over the teacher's top k the log-probs have a mass below 1. What becomes of the rest is a function of its own:
-`with_tail` makes it one more bucket, `renormalized` leaves it out. Both, with :func:`top_divergence`, are those of
-TRL's ``sdpo/loss_utils.py`` and ``server_distillation``, where the student's top k are the support of the former;
+Over k tokens the log-probs have a mass below 1. What becomes of the rest is a function of its own: `with_tail` makes it
+one more bucket, `renormalized` leaves it out. Both, with :func:`top_divergence`, are those of TRL's
+``sdpo/loss_utils.py`` over the student's top k, and of ``server_distillation`` over the teacher's;
 :func:`top_forward_kl` keeps the masses as they are, which is verl's.
 """
 
@@ -37,9 +38,9 @@ class TeacherScores:
     mask: Bool[Tensor, "b t"]
     """True where the teacher has an opinion; elsewhere the numbers may be anything."""
     top_ids: Int[Tensor, "b t k"] | None = None
-    """The teacher's likeliest tokens; None where it gives none."""
+    """Further tokens at each position: the teacher's likeliest, or the student's; None where there are none."""
     top_log_probs: Float[Tensor, "b t k"] | None = None
-    """Log-probs of `top_ids`, in float32: logs of a mass that is at most 1 together."""
+    """The teacher's log-probs of `top_ids`, in float32: logs of a mass that is at most 1 together."""
 
 
 # ------------------------------------------------------------------ the sampled tokens
@@ -104,7 +105,7 @@ def prefix_weights(
     return torch.where(mask, 1 + gamma * (1 - share), 1.0)
 
 
-# ------------------------------------------------------------------ the teacher's top k
+# ------------------------------------------------------------------ the top k
 
 
 def with_tail(logprobs: Float[Tensor, "b t k"]) -> Float[Tensor, "b t j"]:
@@ -138,8 +139,8 @@ def top_divergence(
     With either support and k = the vocabulary it is that over the vocabulary.
 
     Args:
-        logprobs: The student's, with gradient, at the same tokens as the teacher's.
-        teacher_logprobs: Of k tokens.
+        logprobs: The student's of k tokens, with gradient.
+        teacher_logprobs: The teacher's of the same tokens.
         mask: True where the teacher has an opinion.
         beta: In [0, 1]: 0 is the forward KL(T || S), 1 the reverse KL(S || T), what is between a JSD.
         support: What is made of the mass outside the k tokens: :func:`with_tail` or :func:`renormalized`.

@@ -22,6 +22,7 @@ from lit_rl.algorithms.evaluation.summary_statistics import Averages
 from lit_rl.algorithms.optim.optimizers import ByPath
 from lit_rl.algorithms.rollouts import checkpoints
 from lit_rl.algorithms.rollouts.episode_outcomes import episode_metrics
+from lit_rl.algorithms.terms.self_teacher import ColumnContext, SelfTeacher
 from lit_rl.algorithms.terms.teachers import ModelTeacher
 from lit_rl.core.branches import TokenTree, branches_of, tokens_read
 from lit_rl.core.episode import Episode
@@ -330,6 +331,8 @@ def test_what_reads_one_text_alone_is_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=f"{key} reads .*env.max_branches=2"):
             GRPO("tiny", letters, env=env, **term)
+    with pytest.raises(ConfigError, match="env=RolloutFunction: a function of yours writes the prompts.*=model"):
+        GRPO("tiny", letters, env=RolloutFunction(forking), teacher=SelfTeacher(ColumnContext("hint")))
     with pytest.raises(ConfigError, match="algo.reward_adapter .*env.max_branches=2"):
         PPO(
             LanguageModel("tiny", lora=Lora(r=2)), letters, env=env, reward_adapter="owner/reward", critic=SharedTrunk()

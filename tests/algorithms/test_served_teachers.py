@@ -74,7 +74,7 @@ def request_of(drawn: Completions, top: int, held: Any = None, groups: Any = Non
         prompts = replace(prompts, columns={"source": groups})
     return TeacherRequest(
         Scored(prompts, drawn, scores([0.0] * len(drawn))), top=top, sampling=PLAIN, policy=small_policy(0), held=held,
-        reference=lambda: None, encoder=None, options=DEFAULT, rows_at_once=2,  # pyright: ignore
+        reference=lambda: None, encoder=None, source=None, options=DEFAULT, rows_at_once=2,  # pyright: ignore
     )  # fmt: skip
 
 
@@ -194,6 +194,8 @@ def test_the_teacher_that_is_wrong_is_named():
         teacher.start(0)
     with pytest.raises(ConfigError, match=r"The teacher of source=code: sampling\.temperature=0\.5"):
         teacher.check(student(sampling=Sampling(temperature=0.5)))
+    with pytest.raises(ConfigError, match=r"The teacher of source=code: algo\.distillation\.top_k_of=student"):
+        teacher.check(replace(student(), top_of="student"))
 
 
 def test_models_of_several_teachers_are_in_the_memory_plan(tmp_path):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from chat_templates import tokenizer_of
 from hypothesis import given
 from hypothesis import strategies as st
 from online_modules import VOCABULARY, completions, scores, small_policy
@@ -23,6 +24,7 @@ from lit_rl.algorithms.rollouts.rollout_plan import BatchPlan, micro_batch, rows
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.terms.self_teacher import (
     ColumnContext,
+    EncodedPrompt,
     OutcomeContext,
     SelfTeacher,
     first_siblings,
@@ -37,9 +39,13 @@ from lit_rl.algorithms.terms.teachers import (
     TopForwardKL,
     TopTokensLoss,
 )
+from lit_rl.core.episode import Episode
 from lit_rl.core.errors import ConfigError, DataError
-from lit_rl.core.rollout import Completions, Rollout, Sampling, join_rollouts
+from lit_rl.core.rollout import Completions, PromptBatch, Rollout, Sampling, join_rollouts
+from lit_rl.data.encode import Encoder
 from lit_rl.data.prompt_module import RolloutDataModule
+from lit_rl.environments import CustomEnvironment, FunctionTools
+from lit_rl.environments.interaction import Interaction
 from lit_rl.models.forward import TokenScores, score
 from lit_rl.models.frozen_teacher import top_tokens
 from lit_rl.models.language_model import DEFAULT, LanguageModel
@@ -56,6 +62,7 @@ FORMS = {
     "advantage": TeacherAdvantage(0.7),
     "sampled": SampledKL(0.7),
     "top": TopDivergence(0.7, top_k=5),
+    "student's top": TopDivergence(0.7, top_k=5, top_k_of="student"),
 }
 
 
@@ -159,12 +166,15 @@ def test_over_the_whole_vocabulary_the_divergence_is_that_of_gkd(beta: float, su
 
 
 @pytest.mark.parametrize("tail", [True, False])
+@pytest.mark.parametrize(("top_k", "top_k_of"), [(4, "student"), (VOCABULARY, "teacher")])
 @pytest.mark.parametrize(("alpha", "clip"), [(0.0, 1.2), (0.5, None), (0.5, 2.0), (1.0, 2.0)])
-def test_the_loss_is_that_of_sdpo_in_trl(alpha: float, tail: bool, clip: float | None) -> None:
-    """The k tokens are the teacher's here and the student's there, so k is the vocabulary. A row has no teacher. The
-    policy has moved since the rollout was taken: TRL's ratio is read at the sampled tokens."""
+def test_the_loss_is_that_of_sdpo_in_trl(
+    alpha: float, tail: bool, clip: float | None, top_k: int, top_k_of: Any
+) -> None:
+    """TRL's k tokens are the student's. A row has no teacher. The policy has moved since the rollout was taken: TRL's
+    ratio is read at the sampled tokens."""
     trl = pytest.importorskip("trl.experimental.sdpo.loss_utils")
-    form = TopDivergence(1.0, VOCABULARY, alpha, with_tail if tail else renormalized, clip)
+    form = TopDivergence(1.0, top_k, alpha, with_tail if tail else renormalized, clip, top_k_of)
     module = taught_by_model(form, advantage=no_advantage, reduction=sequence_mean)
     drawn = completions([3, 1, 2, 4])
     found = Scored(batch(range(2)), drawn, scores([1.0, 0.0, 0.0, 1.0]))
@@ -178,7 +188,7 @@ def test_the_loss_is_that_of_sdpo_in_trl(alpha: float, tail: bool, clip: float |
     module.policy.zero_grad()
     student, expert = (logits_of(model, drawn) / 1.3 for model in (module.policy, module.teacher_policy))
     per_token = trl.compute_topk_self_distillation_loss(
-        student, expert.detach(), distillation_topk=VOCABULARY, distillation_alpha=alpha, distillation_add_tail=tail
+        student, expert.detach(), distillation_topk=top_k, distillation_alpha=alpha, distillation_add_tail=tail
     )
     if clip is not None:
         own = student.log_softmax(-1).gather(1, drawn.response_ids[drawn.response_mask][:, None])[:, 0]
@@ -189,6 +199,23 @@ def test_the_loss_is_that_of_sdpo_in_trl(alpha: float, tail: bool, clip: float |
     assert loss == pytest.approx(whole.item(), rel=1e-4, abs=2e-5)
     of_trl = torch.cat([p.grad.flatten() for p in module.policy.parameters()])
     torch.testing.assert_close(gradient, of_trl, rtol=1e-3, atol=2e-5)
+
+
+def test_the_students_tokens_are_compared_by_hand() -> None:
+    """Of each token the policy's k likeliest, and what the teacher gives to these; rows of a pass change nothing."""
+    module = taught_by_model(TopDivergence(top_k=3, top_k_of="student"))
+    drawn = completions([3, 1, 2, 4])
+    found = Scored(batch(range(2)), drawn, scores([0.0] * 4))
+    request = request_of(module, found)
+    said, _ = module.distillation.teacher.score(request)
+    student, expert = ((logits_of(m, drawn) / 1.3).log_softmax(-1) for m in (module.policy, module.teacher_policy))
+    ids, sampled = student.topk(3).indices, drawn.response_ids[drawn.response_mask][:, None]
+    assert said.top_ids[drawn.response_mask].equal(ids)
+    torch.testing.assert_close(said.top_log_probs[drawn.response_mask], expert.gather(1, ids).detach())
+    torch.testing.assert_close(said.log_probs[drawn.response_mask], expert.gather(1, sampled)[:, 0].detach())
+    whole, _ = module.distillation.teacher.score(replace(request, rows_at_once=4))
+    torch.testing.assert_close(whole.top_log_probs, said.top_log_probs)
+    assert request.overlap(said) == {}  # it would be 1
 
 
 LOG_PROBS = st.floats(-60, 0, width=32)
@@ -370,7 +397,8 @@ def request_of(module: Any, found: Scored) -> Any:
     return TeacherRequest(
         found, top=module.distillation.form.top, sampling=module.sampling, policy=module.policy,
         held=module.teacher_policy, reference=lambda: module.reference.scoring(module.policy, None),
-        encoder=lambda: module._encoder, options=DEFAULT, rows_at_once=2,
+        encoder=lambda: module._encoder, source=None, options=DEFAULT, rows_at_once=2,
+        top_of=module.distillation.form.top_of,
     )  # fmt: skip
 
 
@@ -550,11 +578,109 @@ def test_a_context_is_put_into_the_last_message_of_the_user() -> None:
     assert context.prompt([*before, asked, after], "because", "row 1") == [*before, shown, after]
     with pytest.raises(DataError, match="row 1"):
         context.prompt(before[:1], "because", "row 1")
+    image, text = {"type": "image"}, {"type": "text", "text": "$context?"}
+    for parts, told in (
+        ([text, image, text], [text, image, {"type": "text", "text": "$context?\n\nbecause"}]),
+        ([image], [image, {"type": "text", "text": "\n\nbecause"}]),
+    ):
+        shown = [*before, {"role": "user", "content": told}]
+        assert context.prompt([*before, {"role": "user", "content": parts}], "because", "row 1") == shown
+
+
+# ------------------------------------------------------------------ of episodes
+
+
+class Echo:
+    """Two turns, in which the environment counts the letters."""
+
+    def reset(self, seed: int, answer: str) -> str:
+        return f"+{answer}="
+
+    def step(self, action: str) -> tuple[Any, ...]:
+        self.turns = getattr(self, "turns", 0) + 1
+        return f"{len(action)}.", float(self.turns), self.turns == 2, False, {}
+
+
+def test_an_episode_is_scored_behind_its_prompt_with_what_the_environment_said(tmp_path: Path) -> None:
+    """By hand: a plain forward pass over the episode's prompt with the last answer, and the tokens of both sides."""
+    context = OutcomeContext(
+        siblings="none", feedback="episodes", feedback_template="$feedback", template="$context $prompt"
+    )
+    for form in (TeacherAdvantage(), TopDivergence(top_k=5, top_k_of="student")):
+        module, data = self_taught(
+            context, form, env=CustomEnvironment(Echo, max_turns=3, max_tokens=24), advantage=no_advantage
+        )
+        ((scored, rollout),) = rollouts_of(tmp_path, module, data)
+        start, drawn = LanguageModel("tiny").load().eval(), rollout.completions
+        assert rollout.teacher_mask.equal(drawn.response_mask) and drawn.observed.any()
+        for row, episode in enumerate(scored.completions.episodes):
+            i = row // 4
+            opened = f"{scored.batch.prompts[i]}+{scored.batch.columns['answer'][i]}="
+            assert episode.prompt == opened and [m["role"] for m in episode.messages] == ["assistant", "user"] * 2
+            last = f"{len(episode.messages[2]['content'])}."  # the policy has not read it
+            prompt = module.tokenizer(f"{last} {opened}").input_ids
+            there, sampled = drawn.attended[row], drawn.response_mask[row]
+            response = drawn.response_ids[row][there]
+            logits = start(torch.tensor([[*prompt, *response.tolist()]])).logits[0, len(prompt) - 1 : -1]
+            by_hand = logits.log_softmax(-1).detach()[sampled[there]]
+            said = rollout.teacher_logprobs[row][sampled]
+            own = by_hand.gather(1, drawn.response_ids[row][sampled][:, None])[:, 0]
+            torch.testing.assert_close(said, own, atol=1e-4, rtol=1e-4)
+            if rollout.teacher_top_ids is not None:
+                wanted = by_hand.gather(1, rollout.teacher_top_ids[row][sampled])
+                torch.testing.assert_close(rollout.teacher_top_logprobs[row][sampled], wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_the_prompt_of_an_episode_keeps_its_tools() -> None:
+    """Shown its own words as the context, the teacher reads the very prompt of the policy; else only these differ."""
+
+    def double(a: int) -> int:
+        """Double a number.
+
+        Args:
+            a: The number.
+        """
+        return 2 * a
+
+    tokenizer, ends = tokenizer_of("qwen2_5")
+    source = Interaction(FunctionTools([double]), tokenizer, eos_ids=tuple(ends), chat=True, template_kwargs={})
+    prompt, drawn = [{"role": "user", "content": "What is 2 * 7?"}], completions([3, 1])
+    asked = PromptBatch([prompt], [[1]], {}, [0], [0])
+    opened, conversations = source.begin(asked, [7, 7], max_new_tokens=8)
+    conversations.close()
+    episodes = tuple(Episode(opened[0].prompt, [], "answered", 0) for _ in range(2))
+    found = Scored(asked, replace(drawn, episodes=episodes), scores([0.0, 0.0]))
+    teacher = SelfTeacher(ColumnContext("hint", template="$context"), "live")
+    own, other = teacher._prompts(found, ["What is 2 * 7?", "Say 14."], Encoder(tokenizer), source)
+    assert own.ids == opened[0].ids and "double" in tokenizer.decode(own.ids)
+    assert tokenizer.decode(other.ids) == tokenizer.decode(own.ids).replace("What is 2 * 7?", "Say 14.")
+
+
+def test_what_is_shown_of_an_episode() -> None:
+    """A sibling's whole conversation; of the own one the last answer, if there is one, and perhaps only for want of a
+    sibling."""
+    module, drawn = GRPO("tiny", len, group_size=2), completions([3, 3, 3, 3])
+    drawn = replace(drawn, response_ids=torch.tensor([[22, 23, 256]] * 4))
+    said = lambda text: {"role": "assistant", "content": text}  # noqa: E731
+    heard = lambda text: {"role": "tool", "content": text}  # noqa: E731
+    talks = [
+        [said("a"), heard("1"), said("b"), heard("2"), heard("3")], [said("a"), heard("4"), said("b")],
+        [said("a")], [said("a"), heard(" ")],
+    ]  # fmt: skip
+    episodes = tuple(Episode("p", talk, "answered", 2) for talk in talks)
+    found = Scored(batch(range(2)), replace(drawn, episodes=episodes), scores([1.0, 0.0, 0.0, 0.0]))
+    parts: Any = {"feedback": "episodes", "feedback_template": "!$feedback", "solution_template": "<$solution>"}
+    solved = "<assistant: a\ntool: 1\nassistant: b\ntool: 2\ntool: 3>"
+    assert OutcomeContext(**parts).texts(found, module.tokenizer) == ["!2\n3", f"{solved}\n\n!4", None, None]
+    wanting = OutcomeContext(**parts, feedback_shown="without_solution")
+    assert wanting.texts(found, module.tokenizer) == ["!2\n3", solved, None, None]
+    with pytest.raises(ConfigError, match="episodes"):
+        OutcomeContext(**parts).texts(replace(found, completions=drawn), module.tokenizer)
 
 
 def test_other_prompts_stand_before_the_same_responses() -> None:
     drawn = completions([3, 1, 2, 4])
-    behind = with_prompts(drawn, [None, [9], [1, 2, 3, 4, 5], None])
+    behind = with_prompts(drawn, [None, EncodedPrompt([9]), EncodedPrompt([1, 2, 3, 4, 5]), None])
     rows = [ids[mask].tolist() for ids, mask in zip(behind.prompt_ids, behind.prompt_mask)]
     assert rows == [drawn.prompt_ids[0].tolist(), [9], [1, 2, 3, 4, 5], drawn.prompt_ids[3].tolist()]
     assert behind.response_ids is drawn.response_ids

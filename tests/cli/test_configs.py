@@ -91,7 +91,7 @@ VALUES = {  # what has no default
     "algo/teacher/context/column": ["algo/teacher=self", "algo.teacher.context.column=answer"],
     **{
         f"algo/distillation/{name}": ["algo/teacher=model"]
-        for name in ("policy_gradient", "reverse_kl", "top_k", "top_k_weighted")
+        for name in ("policy_gradient", "reverse_kl", "student_top_k", "top_k", "top_k_weighted")
     },
     **{
         f"algo/distillation/estimator/{path.stem}": ["algo/teacher=model", "algo/distillation=reverse_kl"]

@@ -7,15 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from tiers import in_turn
+from vision_kinds import kinds
 from vision_runs import by_letters, quiet_trainer
 from vision_seen import image
 from vision_toys import picture
 
 from lit_rl.algorithms import BCO, CPO, DPO, GRPO, KTO, ORPO, XPO, NashMD, OnlineDPO, Reinforce
-from lit_rl.core.rollout import Sampling
+from lit_rl.algorithms.terms.self_teacher import ColumnContext, SelfTeacher
+from lit_rl.algorithms.terms.teachers import TopDivergence
+from lit_rl.core.rollout import Sampling, select
+from lit_rl.core.vision_inputs import Vision
 from lit_rl.data.example_module import PreferenceDataModule
 from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.models import LanguageModel, Lora
@@ -126,3 +131,40 @@ def test_a_reference_that_is_asked_beforehand_sees(toy_folder: Any, tmp_path: Pa
         torch.testing.assert_close(ahead[name], value, rtol=1e-5, atol=1e-7, msg=name)
     learned(DPO(folder, precompute_reference=True), pairs(50), tmp_path / "ahead")
     assert len(list((tmp_path / "ahead" / "cache").glob("*.safetensors"))) == 2, "other images, other log-probs"
+
+
+@pytest.mark.parametrize("kind", kinds("idefics3", "gemma3", "qwen2_5_vl"))
+def test_a_policy_that_teaches_itself_sees_behind_its_context(toy_of: Any, kind: str, tmp_path: Path) -> None:
+    """By hand: each row's response behind its prompt with the context, processed with its image as a prompt of its own.
+    A context that holds a placeholder of images is left out."""
+    toy, kept = toy_of(kind), list[Any]()
+    teacher = SelfTeacher(ColumnContext("hint", template="$prompt It is $context."), "live")
+    model = LanguageModel(toy.model.path)
+    module = GRPO(model, by_letters, teacher=teacher, distillation=TopDivergence(top_k=3), **SHORT, group_size=2)
+    assert model.processor is not None
+    hints = ["0", model.processor.reserved[0], "22", "333"]
+    data = RolloutDataModule(
+        rows=[row | {"hint": hint} for row, hint in zip(rows(0, 4), hints)], prompts_per_rollout=4, val_fraction=0.0
+    )
+
+    class Keep(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            kept.append((pl_module.scored, pl_module.rollout))
+
+    quiet_trainer(tmp_path, 1, callbacks=[Keep()]).fit(module, datamodule=data)
+    scored, rollout = kept[0]
+    drawn = rollout.completions
+    for row in range(len(drawn)):
+        hint, seen = scored.batch.columns["hint"][row // 2], drawn.vision.rows[row]
+        mask = drawn.response_mask[row]
+        if hint == hints[1]:
+            assert not rollout.teacher_mask[row].any()
+            continue
+        ids, told = toy.prompt(f"Which? It is {hint}.", [] if seen is None else list(seen.source.visuals))
+        alone = select(replace(drawn, vision=None), torch.tensor([row]))
+        one = torch.tensor([ids])
+        alone = replace(alone, prompt_ids=one, prompt_mask=one == one, vision=Vision.of([told], 1), host=None)
+        with torch.no_grad():
+            by_hand = score(toy.policy, alone, module.sampling).logprobs[0, mask]
+        torch.testing.assert_close(rollout.teacher_logprobs[row, mask], by_hand, rtol=1e-4, atol=1e-4)
+    assert module.trainer.callback_metrics["train/teacher/left_out"] == 0.25

@@ -180,8 +180,10 @@ class PolicyGradient(OnPolicyModule, ABC):
             held=self.teacher_policy,
             reference=lambda: self.reference.scoring(self.policy, self.reference_policy),
             encoder=lambda: self._encoder,
+            source=self.interaction,
             options=self.forward_options,
             rows_at_once=self.rows_at_once(scored.completions),
+            top_of=self.distillation.form.top_of,
         )
         scores, metrics = self.distillation.teacher.score(request)
         rollout, of_term = self.distillation.at_rollout(rollout, scores)
@@ -491,7 +493,9 @@ class PolicyGradient(OnPolicyModule, ABC):
         check_lag(self.generator, weighted=weighted)
         self.check_advantage()
         if self.distillation is not None:
-            facts = StudentFacts(self.model, self.sampling, self.env, self.reward_functions.names, self.group_size)
+            form, names = self.distillation.form, self.reward_functions.names
+            top_of = form.top_of if form.top else None
+            facts = StudentFacts(self.model, self.sampling, self.env, names, self.group_size, top_of)
             self.distillation.check(facts)
         policy_gradient_checks.check_ranges(self.policy_loss, "algo.loss")
         if self.compares_in_step:

@@ -404,19 +404,20 @@ class SeenRows:
 
 @torch.no_grad()
 def without_gradient(
-    model: nn.Module, completions: Completions, of_rows: Callable[[Completions], Tensor], *, rows_at_once: int
+    model: nn.Module, completions: Completions, of_rows: Callable[..., Tensor], *columns: Tensor, rows_at_once: int
 ) -> Tensor:
     """Return `(b, t)` or `(b, t, k)`, float32: `of_rows` of `rows_at_once` rows at a time, with the model in evaluation
-    mode."""
+    mode. It gets the completions, and the same rows and tokens of the `columns`, `(b, t, ...)` each."""
     ids, completions = completions.response_ids, completions.with_host()
     out = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
     with evaluation_mode(model):
         for start in range(0, len(completions), rows_at_once):
             end = min(start + rows_at_once, len(completions))
             part = select(completions, torch.arange(start, end))
-            found = of_rows(trim(part))
+            used = used_columns(part)[Width.RESPONSE]
+            found = of_rows(trim(part), *(column[start:end, used] for column in columns))
             out = out if start else out.new_zeros(*ids.shape, *found.shape[2:])
-            out[start:end, used_columns(part)[Width.RESPONSE]] = found
+            out[start:end, used] = found
     return out
 
 

@@ -31,6 +31,12 @@ class ServerTeacher(TeacherServer, RolloutTeacher):
     """
 
     def check(self, student: StudentFacts) -> None:
+        if student.top_of == "student":
+            raise ConfigError(
+                "algo.distillation.top_k_of=student: a server of this kind gives log-probs of its own likeliest tokens "
+                "and of the sampled ones, and of no others. Set algo.distillation.top_k_of=teacher, or take "
+                "algo/teacher=model."
+            )
         self.refuse_other_sampling(student.sampling)
         self.student = student.model
 

@@ -1,9 +1,10 @@
 """Teachers of a policy gradient: who scores the tokens that the policy has written, and how the policy learns of it.
 
-A `RolloutTeacher` says once a rollout, outside of the gradient, how likely each sampled token is to it, and what its
-likeliest tokens are (`lit_rl.ops.distillation.TeacherScores`). That becomes columns of the rollout, so the loss of a
-micro-batch, a checkpoint in the middle and a resume need no teacher. A `DistillationForm` makes an advantage or a loss
-of them. Log-probs of teacher and policy are at the temperature of `sampling`.
+A `RolloutTeacher` says once a rollout, outside of the gradient, how likely each sampled token is to it, and how likely
+k tokens are at each position, its own likeliest or the policy's (`lit_rl.ops.distillation.TeacherScores`). That becomes
+columns of the rollout, so the loss of a micro-batch, a checkpoint in the middle and a resume need no teacher. A
+`DistillationForm` makes an advantage or a loss of them. Log-probs of teacher and policy are at the temperature of
+`sampling`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import Completions, Rollout, Sampling, select
 from lit_rl.data.encode import Encoder
-from lit_rl.environments.environment_base import Interactive
-from lit_rl.models.forward import TokenScores
+from lit_rl.environments.environment_base import EpisodeSource, Interactive
+from lit_rl.models.forward import TokenScores, score
 from lit_rl.models.frozen_teacher import Teacher, top_tokens
 from lit_rl.models.language_model import ForwardOptions, LanguageModel
 from lit_rl.models.references import Scorer
@@ -48,6 +49,10 @@ from lit_rl.ops.reductions import Metrics, mean_of
 # ------------------------------------------------------------------ teachers
 
 
+TopOf = Literal["teacher", "student"]
+"""Whose k likeliest tokens teacher and policy are compared over: the teacher's, or those of the policy that took the
+rollout."""
+
 _ROWS_COMPARED = 8
 """Rows of each rank in the metric of overlap."""
 
@@ -59,7 +64,7 @@ class TeacherRequest:
     scored: Scored
     """Prompts, completions and their rewards."""
     top: int
-    """Number of the teacher's likeliest tokens that are asked for at each position; 0 asks for none."""
+    """Number of tokens at each position whose log-probs are asked for, beside the sampled one; 0 asks for none."""
     sampling: Sampling
     """Settings that drew the tokens: the teacher's temperature is theirs."""
     policy: nn.Module
@@ -70,9 +75,13 @@ class TeacherRequest:
     """Yields the module that computes the logits of `reference`, if the teacher `reads_reference`."""
     encoder: Callable[[], Encoder]
     """Makes the encoder of prompts, with the settings of the run's."""
+    source: EpisodeSource | None
+    """The source of the completions' episodes. None where nothing answers the policy."""
     options: ForwardOptions
     rows_at_once: int
     """Rows of a forward pass."""
+    top_of: TopOf = "teacher"
+    """Whose likeliest tokens the `top` are."""
 
     @property
     def completions(self) -> Completions:
@@ -91,6 +100,16 @@ class TeacherRequest:
         """
         scorer: nn.Module = model  # pyright: ignore[reportAssignmentType]
         rows, sampling = self.rows_at_once, self.sampling
+        if self.top and self.top_of == "student":
+
+            def of_students_tokens(part: Completions, ids: Tensor) -> Tensor:
+                scores = score(scorer, part, sampling, further_ids=ids, options=self.options)
+                assert scores.further is not None
+                return torch.cat([scores.logprobs[..., None], scores.further], -1)
+
+            ids = self._students_top(self.completions, shared_tokens)
+            found = without_gradient(scorer, completions, of_students_tokens, ids, rows_at_once=rows)
+            return TeacherScores(found[..., 0].contiguous(), mask, ids, found[..., 1:].contiguous())
         logprobs = frozen_logprobs(scorer, completions, sampling=sampling, options=self.options, rows_at_once=rows)
         if not self.top:
             return TeacherScores(logprobs, mask)
@@ -102,23 +121,26 @@ class TeacherRequest:
         values, ids = without_gradient(scorer, completions, of_rows, rows_at_once=rows).chunk(2, -1)
         return TeacherScores(logprobs, mask, ids.long(), values.contiguous())
 
+    def _students_top(self, completions: Completions, tokens: int | None = None) -> Tensor:
+        """Return the policy's likeliest tokens `(b, t, k)`, of the first `tokens` of the vocabulary, or of all."""
+        return without_gradient(
+            self.policy,
+            completions,
+            lambda part: top_tokens(self.policy, part, self.top, self.sampling, tokens=tokens)[1].float(),
+            rows_at_once=self.rows_at_once,
+        ).long()
+
     def overlap(self, teacher: TeacherScores) -> Metrics:
         """Return the share of the teacher's likeliest tokens that are among the policy's, of this rank's first rows.
 
-        It takes a pass over them, so a few stand for all; none where the teacher names no tokens. Where it stays low,
-        distillation does not succeed (2604.13016).
+        It takes a pass over them, so a few stand for all; none where the teacher names no tokens, or is asked about
+        those of the policy. Where it stays low, distillation does not succeed (2604.13016).
         """
-        if teacher.top_ids is None:
+        if teacher.top_ids is None or self.top_of == "student":
             return {}
         few = torch.arange(min(_ROWS_COMPARED, len(self.completions)))
-        ids = without_gradient(
-            self.policy,
-            select(self.completions, few),
-            lambda part: top_tokens(self.policy, part, self.top, self.sampling)[1].float(),
-            rows_at_once=self.rows_at_once,
-        )
-        mask = teacher.mask[: len(few)]
-        return {"teacher/overlap": mean_of(top_overlap(ids.long(), teacher.top_ids[: len(few)], mask), mask)}
+        ids, mask = self._students_top(select(self.completions, few)), teacher.mask[: len(few)]
+        return {"teacher/overlap": mean_of(top_overlap(ids, teacher.top_ids[: len(few)], mask), mask)}
 
 
 @dataclass(frozen=True)
@@ -130,6 +152,8 @@ class StudentFacts:
     env: Interactive | None
     reward_names: Sequence[str]
     group_size: int
+    top_of: TopOf | None = None
+    """Whose likeliest tokens the teacher has to score. None: only the sampled tokens are read."""
 
 
 class RolloutTeacher(ABC):
@@ -244,7 +268,10 @@ class DistillationForm(ABC):
     """
 
     top = 0
-    """Number of the teacher's likeliest tokens that it reads."""
+    """Number of tokens at each position that it compares, beside the sampled one."""
+
+    top_of: TopOf = "teacher"
+    """Whose likeliest tokens they are."""
 
     in_advantages = False
     """True if it is wholly in the advantages: it then reads the old log-probs when the rollout is taken."""
@@ -331,11 +358,11 @@ RatioClip = Annotated[float, Range(1)]
 
 
 class TopTokensLoss(DistillationForm):
-    """Abstract base of losses over the teacher's likeliest tokens.
+    """Abstract base of losses over the k likeliest tokens at each position.
 
     Args:
         coef: Weight beside the loss of the rewards, above 0.
-        top_k: Number of the teacher's likeliest tokens, at least 1.
+        top_k: Number of tokens, at least 1.
         ratio_clip: Bound on the ratio, at least 1. None: no ratio.
     """
 
@@ -353,7 +380,7 @@ class TopTokensLoss(DistillationForm):
 
     @abstractmethod
     def divergence(self, logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tensor:
-        """Return the divergence `(b, t)` over the teacher's tokens, from the log-probs of both `(b, t, k)`."""
+        """Return the divergence `(b, t)` over the k tokens, from the log-probs of both `(b, t, k)`."""
 
     def losses(self, teacher: TeacherScores, scores: TokenScores, old: Tensor) -> tuple[Tensor, Metrics]:
         assert scores.further is not None and teacher.top_log_probs is not None
@@ -371,11 +398,11 @@ class TopTokensLoss(DistillationForm):
 
 @checked("algo.distillation")
 class TopDivergence(TopTokensLoss):
-    """A loss: the divergence of the policy from the teacher over the teacher's likeliest tokens.
+    """A loss: the divergence of the policy from the teacher over the likeliest tokens of one of them.
 
     Args:
         coef: Weight beside the loss of the rewards, above 0.
-        top_k: Number of the teacher's likeliest tokens, at least 1.
+        top_k: Number of likeliest tokens, at least 1.
         beta: The divergence, in [0, 1], as GKD's: 0 the forward KL(T || S), 1 the reverse KL(S || T), 0.5
             Jensen-Shannon's.
         support: What becomes of the mass of all other tokens: one more bucket (`with_tail`), or left out
@@ -383,6 +410,8 @@ class TopDivergence(TopTokensLoss):
         ratio_clip: The divergence at a token is multiplied by the ratio of the policy to the one that took the rollout,
             without gradient (1 with one optimizer step a rollout), and by this number at most, at least 1. null: it is
             not multiplied.
+        top_k_of: Whose likeliest tokens: the `teacher`'s, or the `student`'s when the rollout was taken (TRL's, in SDPO
+            and SDFT), which takes one more pass of the policy.
     """
 
     def __init__(
@@ -392,9 +421,10 @@ class TopDivergence(TopTokensLoss):
         beta: Portion = 0.5,
         support: Callable[[Tensor], Tensor] = with_tail,
         ratio_clip: RatioClip | None = None,
+        top_k_of: TopOf = "teacher",
     ) -> None:
         super().__init__(coef, top_k, ratio_clip)
-        self.beta, self.support = beta, support
+        self.beta, self.support, self.top_of = beta, support, top_k_of
 
     def divergence(self, logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tensor:
         return top_divergence(logprobs, teacher_logprobs, mask, beta=self.beta, support=self.support)
