@@ -43,7 +43,7 @@ from lit_rl.data.rendering import (
     variables,
 )
 from lit_rl.data.rows import is_blank
-from lit_rl.data.visual_prompts import Processor, refuse_reserved
+from lit_rl.data.visual_prompts import Processor, PromptVisuals, refuse_reserved
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -221,9 +221,9 @@ class Encoder:
             borders = [*(place for turn in earlier for place in (turn.begin, turn.end)), last.begin]
             rendered = _Rendered(self._open_end(row.text, last.begin), borders, self.closes)
             ids, ends = self._tokens(rendered, where)
-            if self.processor is not None and images:
-                _refuse_later_images(messages[row.turns[0].number :], where)
-                text = self._shown_turns(self.processor, rendered, ids, ends, images, where, last=every_turn)
+            shown = _shown_between(messages, [turn.number for turn in row.turns], images, where)
+            if self.processor is not None and any(shown):
+                text = self._shown_turns(self.processor, rendered, ids, ends, shown, where, last=every_turn)
             else:
                 self.refuse_unseen("", where)
                 text = Encoded(ids, _alternating(ends), ends[-2 if every_turn else 0])
@@ -475,11 +475,11 @@ class Encoder:
             ids, _ = processor.process(rendered.text, images, where)
             count = common_prefix_length(processor.process(begin, images, where)[0], ids) if begin else 0
             learned = [every or i >= count for i in range(len(ids))]
-            text = Encoded(ids, learned, count, begin or rendered.text)
+            text = Encoded(ids, learned, count, PromptVisuals(begin or rendered.text, tuple(images), where))
         else:
             first, _ = processor.process(begin, images, where)
             learned = [every] * len(first) + text.learned[count:]
-            text = Encoded([*first, *text.ids[count:]], learned, len(first), begin)
+            text = Encoded([*first, *text.ids[count:]], learned, len(first), PromptVisuals(begin, tuple(images), where))
         never = processor.placeholders  # never learned
         return replace(text, learned=[flag and id not in never for flag, id in zip(text.learned, text.ids)])
 
@@ -489,32 +489,54 @@ class Encoder:
         rendered: _Rendered,
         ids: list[int],
         ends: list[int],
-        images: Sequence[Visual],
+        images: Sequence[Sequence[Visual]],
         where: str,
         *,
         last: bool,
     ) -> Encoded:
-        """Return a row whose replies are learned, with all images before the first of them.
+        """Return a row that shows images, whose replies are learned.
+
+        The text before the last reply is processed as one, so the model meets what the processor makes of the whole
+        conversation. It has to be made of the tokens of its pieces: with those the model is asked for each reply.
 
         Args:
             processor: The processor.
             rendered: The rendering, whose parts are in turn not learned and learned.
             ids: Its tokens, without images.
             ends: Their number up to the end of each part.
-            images: What it shows.
+            images: What is shown before the first reply, and between each reply and the next.
             where: The row, for messages.
-            last: Whether the row's prompt ends where its last reply begins, and not its first.
+            last: Whether the row's prompt ends where its last reply begins, and not its first, behind which nothing is
+                shown then.
 
         Raises:
             DataError: the tokens before a reply are not those with which the model is asked for it.
         """
-        text = self._shown(processor, rendered, Encoded(ids, _alternating(ends), ends[0]), images, where)
-        straddles = ids[: ends[0]] != self._plain(rendered.parts[0]) and len(rendered.parts) > 2
-        if last and len(ends) > 2:
-            begin, count = "".join(rendered.parts[:-1]), len(text.ids) - len(ids) + ends[-2]
-            straddles = straddles or processor.process(begin, images, where)[0] != text.ids[:count]
-            text = replace(text, prompt_tokens=count, shown=begin)
-        if straddles:
+        parts, learned, every = rendered.parts, _alternating(ends), [each for some in images for each in some]
+        same = len(parts) == 2 or ids[: ends[0]] == self._plain(parts[0])
+        if len(parts) == 2 or not last:
+            text = self._shown(processor, rendered, Encoded(ids, learned, ends[0]), every, where)
+        else:
+            begin = "".join(parts[:-1])
+            whole, _ = processor.process(begin, every, where)
+            place, flags = 0, list[bool]()
+            for number, (start, stop) in enumerate(pairwise([0, *ends[:-1]])):
+                own, count = ids[start:stop], stop - start
+                if number % 2 == 0 and (seen := images[number // 2]):
+                    alone, _ = processor.process(parts[number], seen, where)
+                    count += len(alone) - len(self._plain(parts[number]))
+                    own = alone[1:]  # the first token of a text may be another one inside a text
+                place += count
+                flags += [number % 2 == 1] * count
+                same = same and whole[place - len(own) : place] == own
+            same = same and place == len(whole)
+            text = Encoded(
+                [*whole, *ids[ends[-2] :]],
+                [*flags, *learned[ends[-2] :]],
+                len(whole),
+                PromptVisuals(begin, tuple(every), where),
+            )
+        if not same:
             raise DataError(
                 f"{where}: the tokens before a reply are others where it is asked for than in the whole conversation "
                 "with its images, so its replies cannot be learned together. Set data.learn=completion."
@@ -592,18 +614,31 @@ class Encoder:
         return list(ids)
 
 
-def _refuse_later_images(messages: Sequence[Message], where: str) -> None:
-    """Refuse messages from the first learned reply on that show an image.
+def _shown_between(
+    messages: Sequence[Message], replies: Sequence[int], images: Sequence[Visual], where: str
+) -> list[Sequence[Visual]]:
+    """Return what is shown before the first reply, and between each reply and the next.
+
+    Args:
+        messages: The conversation.
+        replies: Numbers of the messages that are learned.
+        images: What the conversation shows, in the order of its parts.
+        where: The row, for messages.
 
     Raises:
-        DataError: one does.
+        DataError: a reply of the assistant shows an image.
     """
-    parts = (part for each in messages if isinstance(each["content"], list) for part in each["content"])
-    if any(part.get("type") in ("image", "video") for part in parts):
-        raise DataError(
-            f"{where}: an image stands behind the first reply that data.learn=assistant learns, and all have to stand "
-            "before it. Give the reply behind the image as a row of its own, with data.learn=completion."
-        )
+    counts = [0]  # of the messages up to each
+    for number, message in enumerate(messages):
+        parts = message["content"] if isinstance(message["content"], list) else []
+        counts.append(counts[-1] + sum(part["type"] in ("image", "video") for part in parts))
+        if counts[-1] > counts[-2] and number in replies:
+            raise DataError(
+                f"{where}: message {number} is a reply of the assistant with an image, and the policy learns to "
+                "write text alone. Show the image in a message of the user or of a tool, or set "
+                "data.learn=completion."
+            )
+    return [images[counts[begin] : counts[end]] for begin, end in pairwise([0, *replies])]
 
 
 def _alternating(ends: Sequence[int]) -> list[bool]:

@@ -31,7 +31,6 @@ from lit_rl.data.rows import is_blank
 from lit_rl.data.set_reader import RowOptions, SetReader, list_counts, read_source
 from lit_rl.data.sources import Rows
 from lit_rl.data.splits import prompt_key
-from lit_rl.data.visual_prompts import PromptVisuals
 from lit_rl.ops.ranges import AtLeastOne, AtLeastTwo, Portion
 
 
@@ -218,7 +217,7 @@ class ExampleReader(SetReader[Example, tuple[ExampleRecord, tuple[Encoded, ...]]
             raise DataError(self._too_long(texts, where))
         if not whole and options.overlong == "drop":
             return "overlong", []
-        if record.images and any(w.start or w.stop < text.prompt_tokens for w, text in zip(kept, texts)):
+        if texts[0].shown and any(w.start or w.stop < text.prompt_tokens for w, text in zip(kept, texts)):
             raise DataError(f"{self._too_long(texts, where)} A cut would go through its images.")
         short = tuple(truncate(text, window) for text, window in zip(texts, kept))
         if not all(any(text.learned) for text in short):
@@ -230,9 +229,7 @@ class ExampleReader(SetReader[Example, tuple[ExampleRecord, tuple[Encoded, ...]]
         if self.kind == "stepwise":
             labels = truncate_labels(texts[0], labels, kept[0])
         self.videos.add(record.images, where)
-        rendered = texts[0].shown
-        shown = None if rendered is None else PromptVisuals(rendered, record.images, where)
-        common = Example(short, where, prompt, record.columns, record.margin, record.desirable, shown, labels)
+        common = Example(short, where, prompt, record.columns, record.margin, record.desirable, texts[0].shown, labels)
         examples = [common]
         if self.kind == "verdicts" and len(short) == 2:
             examples = [replace(common, texts=(text,), desirable=good) for text, good in zip(short, (True, False))]

@@ -29,8 +29,8 @@ class Encoded:
     """True on tokens that are learned; never the first. As long as ``ids``."""
     prompt_tokens: int
     """Tokens of the prompt that are left of it at the start; 0 for a text without a prompt."""
-    shown: str | None = None
-    """The rendering of its prompt, where that shows images."""
+    shown: PromptVisuals | None = None
+    """The visuals of its prompt; None: no images."""
 
     def __len__(self) -> int:
         return len(self.ids)

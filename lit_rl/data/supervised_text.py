@@ -20,7 +20,7 @@ from lit_rl.data.rendering import row_template_kwargs
 from lit_rl.data.row_visuals import MAX_IMAGE_PIXELS, ImageReader, images_in, read_images
 from lit_rl.data.rows import is_blank, split_prompt
 from lit_rl.data.sources import Rows, load_rows
-from lit_rl.data.visual_prompts import EqualVideos, PromptVisuals, count_placeholders
+from lit_rl.data.visual_prompts import EqualVideos, count_placeholders
 from lit_rl.ops.ranges import AtLeastOne, AtLeastTwo
 
 _CHECKED_ROWS = 256
@@ -152,7 +152,7 @@ class SupervisedText:
         end = max(i for i, flag in enumerate(whole.learned) if flag) + 1  # white space behind it teaches nothing
         kept = slice(min(end, self.max_tokens))
         cut = Encoded(whole.ids[kept], whole.learned[kept], min(whole.prompt_tokens, self.max_tokens))
-        return Example((cut,), where, shown=PromptVisuals(whole.shown, images, where) if whole.shown else None)
+        return Example((cut,), where, shown=whole.shown)
 
     def _parts(
         self, encoder: Encoder, index: int, max_image_pixels: int

@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from vision_kinds import kinds
+from vision_seen import Toy
 from vision_toys import picture
 
 from lit_rl.core.errors import DataError
 from lit_rl.data.example_module import PreferenceDataModule, SupervisedDataModule
+from lit_rl.data.example_set import ExampleSet
 from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.models import LanguageModel
+from lit_rl.models.forward import score_texts
 
 SMOLVLM = (
     "<|start|>{% for message in messages %}{{ message['role'] | capitalize }}"
@@ -120,7 +124,78 @@ def test_every_reply_beside_an_image_is_learned_once_behind_what_it_is_asked_for
     assert said == ["seven", "eight or so"]
 
 
-def test_an_image_behind_a_learned_reply_is_refused(toy_folder: Any) -> None:
-    model, later = LanguageModel(str(toy_folder("idefics3"))), [ASKED[2], ASKED[1], ASKED[0], ASKED[3]]
-    with pytest.raises(DataError, match=r"an image stands behind the first reply that data.learn=assistant learns"):
-        learned_of(model, later)
+def eye(number: int) -> dict[str, Any]:
+    return {"type": "image", "image": picture(number, *[(32, 32), (40, 24), (24, 56)][number % 3])}
+
+
+def words(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+SHOWN: list[dict[str, Any]] = [
+    {"role": "user", "content": [words("Hello")]},
+    {"role": "assistant", "content": [words("who is there?")]},
+    {"role": "user", "content": [eye(1), words("Which?")]},
+    {"role": "assistant", "content": [words("seven")]},
+    {"role": "tool", "content": [words("seen "), eye(2), words("and"), eye(3)]},
+    {"role": "assistant", "content": [words("seven")]},
+    {"role": "user", "content": [words("Sure?")]},
+    {"role": "assistant", "content": [words("eight or so")]},
+]
+"""Images behind replies, of a user and of a tool, and two replies that say the same."""
+
+LAST = "{% if loop.last and m['role'] == 'assistant' %}!{% endif %}<|end|>"
+"""How a template that writes a last reply otherwise ends a turn: every reply becomes a row of its own."""
+
+
+@pytest.mark.parametrize("end", ["<|end|>", LAST], ids=["one row", "a row a reply"])
+def test_images_behind_replies_are_learned_where_the_model_meets_them(toy: Toy, end: str) -> None:
+    """Rows are what the processor makes of the conversation up to their last reply, and the loss is transformers' own,
+    with the replies for labels: each once."""
+    assert toy.model.processor is not None
+    template = str(toy.model.tokenizer.chat_template).replace("<|end|>", end)
+    model = LanguageModel(toy.model.path, chat_template=template)
+    tokenizer, processor, forks = model.tokenizer, toy.model.processor, end == LAST
+    if toy.kind == "paligemma" or (toy.kind == "llava_onevision" and not forks):
+        with pytest.raises(DataError, match="the prompt shows no image" if forks else "cannot be learned together"):
+            learned_of(model, SHOWN)
+        return
+    examples = learned_of(model, SHOWN)
+    rows = [SHOWN[:length] for length in (2, 4, 6, 8)] if forks else [SHOWN]
+    every = range(len(rows))
+    data = ExampleSet("texts", examples, toy.model.pad_id, processor=processor)
+    batch = data.batch(every, every, data.totals(every), step=0, slot=0)
+    with torch.no_grad():
+        ours = score_texts(toy.policy, batch.tokens).logprobs
+    for row, messages in enumerate(rows):
+        parts = [part for message in messages for part in message["content"]]
+        pictures = [part["image"] for part in parts if "image" in part]
+        inputs = processor.processor(
+            text=[tokenizer.apply_chat_template(messages, tokenize=False)],
+            add_special_tokens=False,
+            return_tensors="pt",
+            **({"images": [pictures]} if pictures else {}),
+        )
+        ids, labels, at = inputs["input_ids"][0].tolist(), torch.full_like(inputs["input_ids"], -100), 0
+        for number in range(1, len(messages), 2):
+            last = number == len(messages) - 1
+            said = f"{messages[number]['content'][0]['text']}{'!' if forks and last else ''}<|end|>"
+            spelt = tokenizer.encode(said, add_special_tokens=False)
+            at = next(i for i in range(at, len(ids)) if ids[i : i + len(spelt)] == spelt)
+            if last or not forks:
+                labels[0, at : at + len(spelt)] = torch.tensor(spelt)
+            at += len(spelt)
+        (text,), shown = examples[row].texts, examples[row].shown
+        assert text.ids == ids[: len(text)] and text.learned == (labels[0] != -100).tolist()[: len(text)]
+        assert sum(text.learned) == int((labels != -100).sum())
+        assert [(each.width, each.height) for each in (shown.visuals if shown else ())] == [p.size for p in pictures]
+        with torch.no_grad():
+            theirs = toy.policy(**inputs, labels=labels).loss
+        mask = torch.tensor(text.learned)[1:]
+        torch.testing.assert_close(-ours[row, : len(mask)][mask].mean(), theirs, rtol=1e-4, atol=2e-5)
+
+
+def test_a_reply_of_the_assistant_with_an_image_is_refused(toy_folder: Any) -> None:
+    painted = [ASKED[2], {"role": "assistant", "content": ASKED[0]["content"]}]
+    with pytest.raises(DataError, match=r"message 1 is a reply of the assistant with an image.*data\.learn=completion"):
+        learned_of(LanguageModel(str(toy_folder("idefics3"))), painted)
