@@ -24,6 +24,7 @@ class StandInJudge:
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
         self.headers: list[str | None] = []
+        self.types: list[str | None] = []
         self.answer: Answer = lambda body, number: (200, "verdict: A")
         self.under_way = self.most = 0
         lock, outer = threading.Lock(), self
@@ -34,6 +35,7 @@ class StandInJudge:
                 with lock:
                     outer.asked.append(body | {"path": self.path})
                     outer.headers.append(self.headers.get("Authorization"))
+                    outer.types.append(self.headers.get("Content-Type"))
                     outer.under_way += 1
                     outer.most = max(outer.most, outer.under_way)
                     number = len(outer.asked)

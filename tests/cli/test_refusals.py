@@ -135,13 +135,14 @@ def test_what_is_told_by_who_builds_writes_nothing(step: Command, cwd: Path, lin
 
 
 PLACES = """
-algorithms rewards callbacks rewards.contract generation environments data.example_formats data.message_forms
-data.rows data.tasks data.example_reader data.loaders data.order data.supervised_text core.rollout models.critics
-models.references environments.games environments.gymnasium_environment generation.hf generation.native
-generation.vllm.client generation.vllm.engine_settings generation.vllm.server algorithms.evaluation.validation
-algorithms.optim.optimizers algorithms.optim.schedules algorithms.optim.strategies algorithms.terms.credit
-algorithms.terms.groups algorithms.terms.regularizers algorithms.terms.verdict_terms ops.advantages
-ops.engine_mismatch ops.policy_losses ops.preference_losses ops.returns ops.selection
+algorithms rewards callbacks rewards.contract rewards.judge_rewards generation environments data.example_formats
+data.message_forms data.rows data.tasks data.curriculum data.example_reader data.loaders data.order
+data.supervised_text core.rollout models.critics models.references environments.games
+environments.gymnasium_environment generation.hf generation.native generation.vllm.client
+generation.vllm.engine_settings generation.vllm.server algorithms.evaluation.validation algorithms.optim.optimizers
+algorithms.optim.schedules algorithms.optim.strategies algorithms.terms.credit algorithms.terms.groups
+algorithms.terms.regularizers algorithms.terms.verdict_terms ops.advantages ops.engine_mismatch ops.policy_losses
+ops.preference_losses ops.returns ops.selection
 """
 """Modules whose names a line of Python in the table may use; `lit_rl` itself comes first."""
 

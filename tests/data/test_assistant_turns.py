@@ -11,7 +11,6 @@ import chat_templates
 import pytest
 from byte_tokenizers import CHATML, make_tokenizer
 from merging_tokenizers import make_merging_tokenizer
-from transformers import ByT5Tokenizer
 
 from lit_rl.core.errors import DataError
 from lit_rl.data.encode import Encoder
@@ -151,13 +150,6 @@ def test_two_replies_that_the_template_joins_are_refused():
     assert joins != CHATML
     with pytest.raises(DataError, match=r"f\[0\]: message 2 \(assistant\): the chat template renders the prompt diff"):
         read([{"messages": [user("a"), assistant("b"), assistant("d")]}], joins)
-
-
-def test_a_tokenizer_without_offsets():
-    tokenizer = ByT5Tokenizer()
-    tokenizer.chat_template = CHATML.replace("<|im_end|>", "</s>")
-    (row,) = Encoder(tokenizer, learn="assistant").rows([], TALK, "f", every_turn=True)
-    assert [text[0] for text in marked(tokenizer, row.ids, row.learned).split("[")[1:]] == ["b", "d"]
 
 
 # ------------------------------------------------------------------------------------ TRL's templates for training

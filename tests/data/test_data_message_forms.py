@@ -189,17 +189,6 @@ def test_a_missing_cell_of_pandas_is_none_and_not_the_text_nan():
     assert data.peek(2).columns["answer"] == [None, "4"]
 
 
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [({"prompt": ["a"]}, "Dataset.from_dict"), ("table", r'to_dict\("records"\)')],
-)
-def test_columns_in_place_of_rows_are_told_how_to_become_rows(rows, words):
-    if rows == "table":
-        rows = pytest.importorskip("pandas").DataFrame({"prompt": ["a"]})
-    with pytest.raises(DataError, match=f"takes a list of dicts.*{words}"):
-        RolloutDataModule(rows=rows).train_rows()
-
-
 # ---------------------------------------------------------------------------------- calls, answers and thoughts
 
 

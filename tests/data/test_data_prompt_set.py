@@ -129,11 +129,6 @@ def test_a_row_function_that_fails_is_named_with_the_row():
         read(rows, map_row=lambda row: "x")
 
 
-def test_a_rename_of_no_column_is_refused():
-    with pytest.raises(DataError, match=r"data\.rename: .*'anwser'.*Did you mean 'answer'"):
-        read([{"prompt": "a", "answer": 1}], rename={"anwser": "gold"})
-
-
 def test_the_fingerprint_follows_the_content():
     base = [{"prompt": "a", "x": 1}, {"prompt": "b", "x": 2}]
     changes = [

@@ -242,23 +242,6 @@ def test_rows_that_do_not_fill_a_step_are_refused():
         PreferenceDataModule(rows=rows_of_pairs(6), val_fraction=0.1, batch_size=6).prepare(TOKENIZER, "pairs")
 
 
-def test_overlap_of_training_and_validation_is_counted_and_said():
-    from lit_rl.data.tasks import Task
-
-    class Overlapping:
-        def train(self):
-            return rows_of_pairs(8)
-
-        def val(self):
-            return rows_of_pairs(2)
-
-    assert isinstance(Overlapping(), Task)
-    data = PreferenceDataModule(task=Overlapping(), batch_size=4)
-    with pytest.warns(UserWarning, match="2 of 2 rows of val have a training prompt"):
-        data.prepare(TOKENIZER, "pairs")
-    assert data.report["val"]["overlap"] == 2
-
-
 def test_packed_rows_hold_every_token_of_the_texts():
     task = AdditionText(max_operand=9, val_rows=10)
     plain = SupervisedDataModule(task=task, batch_size=4)

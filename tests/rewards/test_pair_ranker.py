@@ -12,7 +12,6 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import DebertaV2Config, DebertaV2Model, PreTrainedTokenizerFast
 
-from lit_rl.algorithms import OnlineDPO
 from lit_rl.core.errors import ConfigError, RewardError, StorageError
 from lit_rl.rewards import PairRMJudge
 from lit_rl.rewards.pair_ranker import FIRST, SECOND, SOURCE, network
@@ -145,8 +144,3 @@ def test_another_model_is_refused(folder: str, tmp_path: Path) -> None:
     deeper = changed(folder, tmp_path / "deeper", lambda config: config.update(num_hidden_layers=3))
     with pytest.raises(StorageError, match="lack"):
         PairRMJudge(deeper)(PROMPTS, ONE, TWO)
-
-
-def test_a_method_that_learns_from_verdicts_needs_no_reward_with_it(folder: str) -> None:
-    module = OnlineDPO("tiny", judge=PairRMJudge(folder))
-    assert not module.judge.reads_rewards

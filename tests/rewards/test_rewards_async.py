@@ -194,13 +194,6 @@ def test_what_concurrent_calls_log_does_not_depend_on_who_is_first():
     assert forward.extras["text"] == COMPLETIONS == backward.extras["text"][::-1]
 
 
-def test_async_functions_bind_like_any_other():
-    async def my_reward(completions, anwser): ...
-
-    with pytest.raises(RewardError, match="Did you mean 'answer'"):
-        Rewards(my_reward).bind(["answer"])
-
-
 def test_a_loop_that_nobody_holds_ends_after_what_it_was_asked_for():
     future = BackgroundLoop("of-nobody").submit(asyncio.sleep(0.1, result=5))
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "of-nobody"]

@@ -49,13 +49,6 @@ def score(rewards, completions=COMPLETIONS):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_the_default_ends_the_run(function):
-    with pytest.raises(RewardError, match="ValueError") as error:
-        score(Rewards(function))
-    assert isinstance(error.value.__cause__, ValueError)
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
 def test_with_a_score_for_failures_only_the_failing_ones_get_it(function):
     with pytest.warns(UserWarning, match="failed on 2 of 5 .*ValueError.*starts 'x'"):
         scores = score(Rewards({"f": function}, on_error=-1))

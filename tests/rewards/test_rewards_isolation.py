@@ -276,12 +276,6 @@ def test_what_goes_wrong_there_is_an_error_here(folder, name):
     assert len(text) < 4000
 
 
-def test_the_traceback_of_the_worker_is_the_cause(folder):
-    with pytest.raises(RewardError) as error:
-        total(rewards("raises"), "c")
-    assert "in deeper" in str(error.value.__cause__)
-
-
 def test_a_hang_costs_its_own_completion_only_and_the_next_batch_is_served(folder):
     made = from_paths("./mine.py:loops", timeout=1.0, on_error=-1.0)
     with pytest.warns(UserWarning, match="failed on 1 of 3 completions.*TimeoutError"):

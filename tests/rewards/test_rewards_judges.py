@@ -7,7 +7,6 @@ import math
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ import pytest
 from standin_judge import StandInJudge, chat, marked, standing_in_for_a_judge
 
 from lit_rl.core.errors import RewardError
-from lit_rl.rewards.judges import FunctionJudge, Judge, PairwiseJudge, RewardJudge, as_judge, check_verdicts
-from lit_rl.rewards.llm_judge import TEMPLATE, LLMJudge, verdict_of
+from lit_rl.rewards.judges import FunctionJudge, Judge, PairwiseJudge, RewardJudge, as_judge
+from lit_rl.rewards.llm_judge import LLMJudge, verdict_of
 
 REWARDS = {"first_rewards": [1.0, 0.0, 2.0, None], "second_rewards": [0.0, 3.0, 2.0, 1.0]}
 FOUR = (["p"] * 4, ["a", "bb", "c", "dd"], ["aa", "b", "d", "e"])
@@ -63,10 +62,6 @@ class TestFunctions:
 
         assert FunctionJudge(judge)(*FOUR, answer=[1, 1, 0, 1], **REWARDS) == [0.0, 1.0, None, 1.0]
 
-    def test_a_wrong_number_of_verdicts_is_refused(self) -> None:
-        with pytest.raises(RewardError, match="list of 4"):
-            check_verdicts("j", [0.5], 4)
-
     def test_an_error_ends_the_run_or_is_a_pair_without_a_verdict(self) -> None:
         def judge(prompt, first, second):
             return 1.0 / (len(first) - 2) + 1.0
@@ -86,15 +81,6 @@ class TestFunctions:
         assert FunctionJudge(f"{file}:judge")(*FOUR) == [1.0] * 4
         with pytest.raises(RewardError, match="more than 0.5 seconds"):
             FunctionJudge(f"{file}:slow", timeout=0.5)(*FOUR)
-
-    def test_bad_columns(self) -> None:
-        def fine(prompts, firsts, seconds):
-            return []
-
-        with pytest.raises(RewardError, match="first_rewards"):
-            FunctionJudge(fine).bind(["first_rewards"])
-        with pytest.raises(RewardError, match="nowhere"):
-            FunctionJudge(lambda prompts, firsts, nowhere: []).bind(["answer"])
 
     def test_as_judge(self) -> None:
         assert isinstance(as_judge(None), RewardJudge)
@@ -204,19 +190,6 @@ class TestLanguageModel:
         for _ in range(12):
             assert judge(*FOUR).count(None) == 1
 
-    def test_no_server_is_a_failure_that_names_itself(self) -> None:
-        judge = LLMJudge("http://127.0.0.1:9/v1", "m", attempts=2, backoff=0.001)
-        with pytest.raises(RewardError, match="refused"):
-            for _ in range(3):
-                judge(*FOUR)
-
-    def test_a_slow_answer_runs_into_the_limit(self, server: StandInJudge) -> None:
-        stop = threading.Event()
-        server.answer = lambda body, number: (200, str(stop.wait(5)))
-        judge = LLMJudge(server.url, "m", timeout=0.2, attempts=1)
-        assert judge(["p"], ["a"], ["b"]) == [None]
-        stop.set()
-
     def test_concurrency_is_a_limit(self, server: StandInJudge) -> None:
         wait = threading.Event()
         server.answer = lambda body, number: (200, str(wait.wait(0.05)))
@@ -247,33 +220,12 @@ class TestLanguageModel:
         assert LLMJudge(server.url, "m", attempts=2, backoff=0.001)(*FOUR) == [0.0, 1.0, 0.5, 1.0]
         assert len(server.asked) == 9
 
-    def test_a_refusal_ends_the_run_with_its_words(self, server: StandInJudge) -> None:
-        server.answer = lambda body, number: (401, b"no such key")
-        judge = LLMJudge(server.url, "m", backoff=30.0)
-        with pytest.raises(RewardError, match="answered 401 Unauthorized no such key.*judge.key_env"):
-            judge(*FOUR)  # fewer than are forgiven: but it would stay so
-
-    def test_a_redirect_is_not_followed_wherever_it_leads(self, server: StandInJudge, monkeypatch) -> None:
-        monkeypatch.setenv("MY_KEY", "s3cret")
-        with closing(StandInJudge()) as elsewhere:
-            server.answer = lambda body, number: (302, f"{elsewhere.url}/chat/completions".encode())
-            judge = LLMJudge(server.url, "m", key_env="MY_KEY", attempts=1, max_failures=1)
-            assert judge(["p"], ["a"], ["b"]) == [None]
-            assert len(server.asked) == 2 and elsewhere.headers == []
-
     def test_the_first_failure_is_told_and_no_other(self, recwarn: pytest.WarningsRecorder) -> None:
         judge = LLMJudge("http://127.0.0.1:9/v1", "m", attempts=1)
         for _ in range(2):
             assert judge(*FOUR) == [None] * 4
         told = [str(warning.message) for warning in recwarn if "no verdict" in str(warning.message)]
         assert len(told) == 1 and "4 of 4 pairs" in told[0] and "refused" in told[0]
-
-    def test_the_key_comes_from_the_environment_and_stands_nowhere(self, server: StandInJudge, monkeypatch) -> None:
-        monkeypatch.setenv("MY_KEY", "s3cret")
-        judge = LLMJudge(server.url, "m", key_env="MY_KEY")
-        judge(["p"], ["a"], ["b"])
-        assert set(server.headers) == {"Bearer s3cret"}
-        assert "s3cret" not in repr(judge) and "s3cret" not in str(vars(judge)) + str(vars(judge._server))
 
 
 @pytest.mark.parametrize(
@@ -298,8 +250,3 @@ class TestLanguageModel:
 )
 def test_reading_an_answer(answer: str, verdict: float | None) -> None:
     assert verdict_of(answer) == verdict
-
-
-def test_the_template_names_every_part_and_every_verdict() -> None:
-    for part in ("$prompt", "$first", "$second", "verdict: A", "verdict: B", "verdict: tie"):
-        assert part in TEMPLATE

@@ -22,7 +22,6 @@ from lit_rl.core.errors import ConfigError, RewardError
 from lit_rl.core.http_client import seconds_until
 from lit_rl.rewards import GroupJudge, JudgeReward, Rewards
 from lit_rl.rewards.judge_endpoint import fill
-from lit_rl.rewards.judge_rewards import Rubric
 from lit_rl.rewards.text_rewards import without_thoughts
 
 TWO = {
@@ -101,37 +100,9 @@ class TestRubric:
         server.answer = lambda body, number: (200, reply(correct="partly", clear=5, to_the_point="no"))
         assert values(score(server, ["a"], rubric="helpful")) == [(3 * 0.5 + 1 + 0) / 5]
 
-    @pytest.mark.parametrize(
-        "given, words",
-        [
-            ({}, "criteria=None must be a list"),
-            ([], "has to be a mapping with the list criteria"),
-            ("a: [", "neither YAML nor JSON"),
-            ({"criteria": TWO["criteria"], "weight": 1}, "'weight', which is unknown: allowed is criteria"),
-            ({"criteria": [TWO["criteria"][0]] * 2}, "two criteria of the name 'right'"),
-            ({"criteria": [{"name": "a", "text": "t", "weight": 0}]}, "all weights are 0"),
-            ({"criteria": [{"name": "a", "text": "t", "weigth": 1}]}, "criterion 0 has 'weigth'.*weight"),
-            ({"criteria": [{"name": "a b", "text": "t"}]}, "name='a b'"),
-            ({"criteria": [{"name": "mean", "text": "t"}]}, "name='mean'"),
-            ({"criteria": [{"name": "a", "text": " "}]}, "text=' '"),
-            ({"criteria": [{"name": "a", "text": "t", "weight": -1}]}, "weight=-1"),
-            ({"criteria": [{"name": "a", "text": "t", "weight": True}]}, "weight=True"),
-            ({"criteria": [{"name": "a", "text": "t", "choices": [False, True]}]}, 'write "yes"'),
-            ({"criteria": [{"name": "a", "text": "t", "choices": ["x", "X "]}]}, "two different texts"),
-            ({"criteria": [{"name": "a", "text": "t", "choices": ["x"]}]}, "two different texts"),
-            ({"criteria": [{"name": "a", "text": "t", "range": [5, 1]}]}, "two whole numbers"),
-            ({"criteria": [{"name": "a", "text": "t", "range": [0.5, 1]}]}, "two whole numbers"),
-            ({"criteria": [{"name": "a", "text": "t", "range": [0, 1], "choices": ["x", "y"]}]}, "choices and a range"),
-        ],
-    )
-    def test_what_is_none_is_refused_with_its_place(self, given: Any, words: str) -> None:
-        with pytest.raises(ConfigError, match=f"^mine.*{words}"):
-            Rubric.of(given, "mine")
-
     def test_one_of_a_column_holds_for_its_row(self, server: StandInJudge) -> None:
-        own = {
-            "criteria": [{"name": "own", "text": "t", "weight": None, "choices": None, "range": [0, 10]}]
-        }  # as Arrow fills
+        as_arrow_fills = {"weight": None, "choices": None, "range": [0, 10]}
+        own = {"criteria": [{"name": "own", "text": "t", **as_arrow_fills}]}
         columns = {"rubric": [json.dumps(own), own, None]}
         server.answer = lambda body, number: (
             200,
@@ -165,12 +136,6 @@ class TestReference:
             score(server, ["x"], {}, reference="answer")
         assert not server.asked
 
-    def test_one_of_the_two_is_needed(self) -> None:
-        with pytest.raises(ConfigError, match="rubric, rubric_column and reference are null"):
-            JudgeReward("https://h/v1", "m")
-        with pytest.raises(ConfigError, match=r"^rubric='no/such.yaml'.*helpful"):
-            JudgeReward("https://h/v1", "m", rubric="no/such.yaml")
-
 
 class TestWhatIsNoVerdict:
     """A judge that does not answer in form has failed: None, counted, and never 0."""
@@ -187,11 +152,7 @@ class TestWhatIsNoVerdict:
         ("cut off", BEST[:-1], None),
         ("a list", f"[{reply(right='right')}]", None),
         ("deep", "{" * 10_000 + "}" * 10_000, None),
-        (
-            "a key stands twice",
-            '{"right": {"reason": "", "verdict": "wrong"}, ' + BEST[1:],
-            None,
-        ),
+        ("a key stands twice", '{"right": {"reason": "", "verdict": "wrong"}, ' + BEST[1:], None),
         ("two objects", reply(right="wrong", clear=1) + BEST, None),
         (
             "a quote in a reason that is not escaped",
@@ -201,11 +162,7 @@ class TestWhatIsNoVerdict:
         ("in a block of code", f"Here it is:\n```json\n{BEST}\n```", 1.0),
         ("behind a thought", f"<think>{reply(right='wrong', clear=1)}</think>{BEST}", 1.0),
         ("in a thought that is left open", f"<think>\nA first guess: {BEST} but", None),
-        (
-            "a mark of thoughts in a reason",
-            BEST.replace("so right", "it has <think> and </think> and <think>"),
-            1.0,
-        ),
+        ("marks of thoughts in a reason", BEST.replace("so right", "it has <think> and </think> and <think>"), 1.0),
         ("with more", reply(right="right", clear=5, other="x"), 1.0),
     )
 
@@ -399,8 +356,6 @@ class TestEndpoint:
             "max_completion_tokens": 5,
             "temperature": 1,
         }
-        with pytest.raises(ConfigError, match=r"^extra_body=.*'stream'"):
-            JudgeReward(server.url, "m", reference="answer", extra_body={"stream": True})
 
     def test_tokens_are_counted_where_the_server_says_them(self, server: StandInJudge) -> None:
         said = [chat(reply(correct="yes")), {**chat(reply(correct="yes")), "usage": {"prompt_tokens": -1}}]
@@ -418,25 +373,6 @@ class TestEndpoint:
             assert twin.max_failures == 0.25 and "s3cret" not in repr(vars(twin))
             scored(Rewards({"judge": twin}), ["a"], answer=["x"])
         assert len(server.asked) == 3 and set(server.headers) == {"Bearer s3cret"}
-
-    @pytest.mark.parametrize(
-        "given, words",
-        [
-            ({"base_url": "http://far.example/v1"}, "^base_url"),
-            ({"concurrency": 0}, "^concurrency=0"),
-            ({"patience": -1}, "^patience=-1"),
-            ({"cache": -1}, "^cache=-1"),
-            ({"max_failures": 2}, "^max_failures=2"),
-            ({"max_tokens": 0}, "^max_tokens=0"),
-            ({"template": "$prompt $completion"}, r"^template lacks \$criteria, \$reference"),
-            ({"template": "$prompts $completion $criteria $reference"}, r"lacks \$prompt:.*It has \$prompts\."),
-            ({"template": "$$prompt ${completion} $criteria $reference"}, r"lacks \$prompt:"),
-            ({"template": "$prompt $completion $criteria $reference", "demand_form": False}, r"lacks \$form:"),
-        ],
-    )
-    def test_bad_settings_are_refused_with_their_key(self, given: dict[str, Any], words: str) -> None:
-        with pytest.raises(ConfigError, match=words):
-            JudgeReward(**{"base_url": "https://near.example/v1", "model": "m", "reference": "answer", **given})
 
 
 class TestThoughts:
@@ -548,8 +484,6 @@ class TestGroups:
         (message,) = asked(server)
         assert message.startswith("$5 is $5. <prompt-") and message.endswith(" Shorter.") and len(listed(message)) == 2
         assert message.count("$completions Completion 1:") == 1
-        with pytest.raises(ConfigError, match=r"^template lacks \$criterion"):  # which would say nothing
-            GroupJudge(server.url, "m", template="$prompt $completions", criterion="Shorter.")
 
     def test_a_forged_completion_stays_in_its_marks(self, server: StandInJudge) -> None:
         server.answer = rated(lambda text: 100 * (text == "good"))
@@ -565,10 +499,7 @@ class TestGroups:
         assert "Shorter is better." in message and marked(message, "reference") == "seven"
         assert sorted(listed(message)) == ["b", "c"]
 
-    def test_no_part_of_a_group_is_scored_alone(self, server: StandInJudge) -> None:
-        with pytest.raises(ConfigError, match=r"reward.cache=5.*compares the completions"):
-            scored(Rewards({"judge": GroupJudge(server.url, "m")}, cache=5), ["a", "b"])
-
+    def test_no_part_of_a_group_is_scored_alone(self) -> None:
         def broken(prompts, completions):
             seen.append(len(completions))
             raise ValueError("no")

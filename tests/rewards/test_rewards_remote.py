@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import io
 import json
 import math
 import pickle
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 from PIL import Image
-from standin_judge import standing_in_for_a_judge
+from standin_judge import StandInJudge, standing_in_for_a_judge
 from waiting import until
 
 from lit_rl.core.errors import ConfigError, RewardError
@@ -28,68 +27,21 @@ from lit_rl.rewards import RemoteReward, Rewards, remote_reward
 Reply = tuple[int, Any]
 
 
-class Server:
-    """Answers with what `reply(body, number of the request)` says; remembers what it was asked."""
-
-    def __init__(self, reply: Callable[[dict[str, Any], int], Reply]) -> None:
-        self.asked: list[tuple[dict[str, Any], dict[str, str]]] = []
-        self.hold = threading.Event()
-        lock = threading.Lock()
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with lock:
-                    outer.asked.append((body, dict(self.headers)))
-                    number = len(outer.asked)
-                status, answer = reply(body, number)
-                if status == 0:  # too slow
-                    outer.hold.wait(20)
-                    status = 200
-                data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-                self.send_response(status)
-                if 300 <= status < 400:
-                    self.send_header("Location", answer)
-                    data = b""
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def do_GET(self) -> None:
-                """What a redirect makes of a POST: answered as one that asks for the scores of one completion."""
-                outer.asked.append(({}, dict(self.headers)))
-                data = json.dumps({"rewards": [1.0]}).encode()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_port}/score"
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
-
-    def close(self) -> None:
-        self.hold.set()
-        self.server.shutdown()
-        self.server.server_close()
-
-
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Server]]:
-    servers: list[Server] = []
+def serve() -> Iterator[Callable[..., StandInJudge]]:
+    """`serve(reply)`: a server that answers with the status and the JSON, or bytes, of `reply(body, number)`."""
+    with contextlib.ExitStack() as servers:
 
-    def start(reply: Callable[[dict[str, Any], int], Reply]) -> Server:
-        servers.append(Server(reply))
-        return servers[-1]
+        def start(reply: Callable[[dict[str, Any], int], Reply]) -> StandInJudge:
+            def answer(body: dict[str, Any], number: int) -> tuple[int, bytes]:
+                status, said = reply(body, number)
+                return status, said if isinstance(said, bytes) else json.dumps(said).encode()
 
-    yield start
-    for server in servers:
-        server.close()
+            server = servers.enter_context(standing_in_for_a_judge())
+            server.answer = answer
+            return server
+
+        yield start
 
 
 @pytest.fixture
@@ -102,6 +54,11 @@ def dead() -> str:
 
 def lengths(body: dict[str, Any], number: int) -> Reply:
     return 200, {"rewards": [float(len(c)) for c in body["completions"]]}
+
+
+def hangs(body: dict[str, Any], number: int) -> Reply:
+    time.sleep(5)
+    return 200, {"rewards": [7.0]}
 
 
 def ask(reward: RemoteReward, completions: list[str], **columns: Any) -> list[float | None]:
@@ -120,9 +77,9 @@ def test_what_is_sent_and_what_comes_back(serve):
     replies = [[{"role": "assistant", "content": text}] for text in ("a", "b", "c")]
     scores = rewards.score(messages, replies, {"answer": ["x", None, 3]}, completion_ids=[[1]] * 3)
     assert [None if math.isnan(v) else v for v in scores.total.tolist()] == [1.0, None, -0.5]
-    ((body, headers),) = server.asked
-    assert body == {"prompts": messages, "completions": replies, "columns": {"answer": ["x", None, 3]}}
-    assert headers["Content-Type"] == "application/json" and "Authorization" not in headers
+    columns = {"answer": ["x", None, 3]}
+    assert server.asked == [{"prompts": messages, "completions": replies, "columns": columns, "path": "/v1"}]
+    assert (server.types, server.headers) == (["application/json"], [None])
 
 
 def test_batches_go_round_robin_and_keep_their_order(serve):
@@ -183,10 +140,10 @@ def test_a_redirect_is_not_followed_wherever_it_leads(serve, status, monkeypatch
     """Where it leads there are valid scores to be had, for the token."""
     monkeypatch.setenv("REWARD_TOKEN", "s3cret")
     elsewhere = serve(lengths)
-    server = serve(lambda body, number: (status, elsewhere.url))
+    server = serve(lambda body, number: (status, elsewhere.url.encode()))
     with pytest.raises(RewardError, match=f"answered {status}"):
         ask(quick(server.url, token_env="REWARD_TOKEN", attempts=2), ["a"])
-    assert len(server.asked) == 2 and elsewhere.asked == []
+    assert len(server.asked) == 2 and elsewhere.headers == []
 
 
 def test_an_answer_without_end_is_left(serve, monkeypatch):
@@ -197,14 +154,14 @@ def test_an_answer_without_end_is_left(serve, monkeypatch):
 
 
 def test_a_slow_server_is_left(serve):
-    slow, fast = serve(lambda body, number: (0, {"rewards": [7.0]})), serve(lengths)
+    slow, fast = serve(hangs), serve(lengths)
     assert ask(quick(slow.url, fast.url, timeout=0.3), ["abc"]) == [3.0]
     with pytest.raises(RewardError, match="no answer within 0.[13] seconds"):
         ask(quick(slow.url, timeout=0.1, attempts=1), ["abc"])
 
 
 def test_nothing_waits_on_for_a_server_that_hangs_on_every_request(serve):
-    slow = serve(lambda body, number: (0, {"rewards": [7.0]}))
+    slow = serve(hangs)
     with pytest.raises(RewardError, match="no answer within 0.[13] seconds"):
         ask(quick(slow.url, timeout=0.3, attempts=1, batch_size=1), ["abc"] * 9)
 
@@ -251,7 +208,7 @@ class TestToken:
         reward = quick(server.url, token_env="REWARD_TOKEN", attempts=1)
         with pytest.raises(RewardError) as caught:
             ask(reward, ["a"])
-        assert server.asked[0][1]["Authorization"] == "Bearer s3cret"
+        assert server.headers == ["Bearer s3cret"]
         assert "s3cret" not in f"{caught.value}{reward!r}" and b"s3cret" not in pickle.dumps(reward)
 
 
@@ -262,7 +219,7 @@ class TestColumns:
         with pytest.raises(RewardError, match="'answer'"):
             rewards.bind(["question"])
         rewards.score(["p"], ["c"], {"answer": ["x"], "huge": [object()]})
-        assert server.asked[0][0]["columns"] == {"answer": ["x"]}
+        assert server.asked[0]["columns"] == {"answer": ["x"]}
 
     @pytest.mark.parametrize("value", [object(), {1, 2}, math.nan])
     def test_what_is_no_json_is_named(self, value):
@@ -280,7 +237,7 @@ class TestColumns:
         columns = {"image": [held, None], "videos": [None, [VideoRef((filed, filed), 2.0)]]}
         server = serve(lengths)
         ask(quick(server.url), [said, said], **columns)
-        ((body, _),) = server.asked
+        (body,) = server.asked
         one = f"data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}"
         two = f"data:image/jpeg;base64,{base64.b64encode(jpeg.getvalue()).decode()}"
         assert body["columns"] == {"image": [one, None], "videos": [None, [{"frames": [two, two], "fps": 2.0}]]}
