@@ -176,7 +176,7 @@ def trainer_of(logger: Any, **settings: Any) -> L.Trainer:
     """Return a Trainer that writes nothing and shows nothing."""
     quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     quiet |= {"max_epochs": -1, "accelerator": "cpu", "log_every_n_steps": 1, "use_distributed_sampler": False}
-    return L.Trainer(logger=logger, gradient_clip_val=1.0, **{**quiet, "limit_val_batches": 0, **settings})
+    return L.Trainer(logger=logger, **{**quiet, "gradient_clip_val": 1.0, "limit_val_batches": 0, **settings})
 
 
 def family(preset: str) -> str:

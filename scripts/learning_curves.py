@@ -2,8 +2,9 @@
 
     python scripts/learning_curves.py online [PRESET ...] [--seeds 0 1 2]     # learn from what they write
     python scripts/learning_curves.py offline [PRESET ...] [--seeds 0 1 2]    # learn from a data set
+    python scripts/learning_curves.py terms [TERM ...] [--seeds 0 1 2]        # terms of GRPO that have no preset
 
-Without a preset: all of the kind. Lines of other presets and seeds are kept in the files of numbers.
+Without a name: all of the kind. Lines of other names and seeds are kept in the files of numbers.
 
 `online`: some ten seconds a run. Every run has the same number of rollouts of the same size, the same learning rate and
 the same prompts, and the preset's own settings else. A reward is that of a rollout's completions as they were first
@@ -17,10 +18,13 @@ own settings else; models that score have a setting of their own. What is measur
 from __future__ import annotations
 
 import argparse
+import copy
 import csv
 import sys
+import tempfile
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,10 +48,14 @@ from algorithm_pages import (
     write,
 )
 from matplotlib.axes import Axes
-from run_curves import BLUE, GREY, INK, ORANGE, band, look, plt, spread, styled, written
+from run_curves import BLUE, GREEN, GREY, INK, ORANGE, band, look, plt, spread, styled, written
 
 from lit_rl.algorithms.families.verdicts import VerdictModule
 from lit_rl.algorithms.reward_modeling import ScalarModule
+from lit_rl.cli.build import build, plain
+from lit_rl.core.rollout import Completions, Prompts, Sampling
+from lit_rl.generation import Generator
+from lit_rl.generation.native import NativeGenerator
 
 # --------------------------------------------------------------------------------------------- runs, one after another
 
@@ -176,11 +184,16 @@ def run(preset: str, seed: int, rollouts: int = ROLLOUTS) -> Curve:
     overrides = [*SETTINGS, f"data.prompts_per_rollout={prompts}", f"seed={seed}"]
     overrides += OWN[preset][0].split() if preset in OWN else []
     module, data = parts(composed(preset, *overrides)[0])
-    L.seed_everything(seed, verbose=False)
     watch = RolloutWatch()
-    steps = module.minibatches * module.iterations * rollouts
-    trainer_of(False, max_steps=steps, callbacks=[watch]).fit(module, datamodule=data)
+    fit_one(module, data, seed, module.minibatches * module.iterations * rollouts, watch)
     return watch.curve
+
+
+def fit_one(module: Any, data: Any, seed: int, steps: int, *callbacks: L.Callback, **settings: Any) -> Any:
+    """Train for some optimizer steps, and return the module."""
+    L.seed_everything(seed, verbose=False)
+    trainer_of(False, max_steps=steps, callbacks=[*callbacks], **settings).fit(module, datamodule=data)
+    return module
 
 
 def read(path: Path) -> Curves:
@@ -295,6 +308,94 @@ def table(curves: Curves) -> str:
         if preset in curves
     ]
     return "\n".join(["| `algo=` | final reward |", "|---|---|", *rows])
+
+
+# ---------------------------------------------------------------------------------- terms of GRPO that have no preset
+
+
+LAG = 2
+"""Rollouts between the weights that draw and those that learn."""
+
+
+class Behind(Generator):
+    """A generator that draws with the weights of `LAG` rollouts ago, as an engine that draws ahead, in this process."""
+
+    exact = False
+    reports_kept_mass = True
+
+    def __init__(self) -> None:
+        self._engine = NativeGenerator()
+        self._weights: deque[tuple[Any, int]] = deque(maxlen=LAG + 1)
+
+    def sync(self, policy: torch.nn.Module, version: int) -> None:
+        self._weights.append((copy.deepcopy(policy), version))
+        self._engine.sync(*self._weights[0])
+
+    def generate(self, prompts: Prompts, sampling: Sampling) -> Completions:
+        return self._engine.generate(prompts, sampling)
+
+
+BEHIND = {
+    "behind": ["algo/correction=none"],
+    "token_truncate": ["algo/correction=token_truncate"],
+    "sequence_tv": ["algo/correction=none", "algo/rejection=sequence_tv"],
+    "trust_region": ["algo/correction=none", "algo/rejection=trust_region"],
+}
+"""GRPO on the sums, drawn by `Behind`: without a weight or a filter, with a weight, and with filters alone."""
+
+ECHO = {
+    "guess": ["data.learn=completion", "algo.echo_coef=0"],
+    "echo": ["data.learn=completion", "algo.echo_coef=0.1"],
+    "echo_after_reading": ["data.learn=all", "algo.echo_coef=0.1"],
+    "guess_after_reading": ["data.learn=all", "algo.echo_coef=0"],
+}
+"""`experiment=guess`: what the first run learns of the texts, and the weight of what the game answers."""
+ECHO_ROLLOUTS = 30
+
+TERMS = [*BEHIND, *ECHO]
+FIGURES = {"behind": (BEHIND, PAGES / "README.md"), "echo": (ECHO, PAGES.parent / "agents.md")}
+"""What is drawn together, and the page that shows it."""
+
+
+def run_term(name: str, seed: int, rollouts: int | None = None) -> Curve:
+    """Train one policy."""
+    watch = RolloutWatch()
+    if name in BEHIND:
+        few = f"data.prompts_per_rollout={PER_ROLLOUT // 8}"
+        tree = plain(composed("grpo", *SETTINGS, few, f"seed={seed}", *BEHIND[name])[0])
+        tree["algo"]["generator"] = Behind()
+        fit_one(build(tree["algo"]), build(tree["data"]), seed, rollouts or ROLLOUTS, watch)
+        return watch.curve
+    learn, weight = ECHO[name]
+    with tempfile.TemporaryDirectory() as folder:
+        form = parts(composed("sft", "experiment=guess_sft", learn, f"seed={seed}")[0])
+        module = fit_one(*form, seed, 80 if rollouts is None else rollouts)
+        module.policy.save_pretrained(folder)
+        module.tokenizer.save_pretrained(folder)
+        game = parts(composed("grpo", "experiment=guess", f"model.name={folder}", weight, f"seed={seed}")[0])
+        fit_one(*game, seed, rollouts or ECHO_ROLLOUTS, watch, gradient_clip_val=0.2)
+    return watch.curve
+
+
+def terms_picture(curves: Curves, names: Sequence[str], path: Path) -> None:
+    """Draw the terms of one setting; the first is GRPO without any."""
+    figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+    for name, color in zip(names, (GREY, BLUE, ORANGE, GREEN)):
+        draw(axes, curves[name], name, color, alpha=0.15)
+    axes.set_ylim(0, 0.8 if path.stem == "echo" else 0.4)
+    axes.set_xlabel("rollouts")
+    axes.set_ylabel("mean reward, sampled")
+    figure.legend(frameon=False, loc="outside upper left", ncols=len(names))
+    styled(axes, "y")
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def terms_table(curves: Curves, names: Sequence[str]) -> str:
+    """Return in Markdown what each term has come to."""
+    told = {**BEHIND, **ECHO}
+    rows = [f"| {name} | {' '.join(f'`{word}`' for word in told[name])} | {ends(curves[name])} |" for name in names]
+    return "\n".join(["| | set | final reward |", "|---|---|---|", *rows])
 
 
 # ----------------------------------------------------------------------------------------------------- from a data set
@@ -520,8 +621,11 @@ def _shown(point: Point) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=["online", "offline"], help="what presets learn from: rollouts, or a data set")
-    parser.add_argument("presets", nargs="*", metavar="PRESET", help="choices of algo=; default: all of the kind")
+    kinds = {"online": (ONLINE, curves_online), "offline": (OFFLINE, curves_offline), "terms": (TERMS, curves_terms)}
+    parser.add_argument("kind", choices=kinds, help="presets that learn from rollouts, from a data set; or terms")
+    parser.add_argument(
+        "presets", nargs="*", metavar="NAME", help="choices of algo=, or terms; default: all of the kind"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=IMAGES, help="folder of the numbers and the figures")
     parser.add_argument(
@@ -529,13 +633,13 @@ def main() -> None:
     )
     parser.add_argument("--draw-only", action="store_true", help="train nothing: figures and pages from the file")
     given = parser.parse_args()
-    known = {"online": ONLINE, "offline": OFFLINE}[given.kind]
+    known, curves_of = kinds[given.kind]
     if unknown := sorted(set(given.presets) - set(known)):
-        parser.error(f"{', '.join(unknown)}: no choice of algo= that learns {given.kind}. Those: {', '.join(known)}.")
+        parser.error(f"{', '.join(unknown)}: none of the {given.kind} ones. Those: {', '.join(known)}.")
     given.out.mkdir(parents=True, exist_ok=True)
     silence_lightning()
     asked = Asked(given.presets or list(known), given.seeds, given.out, given.missing, given.draw_only)
-    {"online": curves_online, "offline": curves_offline}[given.kind](asked)
+    curves_of(asked)
 
 
 def curves_online(asked: Asked) -> None:
@@ -576,6 +680,25 @@ def curves_offline(asked: Asked) -> None:
         for preset in presets:
             write(PAGES / f"{preset}.md", {"curve": offline_section(curves, preset)})
         write(PAGES / "README.md", {"data set": offline_table(curves)})
+
+
+def curves_terms(asked: Asked) -> None:
+    """Train and draw the terms without a preset, and write what the index and the page of agents say of them."""
+    path = asked.out / "terms_curves.csv"
+    curves = read(path)
+    train(
+        asked.jobs(curves),
+        curves,
+        run_term,
+        lambda measured: save(path, measured),
+        lambda curve: f"{curve[0][1]:.2f} -> {final(curve):.2f}",
+    )
+    look()
+    for figure, (names, page) in FIGURES.items():
+        if names.keys() <= curves.keys():
+            terms_picture(curves, list(names), asked.out / f"{figure}.png")
+            if asked.out == IMAGES:
+                write(page, {figure: terms_table(curves, list(names))})
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
+import gc
 import inspect
 import json
 import re
@@ -154,19 +156,30 @@ class Message:
         return f"| {_cell(wrong)} | {_cell(''.join(advice))} |"
 
 
+_tree = functools.cache(ast.parse)
+
+
 def messages() -> list[Message]:
     """Return those of every `raise` of a class whose message is written there, by class, module and text."""
+    gc.disable()  # more than half of the time: syntax trees are many objects, and none of them is garbage
+    try:
+        return sorted(_messages())
+    finally:
+        gc.enable()
+
+
+def _messages() -> set[Message]:
     found = set()
     sources = {path: path.read_text() for path in sorted((ROOT / "lit_rl").rglob("*.py"))}
     shared: dict[str, str] = {}
     for source in sources.values():
-        shared = _texts_in(_at_the_top(ast.parse(source))) | shared
+        shared = _texts_in(_at_the_top(_tree(source))) | shared
     for path, source in sources.items():
         module = path.relative_to(ROOT / "lit_rl").with_suffix("").as_posix()
-        imported = {alias.name for node in ast.walk(ast.parse(source)) for alias in _imports(node)}
+        imported = {alias.name for node in ast.walk(_tree(source)) for alias in _imports(node)}
         known = {name: text for name, text in shared.items() if name in imported}
         found |= {Message(kind, module, text) for kind, text in raised(source, known)}
-    return sorted(found)
+    return found
 
 
 def raised(source: str, imported: Mapping[str, str] | None = None) -> Iterator[tuple[str, str]]:
@@ -176,7 +189,7 @@ def raised(source: str, imported: Mapping[str, str] | None = None) -> Iterator[t
         source: Of the module.
         imported: Texts that it imports from other modules, by their names there.
     """
-    tree = ast.parse(source)
+    tree = _tree(source)
     yield from _raised(tree, {**(imported or {}), **_texts_in(_at_the_top(tree))})
 
 
@@ -190,15 +203,18 @@ def _raised(tree: ast.AST, known: Mapping[str, str]) -> Iterator[tuple[str, str]
             ) if kind in KINDS:
                 yield KINDS[kind], " ".join(_text(said, known).split())
             case ast.FunctionDef() | ast.AsyncFunctionDef():
-                yield from _raised(node, {**_others(known, node), **_texts_in(list(ast.walk(node)), known)})
+                inside = list(ast.walk(node))
+                yield from _raised(node, {**_others(known, inside), **_texts_in(inside, known)})
+            case ast.expr():  # raises and returns are statements
+                pass
             case _:
                 yield from _raised(node, known)
 
 
-def _others(known: Mapping[str, str], function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, str]:
-    """Return those that the function gives no other meaning."""
-    bound = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    bound |= {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
+def _others(known: Mapping[str, str], inside: Sequence[ast.AST]) -> dict[str, str]:
+    """Return those that the nodes of a function give no other meaning."""
+    bound = {node.id for node in inside if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    bound |= {node.arg for node in inside if isinstance(node, ast.arg)}
     return {name: text for name, text in known.items() if name not in bound}
 
 

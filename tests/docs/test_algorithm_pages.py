@@ -113,6 +113,33 @@ def test_what_a_page_says_of_its_curve_is_what_was_measured(pages: ModuleType, c
     assert pages.block((PAGES / "README.md").read_text(), name)[1] == table(measured)
 
 
+@pytest.mark.parametrize("figure", ["behind", "echo"])
+def test_what_is_said_of_a_term_is_what_was_measured(pages: ModuleType, curves: ModuleType, figure: str) -> None:
+    names, page = curves.FIGURES[figure]
+    measured = curves.read(IMAGES / "terms_curves.csv")
+    assert all(sorted(measured[name]) == [0, 1, 2] for name in names)
+    assert pages.block(page.read_text(), figure)[1] == curves.terms_table(measured, list(names))
+
+
+def test_an_engine_behind_draws_with_the_weights_of_older_rollouts(curves: ModuleType) -> None:
+    """As they were: what the policy has learned since is not in them."""
+    engine, policy, drawn = curves.Behind(), torch.nn.Linear(1, 1, bias=False), []
+    engine._engine = SimpleNamespace(sync=lambda held, version: drawn.append((held.weight.item(), version)))
+    for version in range(5):
+        torch.nn.init.constant_(policy.weight, float(version))
+        engine.sync(policy, version)
+    assert drawn == [(float(old), old) for old in (0, 0, 0, 1, 2)] and curves.LAG == 2
+
+
+def test_a_short_run_of_a_term_is_measured_and_drawn(curves: ModuleType, tmp_path: Path) -> None:
+    with left_as_found():
+        measured = {name: {0: curves.run_term(name, 0, rollouts=2)} for name in ("behind", "trust_region")}
+    assert [count for count, _ in measured["behind"][0]] == [curves.PER_ROLLOUT, 2 * curves.PER_ROLLOUT]
+    assert measured["behind"][0][0] == measured["trust_region"][0][0]  # nothing is behind yet
+    curves.terms_picture(measured, list(measured), tmp_path / "behind.png")
+    assert (tmp_path / "behind.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_every_link_and_image_of_a_page_is_there() -> None:
     for path in PAGES.glob("*.md"):
         for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
@@ -173,7 +200,8 @@ def test_of_duels_the_reward_is_the_policys_own(curves: ModuleType) -> None:
 @pytest.fixture(scope="module")
 def short(curves: ModuleType) -> dict[str, dict[int, list]]:
     """Four optimizer steps of four presets, validated after two and four."""
-    with left_as_found():
+    with left_as_found(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(curves, "SCORER_OPERAND", curves.OPERAND)  # to encode all pairs takes longer than the steps
         seeds = {"dpo": (0, 1), "kto": (0,), "reward_model": (0,), "gkd": (0,)}
         return {
             name: {seed: curves.run_offline(name, seed, steps=4, every=2) for seed in of} for name, of in seeds.items()
