@@ -29,6 +29,9 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 
+TORCHVISION = "LIT_RL_TEST_TORCHVISION"
+"""Where torchvision is, for the tests of families whose processors need it: see tests/torchvision_beside.py."""
+
 OF_MAKE_TEST_ALL = "not exhaustive and not slow"
 """The marker expression of `make test-all`."""
 
@@ -43,6 +46,8 @@ class Mutation:
     old: str
     new: str
     tests: str
+    families: bool = False
+    """True: the tests need torchvision, as those of `make test-families` do, which installs it."""
 
 
 MUTATIONS = [
@@ -93,13 +98,17 @@ def commands_of_make_test(root: Path) -> list[list[str]]:
     return [shlex.split(line) for line in made.stdout.splitlines() if re.search(r"-m pytest\b", line)]
 
 
-def passes(root: Path, commands: list[list[str]], log: Path) -> bool:
+def passes(root: Path, commands: list[list[str]], log: Path, families: bool = False) -> bool:
     """Whether every test passes.
 
     Raises:
-        LookupError: pytest found no such tests, or could not begin.
+        LookupError: pytest found no such tests, or could not begin; or those of `families` have no torchvision.
     """
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    torchvision = torchvision_folder()
+    if families and not torchvision.is_dir():
+        raise LookupError(f"{torchvision} is no folder: `make test-families` makes it, or set {TORCHVISION}")
+    environment[TORCHVISION] = str(torchvision) if families else ""
     for command in commands:
         with log.open("a") as file:
             code = subprocess.run(command, cwd=root, env=environment, stdout=file, stderr=file).returncode
@@ -109,6 +118,10 @@ def passes(root: Path, commands: list[list[str]], log: Path) -> bool:
             tail = "\n".join(log.read_text().splitlines()[-5:])
             raise LookupError(f"pytest left with {code}: {shlex.join(command)}\n{tail}")
     return True
+
+
+def torchvision_folder() -> Path:
+    return Path(os.environ.get(TORCHVISION) or ROOT / ".venv" / "torchvision").absolute()
 
 
 def nearest(*tests: str) -> list[list[str]]:
@@ -128,7 +141,8 @@ def tried(root: Path, mutation: Mutation, whole: bool, log: Path) -> bool:
     text = path.read_text()
     path.write_text(text.replace(mutation.old, mutation.new))
     try:
-        return not passes(root, commands_of_make_test(root) if whole else nearest(mutation.tests), log)
+        commands = commands_of_make_test(root) if whole else nearest(mutation.tests)
+        return not passes(root, commands, log, mutation.families)
     finally:
         path.write_text(text)
 
@@ -155,9 +169,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         root, width = copied(Path(folder, "copy").absolute()), max(len(each.breaks) for each in chosen)
         before = Path(folder, "before.log")
-        if not given.whole and not passes(root, nearest(*(each.tests for each in chosen)), before):
-            print(f"A test fails without any break: {first_failure(before)}")
-            return 1
+        for families in (False, True)[: 1 + torchvision_folder().is_dir()]:  # without, each break of theirs says so
+            tests = [each.tests for each in chosen if each.families == families]
+            if not given.whole and tests and not passes(root, nearest(*tests), before, families):
+                print(f"A test fails without any break: {first_failure(before)}")
+                return 1
         for mutation in chosen:
             log, started = Path(folder, f"{mutation.name}.log"), time.monotonic()
             try:

@@ -631,7 +631,7 @@ def _shown_between(
     counts = [0]  # of the messages up to each
     for number, message in enumerate(messages):
         parts = message["content"] if isinstance(message["content"], list) else []
-        counts.append(counts[-1] + sum(part["type"] in ("image", "video") for part in parts))
+        counts.append(counts[-1] + sum(part.get("type") in ("image", "video") for part in parts))
         if counts[-1] > counts[-2] and number in replies:
             raise DataError(
                 f"{where}: message {number} is a reply of the assistant with an image, and the policy learns to "

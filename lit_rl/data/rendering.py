@@ -24,7 +24,6 @@ from lit_rl.core.episode import Message, Prompt
 from lit_rl.core.errors import ConfigError, DataError, did_you_mean, excerpt
 from lit_rl.data.message_forms import parse_nested_literal
 from lit_rl.data.readers import without_none
-from lit_rl.data.row_visuals import text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -441,7 +440,9 @@ class TemplateOmissions:
         """Yield each part of a message that is missing from a text: what it is, and its words."""
         for key, value in message.items():
             if key == "content":
-                yield from _missing_words(text_of(value), text)
+                parts = [value] if isinstance(value, str) else [part.get("text", "") for part in value]  # or images
+                for words in parts:
+                    yield from _missing_words(words, text)
             elif key in THOUGHTS:
                 if not _is_in(str(value), text):
                     yield key, str(value)

@@ -20,6 +20,7 @@ import torch
 from lit_rl.core.episode import Message
 from lit_rl.core.errors import RewardError, did_you_mean
 from lit_rl.core.user_functions import load_by_path
+from lit_rl.core.visuals import shown_in
 from lit_rl.rewards.jobs import SERVICES, Opaque
 
 Completion = str | Sequence[Message]
@@ -104,6 +105,29 @@ class LooksAtData(Protocol):
     def check_columns(self, columns: Mapping[str, Sequence[Any]], given: Sequence[str] = ()) -> None:
         """Raise if the function cannot score rows with these values; `given` names its arguments from episodes."""
         ...
+
+
+def refuse_images(columns: Mapping[str, Sequence[Any]], asker: str) -> None:
+    """Refuse rows that show images or videos, for a reward or a judge that reads text alone.
+
+    Args:
+        columns: Of the data, by name.
+        asker: Its name in messages, as judge=llm.
+
+    Raises:
+        RewardError: a row shows some.
+    """
+    for row in range(max(map(len, columns.values()), default=0)):
+        if shown := shown_in(columns, row):
+            raise blind(asker, f"row {row} of the prompts shows {shown[0].name}")
+
+
+def blind(asker: str, shows: str = "a prompt shows images") -> RewardError:
+    """Return the error of a reward or a judge that reads text alone and would be asked about what it has not seen."""
+    return RewardError(
+        f"{asker} reads text alone, and {shows}: it would judge answers to what it has not seen. Take a reward or a "
+        "judge that sees them (judge=reward, judge=function, reward=function)."
+    )
 
 
 @runtime_checkable

@@ -17,11 +17,11 @@ from typing import Any
 
 from lit_rl.core.declared_settings import checked
 from lit_rl.core.episode import Prompt
-from lit_rl.core.errors import ConfigError, RewardError
+from lit_rl.core.errors import ConfigError
 from lit_rl.core.http_client import JSONValue, PatientSender, RequestFailed
 from lit_rl.ops.ranges import AtLeastOne, AtLeastZero, NotNegative, Portion, Positive
 from lit_rl.rewards.caller import ScoreCache
-from lit_rl.rewards.contract import content_of
+from lit_rl.rewards.contract import blind, content_of
 from lit_rl.rewards.jobs import TooManyFailures
 from lit_rl.rewards.remote_reward import RemoteReward
 
@@ -341,10 +341,7 @@ def prompt_text(prompt: Prompt, asker: str) -> str:
         return prompt
     contents = [message.get("content") for message in prompt]
     if any(part.get("type") != "text" for each in contents if isinstance(each, list) for part in each):
-        raise RewardError(
-            f"{asker} reads text alone, and a prompt shows images: it would judge answers to what it has not seen. "
-            "Take a reward or a judge that sees them (judge=reward, judge=function, reward=function)."
-        )
+        raise blind(asker)
     return "\n\n".join(f"{message.get('role', '')}: {content_of(message)}" for message in prompt)
 
 

@@ -28,7 +28,7 @@ from lit_rl.core.episode import Prompt
 from lit_rl.core.errors import ConfigError, RewardError, did_you_mean
 from lit_rl.core.http_client import HTTP_LOOP
 from lit_rl.ops.ranges import AtLeastOne
-from lit_rl.rewards.contract import Completion, text_of, turns_of
+from lit_rl.rewards.contract import Completion, refuse_images, text_of, turns_of
 from lit_rl.rewards.judge_endpoint import QUOTED, Answer, JudgeEndpoint, fill, prompt_text
 from lit_rl.rewards.judges import LogMetric
 from lit_rl.rewards.text_rewards import answer_text, without_thoughts
@@ -478,12 +478,13 @@ class JudgeReward(_TextJudge):
         )
 
     def check_columns(self, columns: Mapping[str, Sequence[Any]], given: Sequence[str] = ()) -> None:
-        """Refuse rows with an empty reference, or a rubric that is none, before a run begins.
+        """Refuse rows with images, an empty reference, or a rubric that is none, before a run begins.
 
         Raises:
             ConfigError: a row has no rubric, or one that cannot be read.
-            RewardError: a reference is empty.
+            RewardError: a row shows images, or a reference is empty.
         """
+        refuse_images(columns, "reward=judge")
         self._check_references(columns)
         for row, value in enumerate(columns.get(self.rubric_column, ()) if self.rubric_column is not None else ()):
             self._rubric_of(value, f"{self.rubric_column} of row {row}")
@@ -595,11 +596,12 @@ class GroupJudge(_TextJudge):
         )
 
     def check_columns(self, columns: Mapping[str, Sequence[Any]], given: Sequence[str] = ()) -> None:
-        """Refuse rows with an empty reference before a run begins.
+        """Refuse rows with images or an empty reference before a run begins.
 
         Raises:
             RewardError: names the column and the row.
         """
+        refuse_images(columns, "reward=judge_group")
         self._check_references(columns)
 
     async def __call__(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lit_rl.core.declared_settings import checked
 from lit_rl.core.episode import Prompt
 from lit_rl.core.http_client import HTTP_LOOP, RequestFailed
-from lit_rl.rewards.contract import Completion, text_of
+from lit_rl.rewards.contract import Completion, refuse_images, text_of
 from lit_rl.rewards.jobs import TrainerState
 from lit_rl.rewards.judge_endpoint import JudgeEndpoint, fill, prompt_text
 from lit_rl.rewards.judges import LogMetric, Verdict, average_orders, check_judge_columns
@@ -69,6 +69,10 @@ class LLMJudge(JudgeEndpoint):
     def bind(self, columns: Sequence[str]) -> None:
         """Accept any columns but those with a reserved name; none is sent."""
         check_judge_columns(columns)
+
+    def check_columns(self, columns: Mapping[str, Sequence[Any]], given: Sequence[str] = ()) -> None:
+        """Refuse rows that show images, before a run begins."""
+        refuse_images(columns, "judge=llm")
 
     def __call__(
         self,

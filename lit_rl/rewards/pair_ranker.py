@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from lit_rl.core.declared_settings import checked
 from lit_rl.core.episode import Prompt
-from lit_rl.core.errors import ConfigError, RewardError, StorageError
+from lit_rl.core.errors import ConfigError, StorageError
 from lit_rl.core.transfers import right_pad
 from lit_rl.ops.ranges import AtLeastOne, PositiveFinite, Range
 from lit_rl.rewards.classifiers import OnRunDevice
-from lit_rl.rewards.contract import Completion, content_of, text_of
+from lit_rl.rewards.contract import Completion, blind, content_of, refuse_images, text_of
 from lit_rl.rewards.jobs import TrainerState
 from lit_rl.rewards.judges import LogMetric, Verdict, average_orders, check_judge_columns
 
@@ -87,6 +87,10 @@ class PairRMJudge(OnRunDevice):
     def bind(self, columns: Sequence[str]) -> None:
         """Accept any columns but those with a reserved name."""
         check_judge_columns(columns)
+
+    def check_columns(self, columns: Mapping[str, Sequence[Any]], given: Sequence[str] = ()) -> None:
+        """Refuse rows that show images, before a run begins."""
+        refuse_images(columns, "judge=pairrm")
 
     def __call__(
         self,
@@ -162,7 +166,7 @@ def _prompt_text(prompt: Prompt) -> str:
         return prompt
     contents = [message.get("content") for message in prompt]
     if any(part.get("type") != "text" for each in contents if isinstance(each, list) for part in each):
-        raise RewardError("judge=pairrm reads text alone, and a prompt shows images. Take judge=reward, or function.")
+        raise blind("judge=pairrm")
     if len(prompt) == 1:
         return content_of(prompt[0])
     return "\n".join(f"{str(message.get('role', '')).upper()}: {content_of(message)}" for message in prompt)

@@ -47,6 +47,18 @@ def test_it_trains_exports_and_goes_on_from_its_export(command: Command, cwd):
     assert refused.code == 2 and "would see other images" in refused.err, refused.err
 
 
+def test_a_reward_that_reads_text_is_refused_before_the_first_rollout(command: Command, cwd):
+    told = command(
+        "experiment=vl_digits",
+        "reward=judge",
+        "reward.functions.judge.base_url=http://127.0.0.1:9",
+        "reward.functions.judge.model=m",
+        "reward.functions.judge.rubric=helpful",
+        f"run_dir={cwd / 'run'}",
+    )
+    assert told.code == 4 and "reward=judge reads text alone, and row 0 of the prompts shows" in told.err, told.err
+
+
 def test_the_best_of_several_are_texts_again(command: Command, cwd):
     few = ["data.task.val_rows=8", "eval.group_size=4", "trainer.accelerator=cpu", f"run_dir={cwd / 'run'}"]
     told = command("best-of-n", "experiment=vl_digits", "logger=none", *few)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from vision_runs import by_letters, quiet_trainer
-from vision_seen import Toy, image
+from vision_seen import image
 from vision_toys import picture
 
 from lit_rl.algorithms import GRPO, SFT
@@ -18,10 +18,6 @@ from lit_rl.data.example_module import SupervisedDataModule
 from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.models.forward import refuse_lookahead
 from lit_rl.models.vision_processor import VisionProcessor
-
-
-def test_every_family_reads_a_response_from_left_to_right(toy: Toy) -> None:
-    refuse_lookahead(toy.policy, *toy.prompt("Which?", [image(1)]))
 
 
 def test_values_that_let_paligemma_look_ahead(toy_of: Any) -> None:

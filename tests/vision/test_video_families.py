@@ -1,21 +1,19 @@
-"""Policies that see videos: what is processed alone and joined is a processor's own batch, no row feels another, and
-what transformers says of the processor's batch is what is said here. Processors with videos need torchvision.
-"""
+"""What is special to policies that see videos, beside the contract of `test_vision_contract`: their processors need
+torchvision."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
+from test_vision_contract import STACKED, close, logprobs, transformers_says
 from vision_kinds import kinds
 from vision_runs import by_letters, quiet_trainer
-from vision_seen import Toy, image
+from vision_seen import Toy, image, video
 from vision_toys import picture
 
 from lit_rl.algorithms import DPO, GRPO, KTO, PPO
@@ -23,9 +21,9 @@ from lit_rl.algorithms.checks.memory import NumberSizes
 from lit_rl.algorithms.checks.model_sizes import find_largest_prompt, vision_memory, vision_shape
 from lit_rl.callbacks import PreferenceSets, Samples
 from lit_rl.core.errors import DataError
-from lit_rl.core.rollout import Completions, Sampling, select, trim
-from lit_rl.core.vision_inputs import PromptVision, Vision
-from lit_rl.core.visuals import VideoRef, Visual
+from lit_rl.core.rollout import Sampling
+from lit_rl.core.vision_inputs import Vision
+from lit_rl.core.visuals import VideoRef
 from lit_rl.data.encode import Encoder
 from lit_rl.data.example_module import PreferenceDataModule
 from lit_rl.data.example_reader import ExampleOptions
@@ -33,56 +31,15 @@ from lit_rl.data.example_reader import read_examples as read_texts
 from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.prompt_reader import PromptOptions, read_prompts
 from lit_rl.data.prompt_set import PromptSet
-from lit_rl.data.rendering import render_prompt
-from lit_rl.data.row_visuals import PART, VIDEO_PART, video_of
 from lit_rl.data.sources import Rows
 from lit_rl.data.visual_prompts import count_placeholders
 from lit_rl.generation.hf import HFGenerator
 from lit_rl.models import LanguageModel
-from lit_rl.models.forward import response_logprobs
-from lit_rl.models.language_model import ForwardOptions
 from lit_rl.models.vision_processor import VIDEO_FAMILIES
 from lit_rl.reports.transcripts import transcripts
 from lit_rl.runs.data_check import data_check
 
-APART = ForwardOptions(shared_prompts=False, rows_by_length=False)
 TIMED = kinds("qwen2_5_vl", "qwen3_vl", "smolvlm")
-STACKED = ("llava_onevision", "internvl", "smolvlm")
-Made = tuple[list[int], PromptVision | None]
-
-
-def video(number: int, count: int = 4, width: int = 32, height: int = 32, fps: float = 2.0) -> VideoRef:
-    frames = [picture(100 * number + i, width, height) for i in range(count)]
-    return video_of({"frames": frames, "fps": fps}, "row")
-
-
-def rendered(toy: Toy, text: str, shown: list[Visual]) -> str:
-    parts = [VIDEO_PART if isinstance(each, VideoRef) else PART for each in shown]
-    content: Any = [*parts, {"type": "text", "text": text}] if shown else text
-    return render_prompt(toy.model.tokenizer, [{"role": "user", "content": content}], "row", {})
-
-
-def made(toy: Toy, said: list[tuple[str, list[Visual]]]) -> list[Made]:
-    assert toy.model.processor is not None
-    return [toy.model.processor.process(rendered(toy, text, shown), shown, "row") for text, shown in said]
-
-
-def videos(kind: str) -> list[tuple[str, list[Visual]]]:
-    """What prompts say and show, of as many lengths as the processor takes together."""
-    other = 4 if kind in STACKED else 6
-    return [("What?", [video(1)]), ("And then?", [video(2, other, 40, 24)]), ("So?", [video(3), video(4, 4, 24, 32)])]
-
-
-def mixed(kind: str) -> list[tuple[str, list[Visual]]]:
-    both: list[Visual] = [video(2)] if kind == "smolvlm" else [image(5, 24, 32), video(2), image(6)]
-    count = 4 if kind == "llava_onevision" else 6
-    return [
-        ("What?", [video(1)]),
-        ("No picture.", []),
-        ("This?", [image(3)]),
-        ("All?", both),
-        ("Now?", [video(4, count)]),
-    ]
 
 
 @pytest.fixture(params=kinds(*VIDEO_FAMILIES))
@@ -90,96 +47,14 @@ def toy(request: pytest.FixtureRequest, toy_of: Any) -> Toy:
     return toy_of(request.param)
 
 
-def logprobs(toy: Toy, rows: Completions, options: ForwardOptions = APART) -> torch.Tensor:
-    with torch.no_grad():
-        return response_logprobs(toy.policy, rows, Sampling(), options).masked_fill(~rows.response_mask, 0.0)
-
-
-close = partial(torch.testing.assert_close, rtol=1e-4, atol=2e-5)
-
-
-def processors_batch(toy: Toy, said: list[tuple[str, list[Visual]]]) -> dict[str, torch.Tensor]:
-    """What transformers makes of prompts with videos, all together."""
-    told, pixels = [], []
-    for _, shown in said:
-        for each in shown:
-            assert isinstance(each, VideoRef)
-            count = len(each.frames)
-            told.append({"total_num_frames": count, "frames_indices": list(range(count)), "fps": each.fps})
-        pixels.append([each.open() for each in shown])
-    processor: Any = toy.model.processor
-    how = {"do_sample_frames": False, "video_metadata": told}
-    whole = processor.processor(
-        text=[rendered(toy, *each) for each in said],
-        videos=pixels,
-        padding=True,
-        add_special_tokens=False,
-        return_tensors="pt",
-        videos_kwargs=how,
-    )
-    return {name: torch.as_tensor(value) for name, value in whole.items()}
-
-
-def transformers_says(toy: Toy, rows: Completions, said: list[tuple[str, list[Visual]]]) -> torch.Tensor:
-    """Log-probs of responses by the model's own forward on the processor's batch; it finds positions by itself."""
-    whole = processors_batch(toy, said)
-    whole["input_ids"] = torch.cat([whole["input_ids"], rows.response_ids], 1)
-    whole["attention_mask"] = torch.cat([whole["attention_mask"], rows.response_mask.long()], 1)
-    if "mm_token_type_ids" in whole:
-        whole["mm_token_type_ids"] = F.pad(whole["mm_token_type_ids"], (0, rows.response_ids.shape[1]))
-    with torch.no_grad():
-        logits = toy.policy(**whole, use_cache=False).logits
-    theirs = logits[:, -rows.response_ids.shape[1] - 1 : -1].log_softmax(-1)
-    return theirs.gather(2, rows.response_ids[..., None])[..., 0].masked_fill(~rows.response_mask, 0.0)
-
-
-def test_prompts_processed_alone_are_the_processors_own_batch_and_say_what_transformers_says(toy: Toy) -> None:
-    """Inputs to the bit."""
-    said = videos(toy.kind)
-    prompts = made(toy, said)
-    whole = processors_batch(toy, said)
-    ids, mask = whole.pop("input_ids"), whole.pop("attention_mask")
-    vision = Vision.of([seen for _, seen in prompts], 1)
-    assert vision is not None and [ids[i][mask[i].bool()].tolist() for i in range(3)] == [own for own, _ in prompts]
-    ours = vision.model_inputs(ids.shape[1], 0, torch.device("cpu"))
-    assert ours.keys() == whole.keys()
-    for name, value in whole.items():
-        torch.testing.assert_close(ours[name], value, rtol=0, atol=0)
-
-    rows = toy.drawn(toy.asked(prompts, 1))
-    close(logprobs(toy, rows), transformers_says(toy, rows, said))
-
-
-def test_rows_that_see_videos_images_and_nothing_are_what_each_is_alone(toy: Toy) -> None:
-    """Drawn natively and by transformers, scored together, alone, and where a prompt runs once for its group."""
-    prompts = made(toy, mixed(toy.kind))
-    asked = toy.asked(prompts)
-    rows, theirs = toy.drawn(asked), toy.drawn(asked, HFGenerator())
-    assert torch.equal(rows.response_ids, theirs.response_ids)
-    close(rows.sampler_logprobs, theirs.sampler_logprobs)
-    whole = logprobs(toy, rows)
-    close(whole, rows.sampler_logprobs)
-    close(logprobs(toy, rows, ForwardOptions()), whole)
-    for row in range(0, len(rows), 2):
-        alone = logprobs(toy, trim(select(rows, torch.tensor([row]))))
-        close(alone, whole[row : row + 1, : alone.shape[1]])
-
-    moved = replace(video(1), frames=(*video(1).frames[:3], video(9).frames[0]))
-    ((ids, other),) = made(toy, [("What?", [moved])])
-    assert rows.vision is not None and ids == prompts[0][0]
-    after = logprobs(toy, replace(rows, vision=Vision((other, *rows.vision.prompts[1:]), rows.vision.index)))
-    assert float((after - whole)[:2].abs().amax(1).min()) > 1e-3, "the last frame does not matter"
-    close(after[2:], whole[2:])
-
-
 @pytest.mark.parametrize("kind", TIMED)
 def test_a_model_that_is_told_times_needs_them_and_reads_them(toy_of: Any, kind: str) -> None:
     """Of one video that lasts longer than the text behind it, and one that does not."""
     toy: Toy = toy_of(kind)
     with pytest.raises(DataError, match=rf"has no frame rate.*{kind}"):
-        made(toy, [("What?", [replace(video(1), fps=None)])])
+        toy.prompt("What?", [replace(video(1), fps=None)])
     said: Any = [("What?", [video(1, fps=0.05)]), ("What?", [video(1)])]
-    slow, fast = made(toy, said)
+    slow, fast = (toy.prompt(*each) for each in said)
     asked = toy.asked([slow, fast], 1)
     rows, theirs = toy.drawn(asked), toy.drawn(asked, HFGenerator())
     assert torch.equal(rows.response_ids, theirs.response_ids)

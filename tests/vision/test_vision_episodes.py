@@ -11,10 +11,8 @@ import lightning as L
 import pytest
 import torch
 import vision_worlds
-from tiers import in_turn
 from turn_cases import Scripted, assert_rows_are_what_was_told, reply, rows_of
 from vision_kinds import KINDS, kinds
-from vision_more_toys import MORE_TOYS
 from vision_runs import quiet_trainer
 from vision_seen import Toy, image, prompts
 from vision_toys import picture, shown
@@ -60,32 +58,6 @@ def scored(toy: Toy, rows: Completions, *, shared: bool = True) -> torch.Tensor:
     with torch.no_grad():
         found = response_logprobs(toy.policy, rows, Sampling(), ForwardOptions(shared_prompts=shared))
     return found.masked_fill(~rows.response_mask, 0.0)
-
-
-@in_turn(how=["native", "places", "hf", "hf-places"], kind=KINDS)
-def test_what_is_said_over_turns_is_what_is_scored(toy_of: Any, kind: str, how: str) -> None:
-    toy = toy_of(kind)
-    size = 2 if how.endswith("places") else None
-    generator = NativeGenerator(batch_size=size) if how in ("native", "places") else HFGenerator(batch_size=size)
-    if kind in WINDOWS and isinstance(generator, NativeGenerator):
-        with pytest.raises(ConfigError, match="cannot hold conversations with .*layers of its cache have a window"):
-            talk(toy, generator)
-        return
-    rows = talk(toy, generator)
-    assert rows.attended is not None and rows.turn is not None
-    heard = rows.attended & ~rows.response_mask
-    assert bool(heard.any()) and len(set(rows.turn.amax(1).tolist())) > 2, "the case needs turns of all kinds"
-    for shared in (False, True):  # whether a prompt is run once for all of its completions
-        torch.testing.assert_close(scored(toy, rows, shared=shared), rows.sampler_logprobs, rtol=1e-4, atol=2e-5)
-
-
-@pytest.mark.parametrize("kind", kinds("idefics3", "llava", *MORE_TOYS))
-def test_generate_of_transformers_says_the_same(toy_of: Any, kind: str) -> None:
-    toy = toy_of(kind)
-    for temperature in (0.0, 1.0):
-        ours, theirs = (talk(toy, how, temperature=temperature) for how in (None, HFGenerator()))
-        assert torch.equal(ours.response_ids, theirs.response_ids)
-        torch.testing.assert_close(ours.sampler_logprobs, theirs.sampler_logprobs, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("kind", kinds("idefics3", "qwen2_5_vl"))

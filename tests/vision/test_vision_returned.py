@@ -46,7 +46,6 @@ from lit_rl.environments.episode_replay import Journal
 from lit_rl.environments.frames import ChatFrames
 from lit_rl.environments.observations import IMAGE_LIMIT, ImageReturned, content_of, images_of_content, without_payload
 from lit_rl.generation.hf import HFGenerator
-from lit_rl.generation.native import NativeGenerator
 from lit_rl.models import LanguageModel
 from lit_rl.reports.transcripts import transcripts
 from lit_rl.rewards import environment
@@ -117,20 +116,6 @@ def seen_rows(rows: Completions) -> list[int]:
 
 
 SEEING = kinds("idefics3", "llava", "llava_next", "qwen2_5_vl", "qwen3_vl", "internvl", "smolvlm")
-
-
-@pytest.mark.parametrize("kind", (*SEEING, *kinds("gemma3")))
-def test_what_is_said_behind_an_image_is_what_is_scored(toy_of: Any, kind: str) -> None:
-    toy = toy_of(kind)
-    hows = [HFGenerator()] if kind == "gemma3" else [None, NativeGenerator(batch_size=2), HFGenerator()]
-    drawn = [talk(toy, how) for how in hows]
-    for drew in drawn:
-        counts = seen_rows(drew)
-        assert 0 in counts and max(counts) > 1, "the case needs rows with and without images"
-        torch.testing.assert_close(scored(toy, drew), drew.sampler_logprobs, rtol=1e-4, atol=2e-5)
-        assert torch.equal(drew.response_ids, drawn[0].response_ids)
-        alone = torch.cat([scored(toy, select_row(drew, row)) for row in range(len(drew))])
-        torch.testing.assert_close(alone, drew.sampler_logprobs, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("kind", (*SEEING, *kinds("gemma3")))

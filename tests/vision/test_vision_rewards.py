@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, AutoProcessor
 from vision_kinds import KINDS
 from vision_toys import picture
 
-from lit_rl.algorithms import GRPO, PPO, AdamW, Constant, RewardModeling
+from lit_rl.algorithms import GRPO, PPO, AdamW, Constant, Evaluation, OnlineDPO, RewardModeling
 from lit_rl.algorithms.reward_modeling import ProcessRewardModeling
 from lit_rl.core.errors import ConfigError, DataError, RewardError
 from lit_rl.core.rollout import Sampling
@@ -25,11 +25,12 @@ from lit_rl.data.example_module import PreferenceDataModule
 from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.row_visuals import image_of
 from lit_rl.data.tasks import Digits
+from lit_rl.generation.native import NativeGenerator
 from lit_rl.models import LanguageModel, Lora
 from lit_rl.models.critics import AdapterCritic
 from lit_rl.models.references import AdapterBase
 from lit_rl.models.scoring import RewardAdapter
-from lit_rl.rewards import RewardModel, Rewards
+from lit_rl.rewards import GroupJudge, JudgeReward, LLMJudge, PairRMJudge, RewardModel, Rewards
 
 ASKED = [{"role": "user", "content": "Which?"}]
 SHORT = Sampling(max_new_tokens=3)
@@ -152,6 +153,41 @@ def test_what_cannot_be_scored_is_refused(toy_folder: Any, tmp_path: Path) -> No
         cutting([IMAGE_LIMIT], [said("a" * 40)], image=[image_of(uri(0), "row")])
     with pytest.raises(DataError, match="row 0 for the reward model .* shows 1 of the prompt's 2 images"):
         cutting([IMAGE_LIMIT], [said("a")], images=[[image_of(uri(0), "row"), image_of(uri(1), "row")]])
+
+
+HERE = "http://127.0.0.1:9"
+READERS: dict[str, Any] = {
+    "reward=judge": lambda model, never: GRPO(
+        model, Rewards({"j": JudgeReward(HERE, "m", rubric="helpful")}), generator=never
+    ),
+    "reward=judge_group": lambda model, never: GRPO(model, Rewards({"j": GroupJudge(HERE, "m")}), generator=never),
+    "judge=llm": lambda model, never: OnlineDPO(model, judge=LLMJudge(HERE, "m"), generator=never),
+    "judge=pairrm": lambda model, never: OnlineDPO(model, judge=PairRMJudge("tiny"), generator=never),
+    "judge=llm of validation": lambda model, never: GRPO(
+        model, right, judge=LLMJudge(HERE, "m"), evaluation=Evaluation(win_rate_against="base"), generator=never
+    ),
+}
+"""What reads text alone, and learns or compares by it."""
+
+
+@pytest.mark.parametrize("who", READERS)
+def test_who_reads_text_is_refused_images_before_anything_is_written(toy_of: Any, who: str, tmp_path: Path) -> None:
+    """And not where no row shows any."""
+
+    class Never(NativeGenerator):
+        def generate(self, *_: Any, **__: Any) -> Any:
+            raise AssertionError("it was written")
+
+    part = {"type": "image", "url": uri(1)}
+    for content, error, message in (
+        ([part, *IMAGE_LIMIT[0]["content"][1:]], RewardError, f"{who.split()[0]} reads text alone, and row 0"),
+        ("Which?", AssertionError, "it was written"),
+    ):
+        rows = [{"prompt": [{"role": "user", "content": content}], "answer": str(i)} for i in range(8)]
+        module = READERS[who](toy_of("idefics3").model.path, Never())
+        data = RolloutDataModule(rows=rows, prompts_per_rollout=2, val_fraction=0.5)
+        with pytest.raises(error, match=message):
+            trainer(tmp_path, 1).fit(module, datamodule=data)
 
 
 def test_rewards_find_images_of_messages_in_a_column(toy_folder: Any) -> None:

@@ -149,7 +149,9 @@ LAST = "{% if loop.last and m['role'] == 'assistant' %}!{% endif %}<|end|>"
 
 
 @pytest.mark.parametrize("end", ["<|end|>", LAST], ids=["one row", "a row a reply"])
-def test_images_behind_replies_are_learned_where_the_model_meets_them(toy: Toy, end: str) -> None:
+def test_images_behind_replies_are_learned_where_the_model_meets_them(
+    toy: Toy, end: str, recwarn: pytest.WarningsRecorder
+) -> None:
     """Rows are what the processor makes of the conversation up to their last reply, and the loss is transformers' own,
     with the replies for labels: each once."""
     assert toy.model.processor is not None
@@ -161,6 +163,7 @@ def test_images_behind_replies_are_learned_where_the_model_meets_them(toy: Toy, 
             learned_of(model, SHOWN)
         return
     examples = learned_of(model, SHOWN)
+    assert not [each for each in recwarn if "leaves out" in str(each.message)], "words around an image are there"
     rows = [SHOWN[:length] for length in (2, 4, 6, 8)] if forks else [SHOWN]
     every = range(len(rows))
     data = ExampleSet("texts", examples, toy.model.pad_id, processor=processor)

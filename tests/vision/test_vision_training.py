@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from vision_kinds import kinds
 from vision_more_toys import MORE_TOYS
+from vision_runs import by_letters
+from vision_runs import quiet_trainer as trainer
 from vision_toys import picture
 
 from lit_rl.algorithms import DPO, GRPO, PPO, RLOO, SFT, Constant
@@ -30,15 +31,6 @@ def rows(count: int = 12, first: int = 0) -> list[dict[str, Any]]:
         {"prompt": ASKED, "answer": str(i), **({} if i % 4 == 3 else {"image": picture(first + i)})}
         for i in range(count)
     ]
-
-
-def by_letters(completions: list[Any], **_: Any) -> list[float]:
-    return [float(sum(map(ord, message[0]["content"])) % 7) for message in completions]
-
-
-def trainer(folder: Path, steps: int, **more: Any) -> L.Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    return L.Trainer(default_root_dir=folder, max_steps=steps, **quiet, **{"enable_checkpointing": False} | more)
 
 
 def grpo(folder: Any, **more: Any) -> GRPO:
@@ -72,13 +64,16 @@ def test_another_image_before_a_resume_is_noticed(toy_folder: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", kinds("idefics3", "llava", "gemma3", *MORE_TOYS))
-def test_the_cut_of_a_step_changes_nothing(toy_folder: Any, kind: str, tmp_path: Path) -> None:
+def test_the_cut_of_a_step_changes_nothing_and_what_is_frozen_stays(toy_folder: Any, kind: str, tmp_path: Path) -> None:
     folder = toy_folder(kind)
     one, many = (
         fitted(grpo(folder), rollouts(), tmp_path / str(parts), accumulate_grad_batches=parts) for parts in (1, 2)
     )
     for name, value in one.items():
         torch.testing.assert_close(many[name], value, rtol=1e-4, atol=1e-6, msg=name)
+    policy = LanguageModel(str(folder)).load()
+    start, part = policy.state_dict(), part_of(policy)
+    assert {part(name) for name, value in one.items() if not torch.equal(value, start[name])} == {"projector", "text"}
 
 
 @pytest.mark.all
@@ -107,21 +102,6 @@ def test_checkpointing_and_another_attention_end_at_the_same_weights_and_halves_
         names = [name for name in halves if part(name) == kept]
         one, other = (torch.cat([(end[n].float() - start[n]).flatten() for n in names]) for end in (usual, halves))
         assert float(torch.cosine_similarity(one, other, 0)) > 0.8, kept
-
-
-@pytest.mark.parametrize("kind", kinds("llava", "qwen3_vl", "smolvlm"))
-def test_what_is_frozen_stays_and_the_rest_moves(toy_folder: Any, kind: str, tmp_path: Path) -> None:
-    module = grpo(toy_folder(kind))
-    after = fitted(module, rollouts(), tmp_path)
-    before = weights(grpo_at_start(toy_folder(kind), tmp_path))
-    moved = {part_of(module.policy)(name) for name, value in after.items() if not torch.equal(value, before[name])}
-    assert moved == {"projector", "text"}
-
-
-def grpo_at_start(folder: Any, place: Path) -> GRPO:
-    module = grpo(folder)
-    trainer(place / "start", 0).fit(module, datamodule=rollouts())
-    return module
 
 
 @pytest.mark.parametrize("kind", kinds("idefics3", "qwen2_5_vl"))

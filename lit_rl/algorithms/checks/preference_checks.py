@@ -21,6 +21,7 @@ from lit_rl.generation.native import NativeGenerator
 from lit_rl.models.references import Reference, ReferenceFree
 from lit_rl.ops.preference_losses import OfStep, Pairs, PolicyPairs, RatioPairs, reverse_kl
 from lit_rl.ops.traits import PreferenceTraits, traits_of
+from lit_rl.rewards.contract import LooksAtData
 from lit_rl.rewards.judges import Judge, RewardJudge
 
 # ---------------------------------------------------------------------- preference losses
@@ -272,7 +273,7 @@ def check_win_rate(against: str, judge: Judge, rewards: Sequence[str], data: Any
 
     Raises:
         ConfigError: there is nothing to compare by, or no prompt to compare at.
-        RewardError: the judge needs a column that a validation set lacks.
+        RewardError: the judge needs a column that a validation set lacks, or reads text where its prompts show images.
     """
     if judge.reads_rewards and not rewards:
         raise ConfigError(
@@ -285,8 +286,10 @@ def check_win_rate(against: str, judge: Judge, rewards: Sequence[str], data: Any
             f"eval.win_rate_against={against!r} compares completions of validation prompts, but there are none. Set "
             "data.val_path, or data.val_fraction above 0; rows of whole texts have no prompts."
         )
-    for columns in getattr(data, "val_columns", {}).values():
-        judge.bind(columns)
+    for prompts in getattr(data, "val_prompts", {}).values():
+        judge.bind(list(prompts.columns))
+        if isinstance(judge, LooksAtData):
+            judge.check_columns(prompts.columns)
 
 
 def warn_unused_judge(method: str, judge: Judge) -> None:

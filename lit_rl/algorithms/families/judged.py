@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ from lit_rl.models.forward import TokenScores
 from lit_rl.models.references import ReferenceFree
 from lit_rl.ops.preference_losses import Pairs
 from lit_rl.ops.reductions import Metrics, StepTotals, masked_sum, mean_entropy, mean_of
-from lit_rl.rewards.contract import check_metric_names
+from lit_rl.rewards.contract import LooksAtData, check_metric_names
 from lit_rl.rewards.judges import ask_judge, check_verdicts
 from lit_rl.settings.algorithms import JudgedConfig, JudgedPairsConfig
 from lit_rl.settings.base import takes
@@ -67,6 +68,11 @@ class JudgedModule(OnPolicyModule, ABC):
             name, together = type(self).__name__, self._ranks_draw_together
             preference_checks.check_opponent_groups(name, self.groups, ranks_draw_together=together)
         super().setup(stage)
+
+    def _check_data(self, data: Any, stage: str) -> None:
+        super()._check_data(data, stage)
+        if stage == "fit" and isinstance(self.judge, LooksAtData):
+            self.judge.check_columns(data.train_prompts.columns)
 
     @property
     def _ranks_draw_together(self) -> bool:
