@@ -66,6 +66,10 @@ class BanningHead(nn.Linear):
         self._made = self._fill(product(self, input))  # pyright: ignore
         return self._made
 
+    def forget(self) -> None:
+        """Forget logits that were computed by a call of the head alone, before a pass of the model."""
+        self._made = None
+
     def ban_again(self, logits: Tensor) -> Tensor:
         """Return the logits of a model that ran this head: filled again if they are no longer those the head returned.
 
@@ -227,11 +231,14 @@ def ban_placeholders(base: PreTrainedModel) -> None:
 
 
 def _forward_with_bans(base: PreTrainedModel, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    output = forward(*args, **kwargs)
     head: Any = base.get_output_embeddings()
-    for part in head.modules():  # adapters may have wrapped the head, or copied it
-        if isinstance(part, BanningHead):
-            output.logits = part.ban_again(output.logits)
+    # Adapters may have wrapped the head, or copied it.
+    heads = [part for part in head.modules() if isinstance(part, BanningHead)]
+    for part in heads:
+        part.forget()
+    output = forward(*args, **kwargs)
+    for part in heads:
+        output.logits = part.ban_again(output.logits)
     return output
 
 
