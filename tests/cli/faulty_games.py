@@ -85,11 +85,6 @@ class Hashed(Sound):
         return f"{hash('north') % 1000}"
 
 
-class Generous(Sound):
-    def _paid(self, action: str) -> float:
-        return 0.0 if action == "lose" else 1.0
-
-
 class NotANumber(Sound):
     def _paid(self, action: str) -> float:
         return math.nan

@@ -28,28 +28,7 @@ def test_a_folder_that_cannot_be_named(step: Command, cwd: Path, name: str):
     assert contents(cwd) == []
 
 
-@pytest.mark.parametrize("algo", ["dpo", "sft", "reward_model"])
-def test_rows_that_do_not_divide_over_the_processes_are_refused_before_one_is_started(command: Command, cwd, algo):
-    step = [f"algo={algo}", "data.batch_size=8", "trainer.devices=3", "trainer.accelerator=cpu"]
-    refused(command(*step), 2, "data.batch_size=8", "data-parallel size 3", "data.batch_size=6, data.batch_size=9")
-    assert contents(cwd) == []
-
-
 # What only the data or the length of its prompts can show: known once the run directory is open, before any weight.
-LATER: list[tuple[str, list[str], list[str]]] = [
-    (
-        "accumulation",
-        ["data.prompts_per_rollout=2", "trainer.accumulate_grad_batches=4"],
-        ["trainer.accumulate_grad_batches=4", "Nearest settings"],
-    ),
-    ("context", ["sampling.max_new_tokens=4000"], ["sampling.max_new_tokens=4000", "context", "holds"]),
-    ("optimizer-path", ["optimizer=by_path", "optimizer.path=torch.optim.SDG"], ["torch.optim.SDG", "'SGD'"]),
-]
-
-
-@pytest.mark.parametrize("arguments, words", quick([pytest.param(*row, id=name) for name, *row in LATER], {"context"}))
-def test_a_setting_that_does_not_fit_the_others_is_refused(step: Command, cwd, arguments, words):
-    refused(step(*arguments, "run_dir=run"), 2, *words)
 
 
 @pytest.mark.all
@@ -93,30 +72,6 @@ def test_a_gpu_that_is_not_there(step: Command, cwd, monkeypatch):
 def test_a_logger_that_is_not_installed(step: Command, cwd):
     refused(step("logger=wandb"), 8, "wandb")
     assert contents(cwd) == []
-
-
-@pytest.mark.all
-class TestMonitor:
-    EVERY_STEP = (
-        "run_dir=run",
-        "trainer.max_steps=2",
-        "trainer.val_check_interval=1",
-        "callbacks.checkpoint.every_n_train_steps=1",
-    )
-
-    def test_checkpoint_of_what_is_never_logged(self, step: Command):
-        outcome = step("callbacks.checkpoint.monitor=val/rewrd", *self.EVERY_STEP)
-        refused(outcome, 2, "val/rewrd", "val/reward", keeps="run")
-
-    def test_early_stopping_on_what_is_never_logged(self, step: Command):
-        stopping = "+callbacks.stop={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/rewrd}"
-        refused(step(stopping, *self.EVERY_STEP), 2, "val/rewrd", "val/reward", keeps="run")
-
-    def test_what_is_logged_is_watched(self, step: Command, cwd):
-        stopping = "+callbacks.stop={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/reward}"
-        outcome = step("callbacks.checkpoint.monitor=val/reward", stopping, *self.EVERY_STEP)
-        assert outcome.code == 0, outcome.err
-        assert [name for name in contents(cwd) if name.endswith(".ckpt")]
 
 
 class TestRunDirectory:
@@ -326,14 +281,6 @@ def test_an_escaped_reference_stays_a_text(experiment, cwd):
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("group", ["data.map_row", "trainer.profiler"])
-def test_a_target_is_checked_wherever_it_stands(step: Command, cwd, group):
-    outcome = step(f"++{group}={{_target_: os.system}}")
-    refused(outcome, 2, "os.system", group)
-    assert contents(cwd) == []
-
-
-@pytest.mark.all
 def test_a_package_that_the_user_allows_is_built_from_the_working_directory(step: Command, cwd: Path, monkeypatch):
     Path("my_package.py").write_text("from lightning import Callback\nclass Mine(Callback): pass\n")
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(cwd))])
@@ -392,21 +339,6 @@ def test_hydras_own_node_builds_nothing_of_a_users_file(experiment, cwd, tmp_pat
     (tmp_path / "mine" / "canary").touch()
     node, word = HYDRA_NODES[name]
     refused(experiment(f"{node}\n"), 2, word)
-    assert contents(cwd) == []
-
-
-def test_hydras_own_node_builds_nothing_unlisted_from_the_command_line(step: Command, cwd):
-    refused(step("+hydra.callbacks.evil={_target_: os.mkdir, path: canary}"), 2, "hydra.callbacks.evil", "os.mkdir")
-    assert contents(cwd) == []
-
-
-@pytest.mark.all
-def test_what_writes_nothing_has_no_use_for_a_judge(command: Command, cwd):
-    refused(
-        command("algo=reward_model", "eval.win_rate_against=base"), 2, "eval.win_rate_against='base'", "writes none"
-    )
-    judge = ["judge=llm", "judge.base_url=https://h/v1", "judge.model=m"]
-    refused(command("algo=process_reward_model", *judge), 2, "judge=LLMJudge", "ProcessRewardModeling", "writes none")
     assert contents(cwd) == []
 
 

@@ -6,7 +6,6 @@ weights: reaching them would be exit 7.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -71,9 +70,6 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
 }
 
 
-PACKAGES = {"gymnasium": "gymnasium", "mcp": "mcp"}
-
-
 @pytest.mark.parametrize("case", quick(CASES, {"one_name", "drops_calls"}))
 def test_a_bad_environment_is_refused_before_any_weight_is_read(step: Command, cwd: Path, case: str) -> None:
     (cwd / "mine.py").write_text(MINE)
@@ -84,21 +80,3 @@ def test_a_bad_environment_is_refused_before_any_weight_is_read(step: Command, c
     data = [] if "data=jsonl" in overrides else ["data=repeated", "data.task.prompt=go"]
     short = ["env.max_tokens=32", "env.max_observation_tokens=8"]
     refused(step(*model, *data, *short, *overrides, "run_dir=run"), 2, *words)
-
-
-@pytest.mark.all
-@pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)
-def test_a_package_that_is_missing_is_named_with_its_pip_line(
-    step: Command, cwd: Path, monkeypatch: pytest.MonkeyPatch, package: str
-) -> None:
-    """Exit 8, as for every package that was asked for and is not there."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, package, None)
-    kinds = {
-        "gymnasium": ["env=gymnasium", "env.id=FrozenLake-v1", "reward=environment"],
-        "mcp": ["env=mcp", "env.command=[python,server.py]", "env.parser=regex"],
-    }
-    short = ["env.max_tokens=32", "env.max_observation_tokens=8"]
-    asked = ["data=repeated", "data.task.prompt=go", *short, *kinds[package]]
-    refused(step(*asked, "run_dir=run"), 8, f"env={package}", f"pip install 'lit-rl[{package}]'")

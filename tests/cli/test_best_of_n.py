@@ -85,7 +85,6 @@ def test_validation_sets_of_their_own_are_asked(best, cwd, tmp_path):
 
 
 def test_the_tasks_prompts_and_the_limit(best, cwd):
-    refused(best("eval.group_size=2", "eval.limit=3"), 2, "run_dir=run holds no config.yaml")  # a mistyped run?
     outcome = best("data=addition", "eval.group_size=2", "eval.limit=3")
     assert outcome.code == 0, outcome.err
     assert len(written(cwd)) == 3
@@ -110,16 +109,3 @@ def test_prompts_that_no_reward_applies_to_are_left_out(best, cwd, tmp_path):
     assert [row["prompt"] for row in written(cwd)] == [row["prompt"] for row in SUMS[1:]]
     outcome = best(f"data.path={path}", "eval.group_size=2", "reward=function", f"reward.fn={tmp_path}/mine.py:none")
     refused(outcome, 4, "None for every completion")
-
-
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        (["algo=grpo"], "eval.group_size=1"),
-        (["eval.group_size=4", "algo=reward_model"], "RewardModeling writes no completions"),
-        (["eval.group_size=4", "reward=none", "algo=sft"], "needs a reward"),
-        (["eval.group_size=4", "sampling.temperature=0", "algo=sft"], "eval.temperature=0"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(best, settings, told):
-    refused(best(*settings), 2, told)

@@ -197,12 +197,3 @@ def test_the_runs_own_rendering_is_kept(chat, step, cwd, monkeypatch):
         "algo: {_target_: a.RewardModeling, model: {}}\nsampling: {}\ntrainer: {}\n"
     )
     refused(chat(options=["run_dir=scores"]), 2, "RewardModeling", "writes no text")
-
-
-@pytest.mark.all
-def test_what_has_no_meaning_is_refused(chat, cwd):
-    refused(chat(options=["algo=dpo"]), 2, "algo cannot be set", "sampling")
-    refused(chat(options=["run_dir=nothing"]), 2, "config.yaml")
-    refused(chat(options=["run_dir=nothing", "model.name=tiny"]), 2, "config.yaml")
-    refused(chat(options=["ckpt_path=last"]), 2, "run_dir")
-    refused(chat(options=["sampling.temperature=-1"]), 2, "sampling.temperature")

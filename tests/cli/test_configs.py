@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
-from cli_helpers import Command, metrics, write_jsonl
+from cli_helpers import write_jsonl
 from composed_configs import tree_of
-from small_models import save_model, save_tokenizer
+from small_models import save_tokenizer
 from tiers import quick
 
 import lit_rl
-from lit_rl.algorithms import GRPO, RLOO
 from lit_rl.cli import listing
 from lit_rl.cli.build import build
 from lit_rl.cli.trainer_settings import trainer_precision
 from lit_rl.core.errors import BackendError
 from lit_rl.core.rollout import Structured
 from lit_rl.models import LanguageModel
-from lit_rl.ops import advantages, policy_losses, reductions
 
 CONF = Path(lit_rl.__file__).parents[1] / "conf"
 FILES = sorted(
@@ -223,36 +220,6 @@ class TestJudges:
 
 
 class TestPresets:
-    def test_grpo(self, composed):
-        module = build(composed("algo=grpo")["algo"])
-        assert type(module) is GRPO
-        assert module.advantage.func is advantages.group_normalized
-        assert module.policy_loss.func is policy_losses.clipped_policy_loss
-        assert module.reduction.func is reductions.token_mean
-        assert (module.group_size, module.beta, module.minibatches, module.iterations) == (8, 0.0, 1, 1)
-        assert not module.mask_truncated and not module.needs_reference
-
-    def test_dapo(self, composed):
-        module = build(composed("algo=dapo")["algo"])
-        assert type(module) is GRPO
-        assert module.policy_loss.keywords["clip_low"] == 0.2 and module.policy_loss.keywords["clip_high"] == 0.28
-        assert module.mask_truncated and module.beta == 0.0
-        assert module.reduction.func is reductions.token_mean
-
-    def test_dr_grpo(self, composed):
-        module = build(composed("algo=dr_grpo", "sampling.max_new_tokens=77")["algo"])
-        assert type(module) is GRPO
-        assert module.advantage.func is advantages.centered
-        assert module.reduction.func is reductions.constant_mean
-        assert module.reduction.keywords["length"] == 77  # the longest response allowed, whatever it is set to
-
-    def test_rloo(self, composed):
-        module = build(composed("algo=rloo")["algo"])
-        assert type(module) is RLOO
-        assert module.advantage.func is advantages.leave_one_out
-        assert module.policy_loss.func is policy_losses.clipped_policy_loss
-        assert module.policy_loss.keywords["ratio"].func is policy_losses.sequence_sum_ratio
-
     def test_the_command_line_beats_a_preset(self, composed):
         tree = composed("algo=dapo", "algo.loss.clip_high=0.25", "algo.mask_truncated=false")
         module = build(tree["algo"])
@@ -278,9 +245,6 @@ class TestTinysRecommendation:
             assert tree["optimizer"]["lr"] == 1e-6
             assert tree["sampling"]["max_new_tokens"] == 512 and tree["scheduler"]["warmup_steps"] == 0
 
-    def test_yields_to_the_command_line(self, composed):
-        assert composed("optimizer.lr=3e-4")["algo"]["optimizer"]["lr"] == 3e-4
-
 
 @pytest.mark.all
 def test_keys_of_the_users_own_need_no_plus(composed):
@@ -291,37 +255,16 @@ def test_keys_of_the_users_own_need_no_plus(composed):
 
 
 class TestModels:
-    HUB = {
-        "qwen0.5b": "Qwen/Qwen2.5-0.5B-Instruct",
-        "qwen1.5b": "Qwen/Qwen2.5-1.5B-Instruct",
-        "qwen3_0.6b": "Qwen/Qwen3-0.6B",
-        "smollm2_135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
-        "llama3.2_1b": "meta-llama/Llama-3.2-1B-Instruct",
-        "smolvlm_256m": "HuggingFaceTB/SmolVLM-256M-Instruct",
-        "qwen2.5_vl_3b": "Qwen/Qwen2.5-VL-3B-Instruct",
-        "qwen3_vl_2b": "Qwen/Qwen3-VL-2B-Instruct",
-    }
-
     def test_a_preset_names_its_repository_and_nothing_else(self, composed):
-        for choice, name in self.HUB.items():
+        for choice in set(GROUPS["model"]) - {"tiny", "digits", "local"}:
             model = build(composed(f"model={choice}")["model"])
-            assert model.name == name and vars(model) == vars(LanguageModel(name))
+            assert "/" in model.name and vars(model) == vars(LanguageModel(model.name)), choice
 
     def test_lora_is_there_once_one_of_its_settings_is(self, composed):
         assert build(composed("model=qwen0.5b")["model"]).lora is None
         lora = build(composed("model=qwen0.5b", "model.lora.r=4", "model.lora.rslora=true")["model"]).lora
         assert (lora.r, lora.rslora, lora.targets) == (4, True, "all-linear")
         assert build(composed("model.lora.targets=[q_proj]")["model"]).lora.r == 16
-
-    @pytest.mark.parametrize("extra", [[], ["model.lora.r=4", "algo.beta=0.1"]], ids=["full", "lora"])
-    @pytest.mark.all
-    def test_a_local_folder_trains(self, step: Command, cwd, tmp_path, extra):
-        folder = save_model(tmp_path / "small model")
-        outcome = step("model=local", f"model.name='{folder}'", "optimizer.lr=1e-3", "run_dir=run", *extra)
-        assert outcome.code == 0, outcome.err
-        assert json.loads((cwd / "run" / "summary.json").read_text())["status"] == "finished"
-        assert metrics(cwd / "run")["train/grad_norm"] >= 0
-        assert LanguageModel(str(cwd / "run" / "hf")).load() is not None
 
 
 GSM8K = [{"question": f"What is {n} and {n}?", "answer": f"{n}+{n}={2 * n}\n#### {2 * n}"} for n in range(8)]
@@ -359,16 +302,6 @@ class TestRecipes:
         wrong = [[{"role": "assistant", "content": "so \\boxed{-1}"}] for _ in answers]
         assert reward.score(batch.prompts, right, batch.columns).total.tolist() == [1.0] * train
         assert reward.score(batch.prompts, wrong, batch.columns).total.tolist() == [0.0] * train
-
-
-def test_recipes_are_for_the_hub_unless_told_otherwise(composed):
-    tree = composed("data=gsm8k")
-    assert (tree["data"]["path"], tree["data"]["name"]) == ("openai/gsm8k", "main")
-    assert (tree["data"]["split"], tree["data"]["val_split"]) == ("train", "test")
-    assert (
-        tree["trainer"]["max_steps"] == -1 and tree["trainer"]["max_epochs"] is None
-    )  # the additions' limit is theirs
-    assert composed("data=math")["reward"]["functions"].keys() == {"math_accuracy"}
 
 
 def test_a_tokenizer_alone_is_enough_to_look_at_the_data(composed, tmp_path):

@@ -127,12 +127,6 @@ def test_a_kind_of_file_that_is_not_read(look: Trial):
 
 
 @pytest.mark.all
-def test_what_editors_and_spreadsheets_leave_in_a_file_is_read(look: Trial):
-    lines = "\r\n\r\n".join(map(json.dumps, ROWS))
-    reaches_the_weights(look(b"\xef\xbb\xbf" + lines.encode()))
-
-
-@pytest.mark.all
 def test_numbers_and_texts_in_one_column_become_texts(look: Trial):
     reaches_the_weights(look([*ROWS, {"prompt": "1+1=", "answer": 2}]))
 
@@ -189,19 +183,11 @@ class TestSignature:
         outcome = score("return [1.0]", "model=local", f"model.name={weightless}", signature="completions, anwser")
         refused(outcome, 4, "'score'", "'anwser'", "Columns: answer", "'answer'")
 
-    def test_that_fits(self, score: Trial, weightless):
-        model = ["model=local", f"model.name={weightless}"]
-        reaches_the_weights(score("return [1.0]", *model, signature="completions, answer, trainer_state"))
-
     def test_that_misses_a_column_of_a_validation_set(self, score: Trial, weightless, cwd):
         write_jsonl(cwd / "val.jsonl", [{"prompt": "1+1="}])
         model = ["model=local", f"model.name={weightless}", "data.val_path=val.jsonl"]
         outcome = score("return [1.0]", *model, signature="completions, answer")
         refused(outcome, 4, "'answer'", "validation set")
-
-    def test_of_a_file_that_does_not_run(self, score: Trial, weightless):
-        outcome = score("return [1.0\n", "model=local", f"model.name={weightless}")
-        refused(outcome, 4, "my_reward.py", "SyntaxError")
 
 
 @pytest.mark.all
@@ -231,13 +217,6 @@ def test_a_reward_that_hangs_ends_the_run_at_its_limit(score: Trial):
     refused(hangs, 4, "'score'", "more than 1 seconds", "reward.timeout")
 
 
-@pytest.mark.all
-def test_numbers_of_any_make_are_scores(score: Trial):
-    """Which ones is in rewards/test_rewards_contract.py."""
-    outcome = score("import numpy; return numpy.ones(len(completions), dtype=numpy.float16)")
-    assert outcome.code == 0, outcome.err
-
-
 def finite(logged: dict[str, Any]) -> dict[str, float]:
     """All that was logged in training is a number; a mean of nothing is not logged, or null."""
     assert not [key for key, value in logged.items() if isinstance(value, float) and not math.isfinite(value)]
@@ -251,13 +230,6 @@ def unchanged(run_dir: Path, model: Path) -> bool:
 
 @pytest.mark.all
 class TestNothingToLearnFrom:
-    def test_no_reward_for_the_whole_batch(self, score: Trial, cwd, tiny_dir):
-        outcome = score("return [None for _ in completions]")
-        assert outcome.code == 0, outcome.err
-        logged = finite(metrics(cwd / "run"))
-        assert logged["train/loss"] == 0 and logged["train/grad_norm"] == 0
-        assert unchanged(cwd / "run", tiny_dir)
-
     def test_no_reward_for_one_group(self, score: Trial, cwd, tiny_dir):
         outcome = score("return [float(i) if p == prompts[0] else None for i, p in enumerate(prompts)]")
         assert outcome.code == 0, outcome.err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib.util
 import re
 from typing import Any
 
@@ -14,8 +13,6 @@ from cli_helpers import Command, Outcome, contents, refused
 from lit_rl.generation.native import NativeGenerator
 
 CPU = ("doctor", "trainer.accelerator=cpu", "doctor.prompts=2", "doctor.completions=3")
-
-needs_no_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
 
 
 def numbers(outcome: Outcome, row: str) -> list[float]:
@@ -128,15 +125,3 @@ def test_a_policy_that_cannot_move_proves_nothing(command: Command, monkeypatch)
     load = LanguageModel.load
     monkeypatch.setattr(LanguageModel, "load", frozen)
     refused(command(*CPU), 5, "too little to test whether the generator gets new weights")
-
-
-@needs_no_vllm
-def test_without_vllm_it_says_how_to_get_it(command: Command):
-    refused(command(*CPU, "generator=vllm"), 8, "generator=vllm needs vLLM", "make engines")
-
-
-def test_what_has_no_meaning_and_what_is_out_of_range_are_refused(command: Command):
-    refused(command("doctor", "algo=dpo"), 2, "algo", "lit-rl doctor", "model, generator, sampling")
-    refused(command("doctor", "trainer.devices=2"), 2, "trainer.devices", "lit-rl doctor")
-    refused(command("doctor", "doctor.prompts=0"), 2, "doctor.prompts=0")
-    refused(command("doctor", "doctor.prompt=1"), 2, "doctor.prompt", "Did you mean 'prompts'?")

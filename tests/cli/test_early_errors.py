@@ -23,9 +23,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
 from lightning.pytorch.strategies import StrategyRegistry
 from omegaconf import OmegaConf
-from omegaconf.errors import ValidationError
 
-from lit_rl.cli import data_kinds, fast_checks, hydra_app, hydra_start, listing, messages, schemas, trainer_settings
+from lit_rl.cli import data_kinds, fast_checks, hydra_app, hydra_start, listing, schemas, trainer_settings
 from lit_rl.cli import messages as accelerators
 from lit_rl.cli import schemas as stored_schemas
 from lit_rl.core.errors import BackendError, ConfigError, DataError, LitRLError
@@ -280,27 +279,6 @@ def test_the_early_message_is_the_late_one(tmp_path: Path, monkeypatch: pytest.M
             look(path, "reward.fn")
         said.append(str(refused.value))
     assert said[0] == said[1]
-
-
-@dataclasses.dataclass
-class Keys:
-    number: float = 0.5
-    perhaps: float | None = None
-    several: list[float] = dataclasses.field(default_factory=lambda: [1.0])
-
-
-@pytest.mark.parametrize(
-    ("key", "told"),
-    [
-        ("number", "number=None is not a number: type one, such as number=0.5."),
-        ("perhaps", "perhaps=None is not a number: type one, such as perhaps=0.1. To set nothing, type perhaps=null."),
-        ("several.0", "several[0]=None is not a number: type one, such as several[0]=0.1."),
-    ],
-)
-def test_null_is_told_of_where_a_key_takes_it(key, told):
-    with pytest.raises(ValidationError) as caught:
-        OmegaConf.update(OmegaConf.structured(Keys), key, "None")
-    assert str(messages.as_lit_rl_error(caught.value)) == told
 
 
 def test_an_address_is_no_folder_to_make(tmp_path, monkeypatch):

@@ -81,7 +81,6 @@ def test_tools_are_called_as_their_schemas_say(check):
 @pytest.mark.parametrize(
     ("settings", "code", "told"),
     [
-        (["env=none"], 2, "env=none"),
         (["env=rollout_func", f"env.path={HERE}/small_tools.py:rollout"], 2, "a function makes whole rollouts"),
         ([*GAME, f"env.path={HERE}/faulty_games.py:shared_instance"], 2, "the same object twice"),
         ([*TOOLS, "reward=environment"], 2, "env= has none with a reward"),

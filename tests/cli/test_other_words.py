@@ -12,7 +12,7 @@ from cli_helpers import Command, contents, refused, write_jsonl
 from hydra._internal.utils import get_args_parser
 
 from lit_rl import cli
-from lit_rl.cli import lightning_messages, typed_words
+from lit_rl.cli import typed_words
 from lit_rl.cli.aliases import MERGED, expand_aliases, expand_export
 from lit_rl.cli.listing import conf_folder, groups, neighbouring_keys, top_keys
 from lit_rl.cli.typed_words import after_settings
@@ -165,11 +165,7 @@ def test_a_key_of_another_choice_says_which_has_it(command: Command, cwd):
 
 @pytest.mark.parametrize(
     ("words", "same"),
-    [
-        (["help"], ["--help"]),
-        (["help", "report"], ["report", "--help"]),
-        (["version"], ["--version"]),
-    ],
+    [(["help"], ["--help"]), (["help", "report"], ["report", "--help"]), (["version"], ["--version"])],
 )
 def test_help_and_version_without_dashes(capsys, monkeypatch, words, same):
     monkeypatch.setattr(sys, "argv", ["lit-rl"])
@@ -225,38 +221,8 @@ def test_a_home_is_found_behind_the_equals_sign(monkeypatch: pytest.MonkeyPatch)
     assert read == words[:2]
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["fit", "optimizer.lr=1"], "an option of lit-rl fit begins with two dashes: --optimizer.lr=1."),
-        (["fit", "mine.yaml"], "mine.yaml: a config file is --config mine.yaml."),
-        (["fit", "-trainer.max_steps=3"], "an option begins with two dashes: --trainer.max_steps=3."),
-        (["fit", "--trainer.max_steps", "3", "foo"], "foo: it is no option of lit-rl fit"),
-        (["--config", "mine.yaml", "fit"], "comes before its options: lit-rl fit --config mine.yaml"),
-    ],
-)
-def test_a_word_that_is_no_option_of_lightnings_command_says_what_to_type(words, told, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["lit-rl", *words])
-    assert cli.run(words) == 2
-    assert told in capsys.readouterr().err
-
-
 def test_values_of_options_are_no_commands(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("sys.argv", ["lit-rl"])
     for words in (["--config-name", "test", "--cfg"], ["--config-dir", str(tmp_path), "-cn", "fit", "--cfg"]):
         assert cli.run(words) == 2
         assert "stands before" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("said", "told"),
-    [
-        ("Expected a int. Got value: 1000.0", "trainer.x=1000.0: allowed is a whole number."),
-        (
-            "Expected a int\nExpected a typing.Literal['64', 'bf16']. Got value: 16.0",
-            "trainer.x=16.0: allowed is a whole number, or 64, bf16.",
-        ),
-    ],
-)
-def test_plain_types_of_lightnings_command_are_said_in_words(said, told):
-    assert str(lightning_messages._explained(f'Parser key "trainer.x":\n  {said}', {})) == told

@@ -154,8 +154,10 @@ class TestHelp:
         assert all(f"\n  {name} " in help.overview() for name in help.COMMANDS)
 
     def test_every_key_of_a_command_is_one(self, command: Command, cwd):
-        keys = {key for page in help.COMMANDS.values() for key, _ in page.keys}
-        outcome = command("--cfg", "job", "data=jsonl", *(f"{key}=7" for key in sorted(keys)))
+        (cwd / "my_reward.py").write_text("def score(completions):\n    return [0.0] * len(completions)\n")
+        values = {"model": "tiny", "data.path": "x.jsonl", "reward": "./my_reward.py:score", "run_dir": "run"}
+        keys = {key for page in help.COMMANDS.values() for key, _ in page.keys} | {*KEYS}
+        outcome = command("--cfg", "job", "data=jsonl", *(f"{key}={values.get(key, 7)}" for key in sorted(keys)))
         assert outcome.code == 0, outcome.err
 
     def test_alone_asks_for_help_and_a_command_has_its_own(self, command: Command, cwd):
@@ -246,21 +248,6 @@ class TestHelp:
         ):
             done = python("-c", script, *arguments, cwd=tmp_path)
             assert done.returncode == 0 and done.stdout.startswith(said), done.stderr
-
-    def test_every_key_that_matters_is_one(self, command: Command, cwd):
-        (cwd / "my_reward.py").write_text("def score(completions):\n    return [0.0] * len(completions)\n")
-        values = {"model": "tiny", "data.path": "x.jsonl", "reward": "./my_reward.py:score", "run_dir": "run"}
-        groups = ["data=jsonl"]
-        outcome = command("--cfg", "job", *groups, *(f"{key}={values.get(key, 7)}" for key in KEYS))
-        assert outcome.code == 0, outcome.err
-
-
-class TestConfigOnTheScreen:
-    def test_is_the_whole_config(self, command: Command, cwd):
-        outcome = command("--cfg", "job", "algo.group_size=5")
-        assert outcome.code == 0, outcome.err
-        assert "  group_size: 5" in outcome.out and "run_dir: null" in outcome.out
-        assert list(cwd.iterdir()) == []
 
 
 @pytest.mark.all

@@ -124,12 +124,6 @@ class TestValidation:
         assert logged["val/easy/reward"] == 0.5 and logged["val/hard/reward"] == 0.5
         assert "val/reward" not in logged
 
-    def test_none(self, train, cwd):
-        write(cwd / "a.jsonl", TEXT)
-        outcome = train("data.path=a.jsonl", "data.val_fraction=0")
-        assert outcome.code == 0, outcome.err
-        assert not [key for key in metrics(cwd / "run") if key.startswith("val/")]
-
 
 def test_sources_with_weights(train, cwd):
     write(cwd / "a.jsonl", TEXT[:3])
@@ -140,17 +134,6 @@ def test_sources_with_weights(train, cwd):
     prompts = samples(cwd / "run")["prompt"].tolist()
     first = {row["prompt"] for row in TEXT[:3]}
     assert sum(prompt in first for prompt in prompts) == 6 and len(prompts) == 8  # three prompts in four, twice each
-
-
-def test_evaluation_of_a_file(train, cwd):
-    write(cwd / "a.jsonl", TEXT)
-    outcome = train(
-        "task=eval", "data.path=a.jsonl", "data.val_path=a.jsonl", "eval.group_size=2", "eval.temperature=1"
-    )
-    assert outcome.code == 0, outcome.err
-    summaries = list((cwd / "run").glob("eval_*/summary.json"))
-    assert len(summaries) == 1
-    assert json.loads(summaries[0].read_text())["metrics"]["val/reward"] == 0.5
 
 
 def test_predictions_of_a_file(train, cwd):

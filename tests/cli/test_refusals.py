@@ -103,7 +103,7 @@ def test_what_needs_no_torch_is_refused_without_it(root: Path, tmp_path: Path) -
         composed += "composing the config ..." in said
     assert composed > len(early) / 2, "what takes a second is said"
     assert {path.name for path in tmp_path.iterdir()} == {
-        *("mine.py", "nine.jsonl", "prompts.jsonl", "odd.jsonl", "finished", "own"),
+        *("mine.py", "nine.jsonl", "prompts.jsonl", "odd.jsonl", "finished", "own")
     }
 
 
@@ -131,6 +131,13 @@ QUICK_ROWS = {
 def test_what_is_told_by_who_builds_writes_nothing(step: Command, cwd: Path, line: str) -> None:
     code, says = rows("later")[line]
     refused(step(*line.split()), code, *says)
+    assert contents(cwd) == []
+
+
+@pytest.mark.parametrize("line", quick(rows("commands"), {"doctor doctor.prompt=1", "serve model=tiny algo=dpo"}))
+def test_a_command_that_looks_into_a_config_refuses(command: Command, cwd: Path, line: str) -> None:
+    code, says = rows("commands")[line]
+    refused(command(*line.split()), code, *says)
     assert contents(cwd) == []
 
 

@@ -12,7 +12,6 @@ from cli_helpers import QUICK, Command, refused
 
 from lit_rl.cli import lightning_app
 from lit_rl.cli.typed_words import add_switches, key_of_switches
-from lit_rl.core.errors import ConfigError
 from lit_rl.core.speedups import DecodingSpeedups, ModelSpeedups, Speedups
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models import LanguageModel
@@ -71,25 +70,6 @@ def test_a_run_without_any_draws_by_the_models_own_steps(command: Command, tmp_p
     assert (typed["generator"]["speedups"], typed["model"]["speedups"]) == ("off", {"fused_head": False})
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["generator.lean_steps=false"], "generator.lean_steps is not a key. Did you mean "
-                                         "'generator.speedups.lean_steps'?"),
-        (["model.fused_head=false"], "model.fused_head is not a key. Did you mean 'model.speedups.fused_head'?"),
-        (["generator.speedups.lean_step=false"], "Did you mean 'lean_steps'?"),
-        (["model.speedups=on"], "model.speedups='on' is unknown: allowed is auto, off, or a mapping"),
-        (["model.speedups.fused_head=2"], "model.speedups.fused_head=2 is unknown: allowed is true, false."),
-        (["generator=hf", "generator.speedups.lean_steps=false"], "generator.speedups is not a key. generator=native "
-                                                                  "has it"),
-        (["generator.speedups=off", "generator.speedups.lean_steps=true"], "generator.speedups=off and "
-                                                                           "generator.speedups.lean_steps=true"),
-    ],
-)  # fmt: skip
-def test_hydra_refuses(command: Command, words: list[str], said: str) -> None:
-    refused(command(*words), 2, said)
-
-
 def test_a_sweep_over_a_switch_stays_as_it_is_typed() -> None:
     for word in ("generator.speedups.lean_steps=true,false", "generator.speedups=auto,off", "generator.batch_size=3"):
         assert key_of_switches(word) is None
@@ -127,9 +107,3 @@ def test_lightning_sets_all_or_some(typed: str, value: Any, capsys: pytest.Captu
         lightning_app.main(["fit", "--model=GRPO", "--model.model=tiny", NATIVE, typed, "--print_config"])
     printed = yaml.safe_load(capsys.readouterr().out)
     assert printed["model"]["init_args"]["generator"]["init_args"]["speedups"] == value
-
-
-def test_lightning_says_where_a_switch_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["lit-rl"])
-    with pytest.raises(ConfigError, match="Did you mean 'model.generator.speedups.lean_steps'"):
-        lightning_app.main(["fit", "--model=GRPO", "--model.model=tiny", NATIVE, "--model.generator.lean_steps=false"])

@@ -20,7 +20,6 @@ from omegaconf import OmegaConf
 
 from lit_rl.cli.aliases import expand_aliases as words_of
 from lit_rl.cli.hydra_start import Composer, load_checked
-from lit_rl.cli.messages import as_lit_rl_error
 from lit_rl.cli.typed_words import ambiguous, readable, typed, unquoted, with_line_breaks
 from lit_rl.core import upstream
 from lit_rl.core.errors import ConfigError
@@ -82,13 +81,7 @@ def test_structures_keep_their_meaning(word, value):
 
 @pytest.mark.parametrize(
     ("word", "advice"),
-    [
-        ("a=[x", "a=[x"),
-        ("a={x}", "a={x}"),
-        ("a='it''s'", "a=it''s"),
-        ('a="x', "a=x"),
-        ("a=range(b)", "a=range(b)"),
-    ],
+    [("a=[x", "a=[x"), ("a={x}", "a={x}"), ("a='it''s'", "a=it''s"), ('a="x', "a=x"), ("a=range(b)", "a=range(b)")],
 )
 def test_what_is_refused_says_how_to_type_the_text(word, advice):
     with pytest.raises(ConfigError) as refusal:
@@ -138,13 +131,6 @@ def test_a_reward_file_with_a_space_or_an_equals_sign():
         assert choice == "reward=function" and read(fn) == unquoted(word.partition("=")[2])
     with pytest.raises(ConfigError, match=r"For a function of your own, type reward=\./r\.py:NAME"):
         words_of(["reward=./r.py"])
-
-
-def test_what_hydra_says_is_said_in_our_words():
-    away = as_lit_rl_error(ConfigCompositionException("Error merging override ~algo.beta"))
-    assert "always there" in str(away) and "algo.beta=VALUE" in str(away)
-    comma = "Ambiguous value for argument 'a=b,c'\n1. To use it as a list, use key=[value1,value2]"
-    assert "add -m" in str(as_lit_rl_error(ConfigCompositionException(comma)))
 
 
 def test_hydra_run_dir_is_where_a_run_writes():

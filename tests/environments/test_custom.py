@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from talks import chats, texts
 
 from lit_rl.core.errors import ConfigError, RewardError
-from lit_rl.environments import CustomEnvironment, FunctionTools
+from lit_rl.environments import CustomEnvironment
 from lit_rl.environments.games import GuessDemonstrations
-from lit_rl.environments.tool_parsers import HermesParser, Llama3Parser, MistralParser, TemplateParser, parser_for
 from lit_rl.environments.user_environments import _messages, check_reward, parse_opening
 
 
@@ -137,37 +134,6 @@ def test_every_public_method_is_a_tool_where_that_is_asked_for() -> None:
 
     (kind,) = CustomEnvironment(Steps, style="tools").kinds.values()
     assert kind.toolbox is not None and set(kind.toolbox.tools) == {"look", "step"}
-
-
-@pytest.mark.parametrize(
-    ("template", "parser"),
-    [
-        ("qwen2_5", HermesParser),
-        ("qwen3", HermesParser),
-        ("llama3_1", Llama3Parser),
-        ("llama3_2", Llama3Parser),
-    ],
-)
-def test_the_parser_is_known_by_the_template(template: str, parser: type) -> None:
-    assert type(parser_for("auto", chats(FunctionTools([double]), template)._tokenizer, [], None)) is parser
-    assert type(parser_for("mistral", None, [], None)) is MistralParser
-
-
-def test_a_tokenizer_that_says_how_calls_are_written_is_believed() -> None:
-    from trl.chat_template_utils import add_response_schema
-
-    tokenizer = add_response_schema(copy.deepcopy(chats(FunctionTools([double]))._tokenizer))  # others share it
-    parser = parser_for("auto", tokenizer, [], None)
-    assert type(parser) is TemplateParser
-    turn = parser.parse('I look.\n<tool_call>\n{"name": "double", "arguments": {"a": 2}}\n</tool_call>')
-    (call,) = turn.calls
-    assert (turn.content, call.name, call.arguments) == ("I look.", "double", {"a": 2})  # type: ignore[union-attr]
-    assert parser.parse("Four.").calls == ()
-
-
-def test_nothing_says_how_calls_are_written() -> None:
-    with pytest.raises(ConfigError, match="env.parser to hermes, .*regex with env.call_pattern"):
-        texts(FunctionTools([double]))
 
 
 def test_demonstrations_follow_the_hints() -> None:

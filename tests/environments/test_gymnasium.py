@@ -296,12 +296,6 @@ def test_a_missing_package_of_an_environment_is_named(monkeypatch: pytest.Monkey
         GymnasiumEnvironment("LunarLander-v3")
 
 
-def test_without_gymnasium_the_pip_line_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(BackendError, match=r"pip install 'lit-rl\[gymnasium\]'"):
-        lake()
-
-
 @pytest.mark.all
 def test_without_gymnasium_everything_else_imports() -> None:
     program = (

@@ -162,12 +162,7 @@ class Colour(Enum):
 
 def described(annotation: str) -> Any:
     """A tool of one argument."""
-    scope: dict[str, Any] = {
-        "Any": Any,
-        "Literal": Literal,
-        "Colour": Colour,
-        "date": datetime.date,
-    }
+    scope: dict[str, Any] = {"Any": Any, "Literal": Literal, "Colour": Colour, "date": datetime.date}
     exec(f"def tool({annotation}) -> str:\n    return repr(a)", scope)
     scope["tool"].__doc__ = "Say.\n\n    Args:\n        a: What.\n    "
     return scope["tool"]
@@ -277,36 +272,6 @@ def test_a_tool_gets_copies_of_what_the_policy_wrote() -> None:
     assert wrote == kept
 
 
-class Shifter:
-    """A tool with a state."""
-
-    def __call__(self, by: int) -> int:
-        """Shift.
-
-        Args:
-            by: How far.
-        """
-        return by + 1
-
-    def shifted(self, by: int) -> int:
-        """Shift.
-
-        Args:
-            by: How far.
-        """
-        return by + 2
-
-
-def named_shift(by: int, start: int = 0) -> int:
-    """Shift.
-
-    Args:
-        by: How far.
-        start: Where it begins.
-    """
-    return start + by
-
-
 def search(word: str, index) -> int:  # a type of somebody's
     """Search.
 
@@ -322,33 +287,15 @@ def test_what_a_partial_has_set_needs_neither_type_nor_description() -> None:
     assert asyncio.run(tool.answer({"word": "abc"})).text == "5"
 
 
-async def later(by: int, start: int) -> int:
-    """Shift.
+class Adder:
+    def __call__(self, a: int, b: int = 1) -> int:
+        """Add.
 
-    Args:
-        by: How far.
-        start: Where it begins.
-    """
-    return start + by
-
-
-@pytest.mark.parametrize(
-    ("function", "name", "answer"),
-    [
-        (functools.partial(named_shift, start=5), "named_shift", "7"),
-        (functools.partial(functools.partial(later, start=1), start=6), "later", "8"),
-        (Shifter(), "shifter", "3"),
-        (functools.partial(Shifter().shifted), "shifted", "4"),
-    ],
-)
-def test_partials_and_objects_are_tools(function: Any, name: str, answer: str) -> None:
-    tool = FunctionTool(function)
-    function_schema = tool.schema["function"]
-    assert tool.name == function_schema["name"] == name
-    assert list(function_schema["parameters"]["properties"]) == function_schema["parameters"]["required"] == ["by"]
-    assert tool.is_async == (name == "later")
-    assert asyncio.run(tool.answer({"by": 2})).text == answer
-    assert asyncio.run(tool.answer({"by": 2, "start": 9})).failed
+        Args:
+            a: Left.
+            b: Right.
+        """
+        return a + b
 
 
 def counted(by: int) -> Any:
@@ -374,7 +321,7 @@ async def counted_later(by: int) -> Any:
     [
         (counted, "'counted' is a generator"),
         (counted_later, "'counted_later' is a generator"),
-        (Shifter.shifted, r"needs the argument 'self', which no call can give.*MyTools\(\)\.shifted"),
+        (Adder.__call__, r"needs the argument 'self', which no call can give.*MyTools\(\)\.__call__"),
     ],
 )
 def test_what_no_call_can_be_answered_by_is_refused_at_the_start(function: Any, words: str) -> None:
@@ -460,17 +407,6 @@ def test_arguments_of_rows_are_tried_once_each_the_first_256_and_64_are_kept(mon
         interaction.ready_for(row)
     assert len(interaction._prepared_of_rows) == 64
     assert asked_for == [*range(71), 7], "the one that was asked for longest ago has gone"
-
-
-class Adder:
-    def __call__(self, a: int, b: int = 1) -> int:
-        """Add.
-
-        Args:
-            a: Left.
-            b: Right.
-        """
-        return a + b
 
 
 async def later(key: str, place: int) -> str:

@@ -423,22 +423,6 @@ def contains(response: list[int], word: list[int]) -> bool:
     return any(response[i : i + len(word)] == word for i in range(len(response)))
 
 
-def test_bad_words_need_an_encoder(engine: Any, qwen: nn.Module) -> None:
-    prompts = dataclasses.replace(ask(), encode=None)
-    with pytest.raises(ConfigError, match=r"sampling\.bad_words"):
-        run(engine, qwen, prompts, Sampling(bad_words=("a0",)))
-
-
-def test_a_bias_on_a_token_that_is_not_there_is_refused(engine: Any, qwen: nn.Module) -> None:
-    with pytest.raises(ConfigError, match=rf"sampling\.logit_bias names the token {VOCAB}.* to {VOCAB - 1}"):
-        run(engine, qwen, ask(), Sampling(max_new_tokens=3, logit_bias={VOCAB: 1.0}))
-
-
-def test_a_form_is_refused_with_the_generators_that_keep_one(engine: Any, qwen: nn.Module) -> None:
-    with pytest.raises(ConfigError, match=r"sampling\.structured\.regex.*generator=vllm or generator=vllm_server"):
-        run(engine, qwen, ask(), Sampling(structured=Structured(regex="a+")))
-
-
 def test_stop_string_across_tokens(engine: Any, qwen: nn.Module) -> None:
     free = responses(run(engine, qwen, ask(), SAMPLED))
     stop = tuple({spell(response)[3:5] for response in free if len(response) > 5})
@@ -537,6 +521,33 @@ def test_weights_are_read_when_generating(engine: Any) -> None:
     assert responses(after) != responses(before)
 
 
+REFUSED: dict[str, tuple[Prompts, Sampling, type[Exception], str]] = {
+    "no encoder": (dataclasses.replace(ask(), encode=None), Sampling(bad_words=("a0",)), ConfigError, r"\.bad_words"),
+    "no decoder": (dataclasses.replace(ask(), decode=None), Sampling(stop=("x",)), ConfigError, r"sampling\.stop"),
+    "no such token": (
+        *(ask(), Sampling(max_new_tokens=3, logit_bias={VOCAB: 1.0}), ConfigError),
+        rf"sampling\.logit_bias names the token {VOCAB}.* to {VOCAB - 1}",
+    ),
+    "a form": (
+        *(ask(), Sampling(structured=Structured(regex="a+")), ConfigError),
+        r"sampling\.structured\.regex.*generator=vllm or generator=vllm_server",
+    ),
+    "an empty prompt": (
+        *(dataclasses.replace(ask(rows=[0, 1]), token_ids=[[3], []]), SAMPLED, GenerationError),
+        "Prompt 1 ",
+    ),
+    "no prompts": (ask(rows=[]), SAMPLED, GenerationError, "keys"),
+    "no samples": (ask(group_size=0), SAMPLED, GenerationError, "keys"),
+    "too few keys": (dataclasses.replace(ask(), keys=[1]), SAMPLED, GenerationError, "keys"),
+}
+
+
+def test_what_cannot_be_drawn_is_refused(engine: Any, qwen: nn.Module) -> None:
+    for prompts, sampling, error, match in REFUSED.values():
+        with pytest.raises(error, match=match):
+            run(engine, qwen, prompts, sampling)
+
+
 def test_generate_before_sync_is_refused(engine: Any) -> None:
     with pytest.raises(GenerationError, match="before sync"):
         engine.generate(ask(), SAMPLED)
@@ -551,18 +562,6 @@ def test_a_copy_leaves_the_policy_behind(engine: Any, qwen: nn.Module) -> None:
     same(engine.generate(ask(), GREEDY), expected, tolerance=0)
 
 
-def test_prompt_without_tokens_is_refused_by_number(engine: Any, qwen: nn.Module) -> None:
-    prompts = dataclasses.replace(ask(rows=[0, 1]), token_ids=[[3], []])
-    with pytest.raises(GenerationError, match="Prompt 1 "):
-        run(engine, qwen, prompts, SAMPLED)
-
-
-def test_nothing_to_generate_is_refused(engine: Any, qwen: nn.Module) -> None:
-    for prompts in (ask(rows=[]), ask(group_size=0), dataclasses.replace(ask(), keys=[1])):
-        with pytest.raises(GenerationError, match="keys"):
-            run(engine, qwen, prompts, SAMPLED)
-
-
 @pytest.mark.parametrize(
     ("engine", "policy"),
     [("native", "gpt2"), ("native", "qwen2"), ("hf", "qwen2"), ("hf_continuous", "qwen2")],
@@ -573,12 +572,6 @@ def test_context_overflow_is_refused_with_the_numbers(engine: Any, policy: nn.Mo
     assert run(engine, policy, prompts, Sampling(max_new_tokens=10)).response_ids.shape == (3, 10)
     with pytest.raises(ConfigError, match=r"54 tokens.*max_new_tokens=11.* 64\..* to 10 or less"):
         run(engine, policy, prompts, Sampling(max_new_tokens=11))
-
-
-def test_stop_strings_need_a_decoder(engine: Any, qwen: nn.Module) -> None:
-    prompts = dataclasses.replace(ask(), decode=None)
-    with pytest.raises(ConfigError, match=r"sampling\.stop"):
-        run(engine, qwen, prompts, Sampling(stop=("x",)))
 
 
 def test_nan_weights_are_an_error_and_the_policy_is_restored(engine: Any) -> None:

@@ -313,11 +313,7 @@ def test_what_else_it_returns_goes_to_rewards(policy: nn.Module) -> None:
     def scored(prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
         assert trainer.columns == {"answer": ["x"] * 3 + ["y"] * 3} and trainer.num_generations == 3
         assert list(prompts) == [PROMPTS[0]] * 3 + [PROMPTS[1]] * 3
-        return single(prompts, trainer) | {
-            "env_reward": torch.arange(6.0),
-            "moves": tuple("abcdef"),
-            "game": "chess",
-        }
+        return single(prompts, trainer) | {"env_reward": torch.arange(6.0), "moves": tuple("abcdef"), "game": "chess"}
 
     data = {"answer": ["x", "y"]}
     out = draw(policy, scored, columns=["env_reward"], data=data)

@@ -64,9 +64,7 @@ PAIRS = [pytest.param(name, "qwen2", id=f"{name}-qwen2") for name in KEPT] + [
     pytest.param("native", "gpt2", id="native-gpt2")
 ]
 of_both = pytest.mark.parametrize(
-    ("engine", "policy"),
-    quick(PAIRS, {"native-qwen2", "native-plain-places-qwen2", "hf-qwen2"}),
-    indirect=True,
+    ("engine", "policy"), quick(PAIRS, {"native-qwen2", "native-plain-places-qwen2", "hf-qwen2"}), indirect=True
 )
 
 

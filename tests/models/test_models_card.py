@@ -112,10 +112,7 @@ def test_a_base_that_is_on_no_hub_is_not_in_the_header(tmp_path: Path, monkeypat
 def test_a_folder_that_says_what_it_was_made_from_is_named_by_both(told_by: str, tmp_path: Path) -> None:
     """A cached snapshot is that model; a card of others does not count, nor a path in a config."""
     folder = tmp_path / "said" / "hf"
-    files = {
-        "config.json": {"_name_or_path": "me/base"},
-        "adapter_config.json": {"base_model_name_or_path": "me/base"},
-    }
+    files = {"config.json": {"_name_or_path": "me/base"}, "adapter_config.json": {"base_model_name_or_path": "me/base"}}
     if told_by == "snapshots":
         folder = tmp_path / "models--me--base" / "snapshots" / "0a1b"
     folder.mkdir(parents=True)

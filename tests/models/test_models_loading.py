@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -62,13 +62,42 @@ def test_an_attention_kernel_that_is_not_installed_or_unknown(make_model):
         LanguageModel(folder, attn_implementation="sdpaa").load()
 
 
-@pytest.mark.parametrize("damage", ["cut", "noise", "empty"])
-def test_damaged_weights_are_refused_by_file_name(make_model, damage):
-    folder = make_model()
-    file = folder / "model.safetensors"
-    whole = file.read_bytes()
-    file.write_bytes({"cut": whole[: len(whole) // 2], "noise": b"\xff" * 100, "empty": b""}[damage])
-    with pytest.raises(StorageError, match=r"model\.safetensors is damaged"):
+def lacks_one(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def lacks_a_shard(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="100KB")
+    sorted(folder.glob("model-*.safetensors"))[1].unlink()
+
+
+def has_other_shapes(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
+
+
+DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut": (lambda folder: os.truncate(folder / "model.safetensors", 30_000), r"model\.safetensors is damaged"),
+    "noise": (
+        lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 100),
+        r"model\.safetensors is damaged",
+    ),
+    "empty": (lambda folder: os.truncate(folder / "model.safetensors", 0), r"model\.safetensors is damaged"),
+    "none": (lambda folder: (folder / "model.safetensors").unlink(), "holds no"),
+    "a weight": (lacks_one, r"lack 1 weights \(.*up_proj\.weight"),  # and no random numbers
+    "a shard": (lacks_a_shard, "model-00002-of-"),
+    "shapes": (has_other_shapes, "shapes"),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGED.values(), ids=DAMAGED)
+def test_damaged_weights_are_refused(make_model, damage, message):
+    damage(folder := make_model())
+    with pytest.raises(StorageError, match=message):
         LanguageModel(str(folder)).load()
 
 
@@ -80,34 +109,6 @@ def test_an_index_reads_nothing_outside_of_its_folder(make_model, tmp_path, wher
     names = dict.fromkeys(load_file(outside), str(outside) if where == "absolute" else where)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
     with pytest.raises(StorageError, match="outside of the model's folder"):
-        LanguageModel(str(folder)).load()
-
-
-def test_missing_weights_are_an_error_and_not_random_numbers(make_model):
-    folder = make_model()
-    weights = load_file(folder / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(StorageError, match=r"lack 1 weights \(.*up_proj\.weight"):
-        LanguageModel(str(folder)).load()
-
-
-def test_a_missing_shard_is_named(make_model):
-    folder = make_model()
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    (folder / "model.safetensors").unlink()
-    model.save_pretrained(folder, max_shard_size="100KB")
-    shard = sorted(folder.glob("model-*.safetensors"))[1]
-    shard.unlink()
-    with pytest.raises(StorageError, match=shard.name):
-        LanguageModel(str(folder)).load()
-
-
-def test_weights_of_other_shapes_are_refused(make_model):
-    folder = make_model()
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
-    with pytest.raises(StorageError, match="shapes"):
         LanguageModel(str(folder)).load()
 
 
@@ -140,13 +141,6 @@ def test_pickled_adapters_are_refused_and_never_opened(make_model, tmp_path):
     with pytest.raises(StorageError, match=r"adapter_model\.bin"):
         LanguageModel(str(folder), adapter=str(adapter)).load()
     assert not canary.exists()
-
-
-def test_a_folder_without_weights(make_model):
-    folder = make_model()
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(StorageError, match="holds no"):
-        LanguageModel(str(folder)).load()
 
 
 # --- the hub ---------------------------------------------------------------------------------------------------------

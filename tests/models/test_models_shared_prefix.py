@@ -72,14 +72,7 @@ def test_rows_may_stand_in_any_order_and_groups_be_of_any_size(make_model, compl
     assert_same(result(model, rows, SHARED), result(model, rows, PLAIN), value=1e-6, gradient=1e-5)
 
 
-ANGLES = {
-    "dynamic": {"factor": 2.0},
-    "longrope": {
-        "short_factor": [1.0] * 8,
-        "long_factor": [8.0] * 8,
-        "factor": 4.0,
-    },
-}
+ANGLES = {"dynamic": {"factor": 2.0}, "longrope": {"short_factor": [1.0] * 8, "long_factor": [8.0] * 8, "factor": 4.0}}
 
 
 @pytest.mark.parametrize("limit", [9, 64], ids=["beyond the limit", "below it"])

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from alarm_runs import AtLooks, fitted, fitted_with, saved
 from runs_helpers import SMALL, assert_same, newest, rows
 
-from lit_rl.algorithms import DPO, GRPO, PPO, SFT, OnlineDPO, ProcessRewardModeling, RewardModeling
+from lit_rl.algorithms import GRPO, SFT
 from lit_rl.algorithms.optim.strategies import FSDP2Strategy
 from lit_rl.callbacks import (
     Alarm,
@@ -31,61 +31,53 @@ from lit_rl.callbacks import (
 from lit_rl.callbacks import alarms as kinds
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import Sampling
-from lit_rl.data.example_module import PreferenceDataModule, StepwiseDataModule, SupervisedDataModule
-from lit_rl.data.prompt_module import RolloutDataModule
-from lit_rl.data.tasks import Addition, AdditionPairs, AdditionSteps, AdditionText
+from lit_rl.data.example_module import SupervisedDataModule
+from lit_rl.data.tasks import AdditionText
 from lit_rl.rewards import exact_match
 
-ENTROPY = "train/entropy"
+ENTROPY, DEAD = "train/entropy", "train/frac_reward_zero_std"
 
 
 # ---------------------------------------------------------------------- what is wrong
 
 
-def told(alarm: Alarm, *lines: Mapping[str, float]) -> list[bool]:
-    """Whether something is wrong with each of these lines of the log, in their order."""
+CUT, CLIPPED = "train/completions/clipped_ratio", "train/clip_ratio/region_mean"
+RINGS: dict[str, tuple[Alarm, list[Mapping[str, float]], list[int]]] = {
+    "entropy": (
+        EntropyCollapse(first=2, share=0.1),
+        [{ENTROPY: e} for e in (3.0, 1.0, 0.21, 0.19, 0.2)],
+        [0, 0, 0, 1, 0],
+    ),
+    "length": (
+        LengthDrift(first=1, factor=2),
+        [{"train/completions/mean_length": value} for value in (100.0, 200.0, 201.0, 50.0, 49.0)],
+        [0, 0, 1, 0, 1],
+    ),
+    "repetition": (
+        RepetitionDrift(first=1, rise=0.25),
+        [{"train/completions/repetition": value} for value in (0.5, 0.75, 0.76, 0.0)],
+        [0, 0, 1, 0],
+    ),
+    "groups": (DeadGroups(most=0.9), [{DEAD: 0.89}, {DEAD: 0.9}, {}], [0, 1, 0]),
+    "kl": (
+        KLBlowUp(most=1.0, most_in_rollout=0.2),
+        [{"train/kl": 1.0, "train/approx_kl": 0.2}, {"train/kl": 1.01}, {"train/approx_kl": 0.3}],
+        [0, 1, 1],
+    ),
+    "clipped": (
+        ClippedShare(most_completions=0.5, most_tokens=0.3),
+        [{CUT: 0.5, CLIPPED: 0.3}, {CUT: 0.6}, {CLIPPED: 0.31}, {CUT: 0.6, CLIPPED: 0.4}],
+        [0, 1, 1, 1],
+    ),
+}
+
+
+@pytest.mark.parametrize(("alarm", "lines", "rings"), RINGS.values(), ids=RINGS)
+def test_what_is_wrong_rings(alarm: Alarm, lines: list[Mapping[str, float]], rings: list[int]) -> None:
+    """Of lines of the log, in their order."""
     assert {name for line in lines for name in line} <= {*alarm.watched}, "a run shows it no other"
-    return [alarm.problem(line) is not None for line in lines]
-
-
-def test_entropy_that_collapses():
-    alarm = EntropyCollapse(first=2, share=0.1)
-    assert told(alarm, *({ENTROPY: value} for value in (3.0, 1.0, 0.21, 0.19, 0.2))) == [0, 0, 0, 1, 0]
-    assert alarm.problem({ENTROPY: 0.1}) == "train/entropy is 0.1 nats, below 0.1 of the 2 that the run began with"
-    assert alarm.problem({}) is None  # algo.log_entropy=false
-
-
-def test_length_that_drifts_either_way():
-    alarm = LengthDrift(first=1, factor=2)
-    lines = [{"train/completions/mean_length": value} for value in (100.0, 200.0, 201.0, 50.0, 49.0)]
-    assert told(alarm, *lines) == [0, 0, 1, 0, 1]
-
-
-def test_repetition_that_rises():
-    alarm = RepetitionDrift(first=1, rise=0.25)
-    assert told(alarm, *({"train/completions/repetition": value} for value in (0.5, 0.75, 0.76, 0.0))) == [0, 0, 1, 0]
-
-
-def test_groups_that_are_dead():
-    alarm, share = DeadGroups(most=0.9), "train/frac_reward_zero_std"
-    assert told(alarm, {share: 0.89}, {share: 0.9}, {}) == [0, 1, 0]
-    said = alarm.problem({share: 1.0, "train/reward": 0.02})
-    assert said == "100% of the completions are in groups of equal rewards, and the mean reward is 0.02"
-
-
-def test_kl_to_the_reference_and_within_a_rollout():
-    alarm = KLBlowUp(most=1.0, most_in_rollout=0.2)
-    assert told(alarm, {"train/kl": 1.0, "train/approx_kl": 0.2}, {"train/kl": 1.01}, {"train/approx_kl": 0.3}) == [
-        0,
-        1,
-        1,
-    ]
-
-
-def test_shares_that_are_clipped():
-    alarm = ClippedShare(most_completions=0.5, most_tokens=0.3)
-    cut, clipped = "train/completions/clipped_ratio", "train/clip_ratio/region_mean"
-    assert told(alarm, {cut: 0.5, clipped: 0.3}, {cut: 0.6}, {clipped: 0.31}, {cut: 0.6, clipped: 0.4}) == [0, 1, 1, 1]
+    assert [alarm.problem(line) is not None for line in lines] == rings
+    assert alarm.problem({}) is None  # as with algo.log_entropy=false
 
 
 def test_a_reward_that_rises_where_the_held_out_one_does_not():
@@ -217,34 +209,12 @@ def test_a_run_goes_back_to_what_was_saved_before_and_on_with_the_next_prompts(t
     assert told == [line["message"]]
 
 
-def prompts() -> RolloutDataModule:
-    return RolloutDataModule(task=Addition(max_operand=5, val_rows=4), prompts_per_rollout=4)
-
-
-SHORT = Sampling(max_new_tokens=6)
-ROWS: dict[str, Any] = {"max_operand": 6, "val_rows": 4}
-FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
-    "sft": lambda: (SFT("tiny", sampling=SHORT), SupervisedDataModule(task=AdditionText(**ROWS), batch_size=4)),
-    "dpo": lambda: (DPO("tiny", sampling=SHORT), PreferenceDataModule(task=AdditionPairs(**ROWS), batch_size=4)),
-    "reward_model": lambda: (RewardModeling("tiny"), PreferenceDataModule(task=AdditionPairs(**ROWS), batch_size=4)),
-    "process_reward_model": lambda: (
-        ProcessRewardModeling("tiny"),
-        StepwiseDataModule(task=AdditionSteps(**ROWS), batch_size=4),
-    ),
-    "online_dpo": lambda: (OnlineDPO("tiny", exact_match, sampling=SHORT), prompts()),
-    "ppo": lambda: (PPO("tiny", exact_match, sampling=SHORT, iterations=1, minibatches=1), prompts()),
-}
-"""GRPO, whose rollouts have several steps, has a test of its own above."""
-
-
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(name, marks=pytest.mark.all if name == "sft" else pytest.mark.exhaustive) for name in FAMILIES],
-)
-def test_every_family_goes_back(family: str, tmp_path: Path) -> None:
+@pytest.mark.all
+def test_what_learns_from_a_data_set_goes_back_too(tmp_path: Path) -> None:
     """Wrong at the ends of steps 3 and 4: step 2 was the last that was saved while all was well."""
     alarm = AtLooks({3, 4}, then="roll_back", patience=2)
-    trainer = fitted_with(*FAMILIES[family](), tmp_path, alarm, 5)
+    data = SupervisedDataModule(task=AdditionText(max_operand=6, val_rows=4), batch_size=4)
+    trainer = fitted_with(SFT("tiny", sampling=Sampling(max_new_tokens=6)), data, tmp_path, alarm, 5)
     assert "weights of optimizer step 2, and with the data that come next" in (tmp_path / "alarms.jsonl").read_text()
     before, back, after = (saved(tmp_path, step) for step in (2, 4, 5))
     assert trainer.global_step == 5 and alarm.rolled_back == 1

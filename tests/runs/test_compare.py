@@ -133,10 +133,7 @@ def test_a_set_that_is_not_tested_keeps_its_reward(tmp_path: Path) -> None:
         samples(folder, "val_00000040_t0_hard", PROMPTS, [math.nan] * 4 if name == "two" else [0, 1, 1, 0])
         folders.append(folder)
     found = comparison(*(run_files.RunFiles.of(folder) for folder in folders))
-    assert [name for name, _ in found.tests] == [
-        "held-out, greedy: reward, step 40",
-        "a_b, greedy: reward, step 40",
-    ]
+    assert [name for name, _ in found.tests] == ["held-out, greedy: reward, step 40", "a_b, greedy: reward, step 40"]
     assert found.values == [("val/hard/reward", 0.25, 0.25)]
     assert "hard, greedy: no test, as no prompt has a value in both runs." in found.notes
 

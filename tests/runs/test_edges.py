@@ -61,13 +61,6 @@ def test_a_checkpoint_of_another_run_is_never_mixed_into_a_finished_one(train, t
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("task", ["eval", "predict"])
-def test_last_without_a_checkpoint_is_no_evaluation_of_something_else(task, train, tmp_path, capsys):
-    assert train(*SMALL, f"task={task}", f"run_dir={tmp_path / 'run'}", "ckpt_path=last") == 7
-    assert "no whole checkpoint" in capsys.readouterr().err
-
-
-@pytest.mark.all
 def test_tasks_write_beside_the_run_and_nothing_when_dry(train, tmp_path):
     run = tmp_path / "run"
     assert train(*SMALL, "trainer.max_steps=1", f"run_dir={run}") == 0

@@ -54,22 +54,8 @@ def test_it_saves_where_it_stands_and_going_on_equals_the_whole_run(
     assert_same_run(whole, run_dir)
 
 
-def test_a_checkpoint_that_is_there_is_left_alone(train, tmp_path, monkeypatch):
-    overrides = [*SMALL, *GENERATOR, "callbacks.checkpoint.every_n_train_steps=1", f"run_dir={tmp_path / 'run'}"]
-    monkeypatch.setattr(FailsAt, "step", 3)
-    assert train(*overrides) == 5
-    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000003.ckpt"]
-
-
 def test_before_the_first_step_there_is_nothing_to_save(train, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(FailsAt, "step", 0)
     monkeypatch.setattr(FailsAt, "call", 2)  # after the validations
     assert train(*SMALL, *GENERATOR, f"run_dir={tmp_path / 'run'}") == 5
     assert not list((tmp_path / "run").rglob("*.ckpt")) and "ckpt_path=last" not in capsys.readouterr().out
-
-
-def test_without_the_callback_it_fails_as_before(train, tmp_path, monkeypatch):
-    monkeypatch.setattr(FailsAt, "step", 3)
-    small = [key for key in SMALL if not key.startswith("callbacks.")]
-    assert train(*small, *GENERATOR, "callbacks=none", f"run_dir={tmp_path / 'run'}") == 5
-    assert not list((tmp_path / "run").rglob("*.ckpt"))

@@ -172,13 +172,7 @@ def test_algorithms_that_give_none():
         PreferenceSets(sets=["verdicts"]).setup(trainer(Path()), one, "fit")
 
 
-RUN = [
-    *SMALL,
-    "callbacks=preference_sets",
-    "trainer.max_steps=8",
-    "algo.minibatches=2",
-    "eval.limit=1",
-]
+RUN = [*SMALL, "callbacks=preference_sets", "trainer.max_steps=8", "algo.minibatches=2", "eval.limit=1"]
 """Eight optimizer steps on four rollouts."""
 
 

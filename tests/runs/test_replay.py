@@ -40,12 +40,7 @@ from lit_rl.runs.replay_rollout import Replay, replay
 
 pytestmark = [pytest.mark.all, pytest.mark.xdist_group("replay")]
 
-RUN = [
-    *SMALL,
-    *EVERY_STEP,
-    "trainer.max_steps=6",
-    "data.task.max_operand=9",
-]
+RUN = [*SMALL, *EVERY_STEP, "trainer.max_steps=6", "data.task.max_operand=9"]
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +122,10 @@ def module(kind: type = GRPO, **settings: Any) -> PolicyGradient:
         ("algo=rloo", "algo.group_size=4"),
         ("model.lora.r=4", "algo.beta=0.1", "trainer.precision=bf16-mixed"),
         ("trainer.precision=bf16-true",),
+        ("algo=remax",),  # whose greedy rewards are saved
+        ("algo=otb",),  # as are norms of gradients
     ],
-    ids=["grpo", "kl in the reward", "adapters", "masters"],
+    ids=["grpo", "kl in the reward", "adapters", "masters", "remax", "otb"],
 )
 def test_at_the_step_of_the_rollout_it_is_the_step_that_training_took(finished, compare, overrides):
     """Loss and gradient norm of optimizer step 6, as metrics.jsonl has them."""
@@ -335,20 +332,6 @@ def test_what_a_reader_has_to_know_is_said(direct, capsys, change, told):
     assert told in " ".join(capsys.readouterr().out.split())
 
 
-def test_greedy_rewards_are_saved_where_the_run_drew_them(finished, compare):
-    folder = finished("algo=remax")
-    (own,) = compare(folder, "remax", ckpt_path=folder / "checkpoints" / "step_00000005.ckpt")["objectives"]
-    (logged,) = [row for row in rows(folder) if row["step"] == 6 and "train/loss" in row]
-    assert own["gradient_norm"] == pytest.approx(logged["train/grad_norm"], rel=1e-4)
-
-
-def test_norms_of_gradients_are_saved_where_an_advantage_read_them(finished, compare):
-    folder = finished("algo=otb")
-    (own,) = compare(folder, "otb", ckpt_path=folder / "checkpoints" / "step_00000005.ckpt")["objectives"]
-    (logged,) = [row for row in rows(folder) if row["step"] == 6 and "train/loss" in row]
-    assert own["gradient_norm"] == pytest.approx(logged["train/grad_norm"], rel=1e-4)
-
-
 # ---------------------------------------------------------------------- the command
 
 
@@ -391,18 +374,17 @@ def test_what_cannot_be_replayed_is_refused(finished, train, capsys, arguments, 
     assert told in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("missing", ["rollouts", "config.yaml", "checkpoints", "run_dir"])
+@pytest.mark.parametrize("missing", ["rollouts", "config.yaml", "checkpoints"])
 def test_a_folder_that_lacks_something_is_refused(finished, train, capsys, tmp_path, missing):
     folder = tmp_path / "run"
     shutil.copytree(finished(*MINIBATCHES), folder)
     told = {"rollouts": "callbacks.rollouts", "config.yaml": "no config.yaml", "checkpoints": "no whole checkpoint"}
     if missing == "config.yaml":
         (folder / missing).unlink()
-    elif missing != "run_dir":
+    else:
         shutil.rmtree(folder / missing)
-    where = [] if missing == "run_dir" else [f"run_dir={folder}"]
-    assert train("replay", *where, "replay.losses=[grpo]") == (7 if missing == "checkpoints" else 2)
-    assert told.get(missing, "needs the folder of a run") in capsys.readouterr().err
+    assert train("replay", f"run_dir={folder}", "replay.losses=[grpo]") == (7 if missing == "checkpoints" else 2)
+    assert told[missing] in capsys.readouterr().err
 
 
 def test_single_completions_have_nothing_for_grpo(finished, train, capsys, tmp_path):
@@ -427,11 +409,6 @@ def test_files_of_another_kind_are_refused(finished, train, capsys):
     for path in (folder / "config.yaml", folder / "metrics.jsonl"):
         with pytest.raises(StorageError, match="is no rollout"):
             SavedRollout.read(path)
-
-
-def test_no_other_command_takes_losses(train, capsys):
-    assert train("replay.losses=[grpo]") == 2
-    assert "keys of lit-rl replay" in capsys.readouterr().err
 
 
 def test_the_runs_config_builds_only_what_is_allowed(finished, train, capsys, tmp_path):
@@ -504,10 +481,7 @@ def test_a_run_that_is_trusted_may_name_code():
         ({"data": {"task": {"_target_": "lit_rl.data.tasks.VerifiersTasks"}}}, "VerifiersTasks"),
         ({"reward": {"_target_": "lit_rl.rewards.contract.load_by_path", "path": "x:y"}}, "load_by_path"),
         ({"optimizer": {"_target_": "lit_rl.algorithms.optim.optimizers.ByPath", "path": "x.Y"}}, "optimizer"),
-        (
-            {"s": {"_target_": "lit_rl.algorithms.optim.schedules.ScheduleByPath", "path": "x.Y"}},
-            "ScheduleByPath",
-        ),
+        ({"s": {"_target_": "lit_rl.algorithms.optim.schedules.ScheduleByPath", "path": "x.Y"}}, "ScheduleByPath"),
     ):
         with pytest.raises(ConfigError, match=f"{word}.*trust_run=true"):
             run_trust.check(parts, asked)

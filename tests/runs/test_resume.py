@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 
 import pytest
-import torch
-from runs_helpers import EVERY_STEP, SMALL, newest, rows
+from runs_helpers import SMALL, newest, rows
 
 QUICK = [*SMALL, "trainer.limit_val_batches=0"]
 ROWS = [
@@ -55,15 +53,6 @@ def test_runs_of_every_kind_repeat(root):
     assert said.returncode == 0 and "DIFFERENT" not in hashes.values(), said.stdout + said.stderr
 
 
-def test_a_finished_run_returns_at_once(train, tmp_path, capsys):
-    run_dir = f"run_dir={tmp_path / 'run'}"
-    assert train(*SMALL, "trainer.max_steps=2", run_dir) == 0
-    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
-    assert train(*SMALL, "trainer.max_steps=2", run_dir, "ckpt_path=last") == 0
-    assert "finished" in capsys.readouterr().out
-    assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
-
-
 def test_a_finished_run_goes_on_to_a_later_end(train, tmp_path, capsys):
     words = [*SMALL, "trainer.limit_val_batches=0", f"run_dir={tmp_path / 'run'}", "ckpt_path=last"]
     words.append("scheduler.warmup_steps=0")
@@ -80,32 +69,8 @@ def test_a_finished_run_goes_on_to_a_later_end(train, tmp_path, capsys):
         assert "nothing to do" in capsys.readouterr().out
 
 
-def test_last_without_a_checkpoint_starts_anew_and_says_so(train, tmp_path, capsys):
-    assert train(*SMALL, "trainer.max_steps=1", f"run_dir={tmp_path / 'run'}", "ckpt_path=last") == 0
-    assert "starting anew" in capsys.readouterr().out
-
-
-@pytest.mark.all
-def test_a_truncated_checkpoint_is_passed_over_for_the_one_before(train, tmp_path):
-    whole, again = tmp_path / "whole", tmp_path / "again"
-    overrides = [*QUICK, *EVERY_STEP, "trainer.max_steps=2"]
-    assert train(*overrides, f"run_dir={whole}") == 0
-    shutil.copytree(whole, again)
-    (again / "summary.json").unlink()
-    last = again / "checkpoints" / "step_00000002.ckpt"
-    last.write_bytes(last.read_bytes()[: last.stat().st_size // 2])
-    assert train(*overrides, f"run_dir={again}", "ckpt_path=last") == 0
-    assert_same_weights(whole, again)
-
-
 def files_of(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def assert_same_weights(a, b):
-    first, second = newest(a)["state_dict"], newest(b)["state_dict"]
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_a_checkpoint_of_another_model_is_refused(train, tmp_path, capsys):
@@ -171,15 +136,6 @@ def test_metrics_are_one_row_a_rollout_and_one_a_validation(train, tmp_path):
     # before, after the first epoch of 8 rollouts, after
     assert [row["step"] for row in table if "val/reward" in row] == [0, 8, 12]
     assert [row["step"] for row in table if "val_sampled/reward" in row] == [0, 12]
-
-
-@pytest.mark.all
-def test_a_finished_run_keeps_one_checkpoint(train, tmp_path):
-    """The interval saves the second step, the end the third; a run that goes on from there leaves one again."""
-    every = ["callbacks.checkpoint.every_n_train_steps=2", "data.task.val_rows=0", f"run_dir={tmp_path}"]
-    for steps, more in ((3, []), (5, ["ckpt_path=last"])):
-        assert train(*SMALL, *every, f"trainer.max_steps={steps}", *more) == 0
-        assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step_0000000{steps}.ckpt"]
 
 
 @pytest.mark.all

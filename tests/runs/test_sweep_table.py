@@ -29,15 +29,7 @@ def folder(tmp_path: Path) -> Path:
         run_folder(sweep / str(number), rows, summary=summary)
         note(sweep, number, f"optimizer.lr={lr}", "seed=1", "judge.api_key=mine")
         note(sweep, number, f"optimizer.lr={lr}", "seed=1", "judge.api_key=mine", exit_code=0)
-    note(
-        sweep,
-        2,
-        "optimizer.lr=-1|x",
-        "seed=1",
-        "judge.api_key=mine",
-        exit_code=2,
-        message=REFUSED,
-    )
+    note(sweep, 2, "optimizer.lr=-1|x", "seed=1", "judge.api_key=mine", exit_code=2, message=REFUSED)
     note(sweep, 3, "optimizer.lr=1e-3", "seed=1", "judge.api_key=mine")
     return sweep
 

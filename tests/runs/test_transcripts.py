@@ -183,16 +183,6 @@ def test_the_page_says_what_was_recorded_and_colours_by_its_columns(run: SimpleN
     assert {"p", "e"} <= kinds
 
 
-def test_nothing_that_an_episode_says_is_markup_and_nothing_is_loaded(run: SimpleNamespace) -> None:
-    reader = parsed(run.page)
-    assert len(reader.scripts) == 1 and "filter" in reader.scripts[0]
-    assert not {"src", "href", "onclick", "style"} & {name for _, attributes in reader.tags for name in attributes}
-    assert "\x1b" not in run.page and "\x00" not in run.page and "http" not in run.page.replace("http-equiv", "")
-    (policy,) = [str(attributes["content"]) for tag, attributes in reader.tags if "http-equiv" in attributes]
-    assert "default-src 'none'" in policy and "sha256-" in policy
-    assert "&lt;/script&gt;" in run.page and "\\x1b" in run.page
-
-
 def episode_of(number: int, tokens: int, **changes: Any) -> RecordedCompletion:
     turn, own = [i // 100 for i in range(tokens)], [i % 100 < 60 for i in range(tokens)]
     numbers = [-0.5 * one for one in own]
