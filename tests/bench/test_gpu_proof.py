@@ -27,6 +27,7 @@ from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import Interval
 from transformers import AutoModelForCausalLM, Qwen2Config
 from waiting import until
+from warm import run
 
 from lit_rl.core.processes import is_alive
 from lit_rl.models.model_costs import ModelFlops
@@ -257,8 +258,7 @@ def test_figures_trl_and_the_trace_in_small_shapes(tmp_path: Path) -> None:
     """In one process, for the imports' sake; of the figures, the first of SFT and the one of a group of one."""
     path = os.pathsep.join((str(SCRIPTS.parent), str(SCRIPTS)))
     environment = os.environ | {"PROOF_SMALL": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", STAGES, str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = run([sys.executable, "-c", STAGES, str(tmp_path)], env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     found = prove.read_stages(tmp_path)
     assert not [row for one in found.values() for row in one["rows"] if row["passed"] is False]

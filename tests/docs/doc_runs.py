@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -20,6 +20,20 @@ from lit_rl import cli
 
 SMALL = ["trainer.max_steps=1", "eval.limit=4", "sampling.max_new_tokens=6", "callbacks.samples.print=0"]
 """One optimizer step, validated on four prompts."""
+
+_FEW = {
+    "experiment=guess_sft": ["data.task.games=40"],
+    "experiment=frozen_lake_sft": ["data.task.games=40"],
+    "experiment=calculator_sft": ["data.task.max_operand=30"],
+}
+
+
+def few_rows(words: Sequence[str]) -> list[str]:
+    """Settings of a command that take few of the rows that are computed: to encode all takes longer than a step."""
+    own = ("data=", "data.path=", "data.task.", "experiment=", "trainer.val_check_interval=")  # of so many batches
+    if not any(word.startswith(own) for word in words):
+        return ["data.task.max_operand=30", "data.task.val_rows=8"]  # the shipped sums
+    return [setting for word in words for setting in _FEW.get(word, ())]
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from composed_configs import tree_of
 from doc_blocks import Block, blocks, table_rows
-from doc_runs import SMALL, left_as_found
+from doc_runs import SMALL, few_rows, left_as_found
 
 from lit_rl.cli.aliases import expand_aliases
 from lit_rl.core import errors
@@ -57,7 +57,7 @@ def small(words: list[str], number: int) -> list[str]:
     """The same command with few steps and its own folder, where it names none."""
     if {"--help", "--cfg"} & set(words):
         return words
-    more = list(SMALL)
+    more = [*SMALL, *few_rows(words)]
     if not any(word.startswith("run_dir=") for word in words):
         more.append(f"run_dir=run_{number}")
     if not any(word.startswith("logger=") for word in words):
@@ -78,11 +78,11 @@ def composes(overrides: list[str]) -> None:
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("name", ["README.md", "docs/recipes.md"])
-def test_the_commands_of_a_document_compose(name: str, root: Path, cwd: Path) -> None:
-    """`make test` composes the README's; `make test-all` runs them."""
-    prepare(cwd, blocks(root / name), root)
-    typed = [words for block in blocks(root / name) for words in block.commands]
+def test_the_commands_of_the_recipes_compose(root: Path, cwd: Path) -> None:
+    """With models of their own they take hours: no test runs them."""
+    found = blocks(root / "docs" / "recipes.md")
+    prepare(cwd, found, root)
+    typed = [words for block in found for words in block.commands]
     commands = [words[2:] for words in typed if words[:2] in (["python", "train.py"], ["lit-rl", "plan"])]
     plain_ones = [words for words in commands if not any(word.startswith("-") for word in words)]
     assert plain_ones

@@ -19,12 +19,13 @@ from nbclient import NotebookClient
 pytestmark = [pytest.mark.all, pytest.mark.xdist_group("notebooks")]
 
 FIRST = "01_first_grpo"
+FEW_SUMS = {"task=Addition()": "task=Addition(val_rows=100, max_operand=50)"}
 SHORT = {
     "02_ppo_step_by_step": {"max_steps=160": "max_steps=24"},
     "03_preferences": {"max_steps=100": "max_steps=20", "[100]": "[20]"},
     "04_tools": {"trainer(70, ": "trainer(6, "},
     "05_images": {"trainer(100, folder)": "trainer(12, folder)"},
-    "06_your_own_algorithm": {"max_steps=40": "max_steps=4"},
+    "06_your_own_algorithm": {"max_steps=40": "max_steps=4", **FEW_SUMS},
 }
 """What is replaced in each notebook so that it runs in seconds: every cell runs, and every number that is compared with
 one by hand is there. That a notebook learns what its text says is for `make test-exhaustive`."""
@@ -37,12 +38,9 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("jupyter")
     spec = folder / "kernels" / "python3"
     spec.mkdir(parents=True)
-    argv = [sys.executable, ipykernel_launcher.__file__, "-f", "{connection_file}"]
-    env = {
-        "OMP_NUM_THREADS": "1",
-        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+    # The backend as an option: matplotlib may be loaded before the environment is read.
+    argv = [sys.executable, ipykernel_launcher.__file__, "-f", "{connection_file}", "--matplotlib=inline"]
+    env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     (spec / "kernel.json").write_text(
         json.dumps({"argv": argv, "display_name": "Python 3", "language": "python", "env": env})
     )
@@ -51,6 +49,13 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def read(root: Path, name: str) -> nbformat.NotebookNode:
     return nbformat.read(root / "notebooks" / f"{name}.ipynb", as_version=4)
+
+
+def shorten(notebook: nbformat.NotebookNode, replaced: dict[str, str]) -> None:
+    for text, shorter in replaced.items():
+        assert any(text in cell.source for cell in notebook.cells), text
+        for cell in notebook.cells:
+            cell.source = cell.source.replace(text, shorter)
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +80,7 @@ def cells(execute: Callable, root: Path) -> Callable[[str], list[nbformat.Notebo
     @functools.cache
     def run(name: str) -> list[nbformat.NotebookNode]:
         notebook = read(root, name)
-        for text, shorter in SHORT[name].items():
-            assert any(text in cell.source for cell in notebook.cells), text
-            for cell in notebook.cells:
-                cell.source = cell.source.replace(text, shorter)
+        shorten(notebook, SHORT[name])
         execute(notebook)
         return notebook.cells
 
@@ -102,9 +104,7 @@ def whole(execute: Callable, root: Path) -> Callable[[str], str]:
 def passes(execute: Callable, root: Path) -> list[list[nbformat.NotebookNode]]:
     """The cells of two passes in one kernel; each ends with its rewards."""
     twice = read(root, FIRST)
-    for cell in twice.cells:
-        cell.source = cell.source.replace("max_steps=100,", "max_steps=24,")  # the warm-up takes 20
-    assert any("max_steps=24" in cell.source for cell in twice.cells)
+    shorten(twice, {"max_steps=100,": "max_steps=24,", **FEW_SUMS})  # the warm-up takes 20
     twice.cells.append(nbformat.v4.new_code_cell("print('rewards', curve.tolist())"))
     size = len(twice.cells)
     again = copy.deepcopy(twice.cells)
