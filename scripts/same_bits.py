@@ -175,7 +175,7 @@ OFFLINE = {
     "reward_model": "algo=reward_model",
 }
 PRESETS = {
-    f"{ROLLOUTS} {GRADED} trainer.max_steps=4": "bnpo cispo cispo_minimax clip_cov cpgd dppo_kl dppo_tv dr_grpo"
+    f"{ROLLOUTS} {GRADED} trainer.max_steps=4": "a2po bnpo cispo cispo_minimax clip_cov cpgd dppo_kl dppo_tv dr_grpo"
     " dro fipo gdpo gfpo gmpo gpg grpo_ps gspo_token high_entropy kl_cov lite_ppo luspo m2po opo"
     " otb prime_rl rae raft real reinforce reinforce_pp_baseline remax sapo up_grpo vespo",
     f"{ROLLOUTS} trainer.max_steps=8": "grpo_replay maxrl pass_at_k",

@@ -63,6 +63,7 @@ TARGETS = {
     "GroupReplay": "lit_rl.algorithms.terms.groups.GroupReplay",
     "RunningNorm": "lit_rl.algorithms.terms.credit.RunningNorm",
     "RoleBaseline": "lit_rl.algorithms.terms.credit.RoleBaseline",
+    "OptimalValue": "lit_rl.algorithms.terms.optimal_value.OptimalValue",
     "Evaluation": "lit_rl.algorithms.Evaluation",
     "AdamW": "lit_rl.algorithms.optim.optimizers.AdamW",
     "AdamW8bit": "lit_rl.algorithms.optim.optimizers.AdamW8bit",

@@ -392,7 +392,7 @@ WITHOUT_A_FIELD = {
     "eval_entropy": "val/entropy",
     "eval_clip_ratio": "val/clip_ratio",
     "eval_loss": "val/loss",
-    "A2POTrainer": "not built",
+    "A2POTrainer": "algo=a2po",
     "MergeModelCallback": "callbacks=merge",
     "PairRMJudge": "judge=pairrm",
     "chat_template_kwargs": "chat_template_kwargs",

@@ -33,6 +33,7 @@ from lit_rl.algorithms.optim.optimizers import ByPath
 from lit_rl.algorithms.optim.strategies import FSDP2Strategy
 from lit_rl.algorithms.terms.credit import RoleBaseline, RunningNorm
 from lit_rl.algorithms.terms.groups import BestOfGroup, DynamicSampling, TopOfGroup, shortest
+from lit_rl.algorithms.terms.optimal_value import OptimalValue
 from lit_rl.algorithms.terms.regularizers import AdaptiveEntropy, AdaptiveKL
 from lit_rl.algorithms.terms.teachers import ModelTeacher, SampledKL
 from lit_rl.algorithms.terms.verdict_terms import DensityRatio
@@ -424,6 +425,9 @@ TERMS = {
         Reinforce,
         lambda: {"iterations": 2, "advantage": RoleBaseline(0.5), "role": "answer"},
         shown=metric("role/7/baseline", lambda earned: earned > 0),
+    ),
+    "optimal-values": term(  # of prompts that the other rank completed
+        Reinforce, lambda: {"group_size": 1, "advantage": OptimalValue(samples=3), "reward_beta": 0.1}
     ),
     "taught-by-model": term(  # the first of the policy's two layers, sharded like the policy
         GRPO,

@@ -230,6 +230,7 @@ ONLINE = {
     "halves": prompts("trainer.precision=bf16-true", "optimizer=adamw_split"),
     "masters": prompts("trainer.precision=bf16-true"),
     "baselines-of-roles": prompts("algo=rae", "algo.role=answer", shown=of_roles),
+    "optimal-values": prompts("algo=a2po", *GRADED),  # of the initial policy, which is gone by then
     # what the teacher said is in the rollout, and its weights are an average of the policy's
     "self-taught": prompts("algo=sdpo", "reference.decay=0.5", "algo.distillation.top_k=20", *TAUGHT),
     "sdft": prompts("algo=sdft", TAUGHT[0]),

@@ -49,7 +49,7 @@ Estimator = Callable[..., Any]
 _BY_POSITION = ("rewards", "group_id")
 _COLUMNS = (
     *("values", "weights", "lengths", "greedy_rewards", "gradient_norms", "token_rewards", "mask", "step_ends"),
-    *("turn", "state", "role"),
+    *("turn", "state", "role", "data_row"),
 )
 """Columns that an estimator of rows may name."""
 
@@ -95,6 +95,12 @@ def check_estimator_inputs(
         f"algo.reward_clip={list(credit.clip or ())}": credit.clip is not None,
     }
     unread = [] if traits.reads_rewards else [key for key, is_set in changes.items() if is_set]
+    changed = [key for key, is_set in changes.items() if is_set]
+    if changed and "data_row" in parameters(estimator):
+        raise ConfigError(
+            f"{', '.join(changed)}: algo/advantage={name_of(estimator)} compares rewards with values that are estimated "
+            "from the rewards as the functions return them. Leave it out, or change the rewards in the functions."
+        )
     if reward_beta and not traits.reads_kl:
         unread.append(f"algo.reward_beta={reward_beta}")
     if unread:

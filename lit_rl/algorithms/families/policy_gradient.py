@@ -27,6 +27,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lit_rl.algorithms.checks import argument_checks, policy_gradient_checks
@@ -54,6 +55,7 @@ from lit_rl.algorithms.rollouts.rollout_plan import BatchPlan, micro_batch, rows
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.terms.credit import AdvantageClip, CreditAssignment, Roles, TurnRewardWarning, Whitening
 from lit_rl.algorithms.terms.groups import check_group_has_spread
+from lit_rl.algorithms.terms.optimal_value import OptimalValue
 from lit_rl.algorithms.terms.regularizers import (
     EntropyBonus,
     FixedKL,
@@ -64,8 +66,10 @@ from lit_rl.algorithms.terms.supervised import SupervisedTerm
 from lit_rl.algorithms.terms.teachers import Distillation, StudentFacts, TeacherRequest, check_pair
 from lit_rl.algorithms.terms.token_weights import EngineCorrection, OffPolicyMask, TokenSelection, step_tokens
 from lit_rl.core.errors import ConfigError
+from lit_rl.core.progress_bar import delayed_progress
 from lit_rl.core.rollout import Completions, Rollout
 from lit_rl.data.encode import Encoder
+from lit_rl.data.loaders import EvalLoader
 from lit_rl.data.row_visuals import MAX_IMAGE_PIXELS
 from lit_rl.models.forward import TokenScores, score
 from lit_rl.models.modes import drops_out
@@ -75,6 +79,9 @@ from lit_rl.ops.imitation import cross_entropy
 from lit_rl.ops.reductions import Metrics, StepTokens, StepTotals, masked_sum
 from lit_rl.settings.algorithms import PolicyGradientConfig
 from lit_rl.settings.base import takes
+
+INITIAL = -(2**20)
+"""Rollout number of the completions of the initial policy: they share their noise with no rollout and no validation."""
 
 
 class PolicyGradient(OnPolicyModule, ABC):
@@ -345,6 +352,23 @@ class PolicyGradient(OnPolicyModule, ABC):
         """The settings by which the run's rows are read; None in a data module of yours that has none."""
         return getattr(getattr(self.trainer_or_none, "datamodule", None), "options", None)
 
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if isinstance(self.advantage, OptimalValue) and not self.advantage.is_estimated:
+            rank_zero_info(self.advantage.learn(self._initial_rewards(self.advantage.samples)))
+
+    def _initial_rewards(self, samples: int) -> dict[int, list[float]]:
+        """Return rewards of `samples` completions of each training row by the policy now, from all ranks."""
+        data: Any = self.trainer.datamodule  # pyright: ignore
+        mine: dict[int, list[float]] = {}
+        ranks = {"rank": self.ranks.rank, "world_size": self.ranks.world_size}
+        loader = EvalLoader(data.train_prompts, batch_size=data.val_batch_size, **ranks)
+        for batch in delayed_progress(loader, "Completions for the values of prompts", "batches"):
+            _, scores = self.draw_aside(replace(batch, rollout=INITIAL), self.sampling, samples)
+            mine |= zip(batch.rows, scores.total.reshape(len(batch), samples).tolist())
+        self.generator.rest()
+        return {row: rewards for part in self.ranks.objects(mine) for row, rewards in part.items()}
+
     def setup(self, stage: str) -> None:
         super().setup(stage)
         if self.distillation is not None and stage == "fit":
@@ -404,12 +428,13 @@ class PolicyGradient(OnPolicyModule, ABC):
         """Yield the loss of the batch as an optimizer step of its own, and the clipped shares, by micro-batches.
 
         Nothing where the loss would not be that of the training: for completions of another distribution, for single
-        ones that an estimator compares, or with a greedy completion or a teacher, which a validation does not ask.
+        ones that an estimator compares, or with a greedy completion, a teacher or a value of the training's rows.
         """
         drawn = replace(self.evaluation.sampling(self.sampling), max_new_tokens=self.sampling.max_new_tokens)
         groups, size = len(scored.batch), scored.group_size
         compared_alone = size < 2 and self.compares_completions()
-        if drawn != self.sampling or compared_alone or self.needs_greedy_rewards or self.needs_teacher:
+        without = self.needs_greedy_rewards or self.needs_teacher or "data_row" in parameters(self.advantage)
+        if drawn != self.sampling or compared_alone or without:
             return
         learning = {name: self._stateful().get(name) for name in ("kl_control", "reward_norm", "advantage")}
         before = [(term, term.state()) for term in learning.values() if term is not None]

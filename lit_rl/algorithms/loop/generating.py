@@ -371,15 +371,24 @@ class GeneratingModule(PolicyModule):
 
     def evaluate(self, batch: PromptBatch, dataloader_idx: int = 0) -> tuple[Completions, Scores]:
         """Complete and score a batch with the evaluation's own sampling and noise that the training never uses."""
-        apart = replace(batch, rollout=-1 - dataloader_idx)
+        sampling, group_size = self.evaluation.sampling(self.sampling), self.evaluation.group_size
+        return self.draw_aside(replace(batch, rollout=-1 - dataloader_idx), sampling, group_size)
+
+    def draw_aside(self, batch: PromptBatch, sampling: Sampling, group_size: int) -> tuple[Completions, Scores]:
+        """Complete and score a batch outside of the training's rollouts. A collective: each rank has a batch.
+
+        Args:
+            batch: The prompts, of a rollout number below 0: its noise is then never the training's.
+            sampling: Sampling settings.
+            group_size: Completions a prompt.
+        """
         together = abort_on_all_ranks(self.ranks)
         with run_ending_hook(), together, self.source.aside(), self.rollout_context():
             # Scoring is a collective then, so no rank may enter it while another has aborted.
             drawn = abort_on_all_ranks(self.ranks) if self.reward_functions.waits_for_ranks else nullcontext()
             with drawn:
-                sampling, group_size = self.evaluation.sampling(self.sampling), self.evaluation.group_size
-                completions = self.draw(apart, sampling, group_size, score_early=True)
-            scores = self.reward(apart, completions)
+                completions = self.draw(batch, sampling, group_size, score_early=True)
+            scores = self.reward(batch, completions)
         return completions, self.from_tensor_group_leader(scores)
 
     def predict_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, list[Any]]:

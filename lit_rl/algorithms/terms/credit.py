@@ -52,6 +52,8 @@ class Credit:
     """Float32 `(b, k)`: the weights of the functions."""
     compared: Tensor
     """Long `(b,)`: equal for completions that are compared with each other: of one prompt, and in one role."""
+    data_row: Tensor
+    """Long `(b,)`: the training row of each."""
     role: Tensor | None = None
     """Long `(b,)`: a number for the role of each row, the same in every process. None without roles."""
     greedy_rewards: Tensor | None = None
@@ -66,6 +68,7 @@ class Credit:
         columns = {
             "rewards": self.rewards,
             "group_id": self.compared,
+            "data_row": self.data_row,
             "values": self.values,
             "weights": self.weights,
             "lengths": completions.lengths,
@@ -144,7 +147,8 @@ class CreditAssignment:
         if greedy is not None:  # scaled like sampled ones, which alone update the norm: their variance is another
             greedy = self._clip_rewards(greedy if self.norm is None else self.norm.scaled(greedy))
         end_id = getattr(tokenizer, "eos_token_id", None)
-        of_rows = rewards, per_token, step_ends, values, weights, compared, role
+        data_row = torch.tensor(scored.batch.rows, device=mask.device).repeat_interleave(scored.group_size)
+        of_rows = rewards, per_token, step_ends, values, weights, compared, data_row, role
         return Credit(*of_rows, greedy, scored.gradient_norms, end_id)
 
     def _process_rows(self, completions: Completions, rewards: Tensor, compared: Tensor, ranks: Ranks) -> Tensor:
