@@ -627,8 +627,12 @@ def test_an_episode_is_scored_behind_its_prompt_with_what_the_environment_said(t
             own = by_hand.gather(1, drawn.response_ids[row][sampled][:, None])[:, 0]
             torch.testing.assert_close(said, own, atol=1e-4, rtol=1e-4)
             if rollout.teacher_top_ids is not None:
-                wanted = by_hand.gather(1, rollout.teacher_top_ids[row][sampled])
+                ids = rollout.teacher_top_ids[row][sampled]
+                wanted = by_hand.gather(1, ids)
                 torch.testing.assert_close(rollout.teacher_top_logprobs[row][sampled], wanted, atol=1e-4, rtol=1e-4)
+                text = module.tokenizer(opened).input_ids  # the policy read no context
+                logits = start(torch.tensor([[*text, *response.tolist()]])).logits[0, len(text) - 1 : -1]
+                assert ids.sort().values.equal(logits[sampled[there]].topk(5).indices.sort().values)
 
 
 def test_the_prompt_of_an_episode_keeps_its_tools() -> None:
