@@ -15,17 +15,16 @@ from torch import Tensor, nn
 
 from lit_rl.core.interrupts import Interrupted
 from lit_rl.generation.generator import Decoded
-from lit_rl.generation.hf import HFGenerator
 from lit_rl.generation.native import NativeGenerator
 
 
-class _Slow:
+class SlowNative(NativeGenerator):
     """Half a minute a token with the weights of optimizer step `SLOW_AT`. A second after it has begun, it leaves
     `met_<rank>` in the folder `MET`, or sends the process a signal where there is none."""
 
     def _decode(self, policy: nn.Module, *asked: Any) -> Iterator[tuple[Tensor, Decoded]]:
-        decoded = super()._decode(policy, *asked)  # pyright: ignore
-        if self._version != int(os.environ.get("SLOW_AT", "-1")):  # pyright: ignore
+        decoded = super()._decode(policy, *asked)
+        if self._version != int(os.environ.get("SLOW_AT", "-1")):
             yield from decoded
             return
         threading.Timer(1.0, _say_that_it_has_begun).start()
@@ -34,14 +33,6 @@ class _Slow:
             yield from decoded
         finally:
             hook.remove()
-
-
-class SlowNative(_Slow, NativeGenerator):
-    pass
-
-
-class SlowHF(_Slow, HFGenerator):
-    pass
 
 
 class Stubborn(NativeGenerator):

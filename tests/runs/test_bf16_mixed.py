@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from functools import cache
@@ -13,7 +12,6 @@ import dist_equal
 import lightning as L
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from lit_rl.algorithms import DPO, GKD, KTO, SFT, AdamW, Constant, OnlineDPO, ProcessRewardModeling, RewardModeling
 from lit_rl.core.examples import TokenBatch
@@ -214,19 +212,3 @@ def test_the_divergence_of_a_student_is_taken_in_float32():
 
 
 # ---------------------------------------------------------------- from the command line
-
-
-def test_sft_from_the_command_line(train, tmp_path):
-    run_dir = tmp_path / "run"
-    overrides = [
-        "algo=sft", "trainer.precision=bf16-mixed", "data.task.max_operand=20", "data.task.val_rows=20",
-        "data.batch_size=32", "trainer.max_steps=30", "optimizer.lr=1e-3", "scheduler=constant", "logger=none",
-        "eval.limit=4", "callbacks.samples.print=0",
-    ]  # fmt: skip
-    assert train(*overrides, f"run_dir={run_dir}") == 0
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    losses, validated = ([row[name] for row in rows if name in row] for name in ("train/loss", "val/loss"))
-    assert all(map(math.isfinite, losses + validated))
-    assert losses[-1] < losses[0] and validated[-1] < validated[0]
-    exported = load_file(run_dir / "hf" / "model.safetensors")
-    assert {tensor.dtype for tensor in exported.values()} == {torch.float32}

@@ -27,7 +27,6 @@ pytestmark = [pytest.mark.dist, pytest.mark.all]
 SHAPES: dict[str, list[str]] = {
     "grpo": GRPO,
     "grpo-adamw": [*SMALL_GRPO, "optimizer.lr=1e-3"],
-    "grpo-hf": [*GRPO, "generator=hf"],
     "dpo": [*DPO, "model.gradient_checkpointing=true"],
     "sft": ["algo=sft", *OFFLINE],
 }
@@ -111,13 +110,6 @@ def four(folder: Path) -> None:
     run("grpo", folder, 4)
 
 
-def four_all(folder: Path) -> None:
-    _mine(folder, 4, SHAPES)
-    run("grpo-adamw-again", folder, 4, shape="grpo-adamw", again=folder / "grpo-adamw" / f"step={STOP}.ckpt")
-    for kind in OTHERS:
-        run(kind, folder, 4, f"model.name={folder}/models/{kind}", shape="sft")
-
-
 TWO = ("grpo", "dpo", "grpo-adamw")
 """Of two processes in every run; SFT is run with the other families."""
 
@@ -183,15 +175,3 @@ def test_two_groups_under_fsdp_equal_one_process(tmp_path: Path, one: Any, famil
     assert left(four, "grpo")["senders"] == [0, 2], "the first rank of each group sends its rows"
     ranks = [each["module"]["rollout"]["completions"]["response_ids"] for each in saved(four, "grpo", STOP)["lit_rl"]]
     assert len(ranks) == 2 and (ranks[0].shape != ranks[1].shape or not torch.equal(*ranks))
-
-
-@pytest.mark.exhaustive
-def test_every_shape_on_two_groups_equals_one_process(tmp_path: Path, one: Any, families: Path) -> None:
-    (tmp_path / "mesh.four_all").mkdir()
-    (tmp_path / "mesh.four_all" / "models").symlink_to(families)
-    four = dist_equal.in_processes(dist_jobs.__file__, tmp_path, "mesh.four_all") / "mesh.four_all"
-    for name in [*SHAPES, *OTHERS]:
-        assert_same_training(one(name), left(four, name), name, families)
-    first, second = saved(four, "grpo-adamw"), saved(four, "grpo-adamw-again")
-    for part in ("state_dict", "optimizer_states", "lit_rl"):
-        assert_same(first[part], second[part], part)

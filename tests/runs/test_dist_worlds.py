@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import dist_equal
-import dist_jobs
 import lightning as L
 import pytest
 import torch
@@ -123,11 +121,6 @@ def main(folder: Path) -> None:
     run("grpo", folder / "two", 2, start=start, label="grpo-sharded", sharded=True)
 
 
-def four(folder: Path) -> None:
-    """Four processes go on where `start.ckpt` beside the folder stands."""
-    run("grpo", folder, 4, start=folder.parent / "start.ckpt")
-
-
 assert_equal_runs = partial(dist_equal.assert_equal_runs, share=2e-4, beyond=2e-6, moved=1e-4)
 
 
@@ -216,16 +209,6 @@ def test_validation_reads_the_weights_of_any_number_of_processes(two: Path, tmp_
     assert all(
         torch.equal(tensor, weights[f"policy.{name}"]) for name, tensor in full_state_dict(module.policy).items()
     )
-
-
-@pytest.mark.exhaustive
-def test_four_processes_go_on_where_two_ended_a_rollout(two: Path, tmp_path: Path) -> None:
-    shutil.copy(two / "grpo" / f"step={WHOLE}.ckpt", tmp_path / "start.ckpt")
-    folder = dist_equal.in_processes(dist_jobs.__file__, tmp_path, "worlds.four") / "worlds.four"
-    whole, again = left(two, "grpo"), left(folder, "grpo")
-    assert_began_with(again, saved(two, "grpo", WHOLE))
-    assert again["steps"] == STEPS and again["rows"] == whole["rows"][1:]
-    assert_equal_runs(whole, again)
 
 
 def test_a_rollout_in_use_is_dropped_and_the_next_one_taken(

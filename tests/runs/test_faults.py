@@ -41,8 +41,6 @@ RUN = [
 LARGE = ["data.prompts_per_rollout=32", "algo.group_size=16", "trainer.max_steps=6", "trainer.limit_val_batches=0"]
 """Rows enough for torch to share single operations out over its threads."""
 
-SIGNALS = [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.exhaustive)]
-
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, module_process) -> Path:
@@ -67,12 +65,6 @@ def wait_for(condition, child, seconds=120.0):
 def rollouts(run_dir: Path) -> int:
     path = run_dir / "metrics.jsonl"
     return path.read_text().count("train/reward") if path.exists() else 0
-
-
-def finish(process, run_dir: Path) -> None:
-    child = process(*RUN, f"run_dir={run_dir}", "ckpt_path=last")
-    output, _ = child.communicate(timeout=300)
-    assert child.returncode == 0, output
 
 
 @pytest.mark.all
@@ -102,20 +94,6 @@ def test_whatever_kills_a_run_it_ends_as_if_nothing_had(how, root):
     assert codes == {"137"} if "--ranks" not in how else "137" in codes, said.stdout
     assert "--ranks" not in how or re.search(r", rank [01]\b", said.stdout), f"none was killed alone: {said.stdout}"
     assert "--engine" not in how or re.search(r"\| engine sync \| [1-9]", said.stdout), said.stdout
-
-
-@pytest.mark.all
-@pytest.mark.parametrize(("number", "code"), SIGNALS)
-def test_a_signal_outside_the_training_leaves_with_its_code_too(process, tmp_path, number, code):
-    """In the first validation, made long: nothing is trained yet, and the next start begins anew."""
-    run_dir = tmp_path / "run"
-    child = process("eval.group_size=256", "eval.temperature=1", "callbacks.samples.print=0", f"run_dir={run_dir}")
-    wait_for(lambda: (run_dir / "config.yaml").exists(), child)
-    time.sleep(1.5)
-    child.send_signal(number)
-    output, _ = child.communicate(timeout=60)
-    assert child.returncode == code, output
-    assert "ckpt_path=last" in output and rollouts(run_dir) == 0
 
 
 @pytest.mark.all
@@ -328,19 +306,3 @@ def test_a_second_signal_ends_at_once(process, tmp_path):
     assert child.returncode == 130, output
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "stopped"
     assert not list((run_dir / "checkpoints").glob("*.ckpt")), "nothing was saved any more"
-
-
-@pytest.mark.all
-@pytest.mark.parametrize(("number", "code"), SIGNALS)
-def test_a_signal_saves_and_leaves_with_its_code(process, tmp_path, whole, number, code):
-    run_dir = tmp_path / "run"
-    child = process(*RUN, f"run_dir={run_dir}")
-    wait_for(lambda: rollouts(run_dir) >= 3, child)
-    child.send_signal(number)
-    output, _ = child.communicate(timeout=60)
-    assert child.returncode == code, output
-    assert "ckpt_path=last" in output
-    stopped_at = rollouts(run_dir)
-    assert 3 <= stopped_at < 14
-    finish(process, run_dir)
-    assert_same_run(whole, run_dir)
