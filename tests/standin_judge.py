@@ -62,7 +62,7 @@ class StandInJudge:
                 pass
 
         self.http = Listening(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
 
     @property
     def url(self) -> str:

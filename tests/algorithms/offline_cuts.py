@@ -41,10 +41,6 @@ PAIRS = [
 ]
 GOLD = ["2", "42, as asked", "10", "100", "9", "33 or so", "8", "66"]
 TRIPLES = [{**row, "reference": gold} for row, gold in zip(PAIRS, GOLD)]
-SWAPPED = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in PAIRS]
-
-CUTS = [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2)]
-"""Micro-batches on each rank, and ranks."""
 
 
 class Step(NamedTuple):

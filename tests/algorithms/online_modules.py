@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
-from small_rollouts import credited
+from small_rollouts import credited, trainer
 from torch import Tensor
 
+from lit_rl.algorithms import AdamW, Constant
 from lit_rl.algorithms.rollouts.rollout_plan import BatchPlan, micro_batch, rows_of_slots, step_counts, step_totals
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.core.rollout import Completions, PromptBatch, Rollout
+from lit_rl.core.rollout import Completions, PromptBatch, Rollout, Sampling
+from lit_rl.data.prompt_module import RolloutDataModule
+from lit_rl.data.tasks import Addition
+from lit_rl.rewards import exact_match
 from lit_rl.rewards.weighted_rewards import Scores
 
 VOCABULARY = 12
@@ -110,13 +115,6 @@ def gradient_by_hand(model: Any, loss: Tensor) -> Tensor:
     return torch.cat([g.flatten() for g in found])
 
 
-def exchanged(drawn: Completions) -> Completions:
-    """The two completions of every prompt in the other order."""
-    rows = torch.arange(len(drawn)).view(-1, 2).flip(1).flatten()
-    names = ("prompt_ids", "prompt_mask", "response_ids", "response_mask", "sampler_logprobs", "ended")
-    return replace(drawn, **{name: getattr(drawn, name)[rows] for name in names})
-
-
 def prompts(count: int) -> PromptBatch:
     return PromptBatch(
         prompts=[f"{i}+{i}=" for i in range(count)],
@@ -125,3 +123,13 @@ def prompts(count: int) -> PromptBatch:
         rows=list(range(count)),
         occurrences=[0] * count,
     )
+
+
+def run_of_sums(method: Any, tmp_path: Path, steps: int, **settings: Any) -> tuple[Any, L.Trainer]:
+    """Some steps of the shipped policy, each of a rollout of 32 sums."""
+    usual = {"reward": exact_match, "sampling": Sampling(max_new_tokens=6), "optimizer": AdamW(lr=3e-4)}
+    module = method(settings.pop("model", "tiny"), **{**usual, "scheduler": Constant(), **settings})
+    data = RolloutDataModule(task=Addition(max_operand=12, val_rows=4), prompts_per_rollout=32)
+    fit = trainer(tmp_path, max_steps=steps, gradient_clip_val=1.0)
+    fit.fit(module, datamodule=data)
+    return module, fit

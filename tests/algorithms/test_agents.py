@@ -17,6 +17,8 @@ import pytest
 import torch
 from composed_configs import tree_of
 from copied_engines import CopiedPolicyGenerator
+from small_rollouts import EachBatch
+from small_rollouts import trainer as quiet_trainer
 from tiers import quick
 
 from lit_rl.algorithms import GRPO, PPO, RLOO, Evaluation, Reinforce
@@ -61,15 +63,8 @@ def module_of(method: Any = GRPO, *, reward: Any = environment, env: Any = None,
 
 
 def trainer_of(tmp_path: Path, steps: int = 1, **settings: Any) -> L.Trainer:
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
-    quiet |= {
-        "gradient_clip_val": 1.0,
-        "enable_checkpointing": False,
-        "max_epochs": -1,
-        "default_root_dir": tmp_path,
-        "devices": 1,
-    }
-    return L.Trainer(**{**quiet, "max_steps": steps, **settings})
+    ours = {"gradient_clip_val": 1.0, "max_epochs": -1, "max_steps": steps, "limit_val_batches": 1.0}
+    return quiet_trainer(tmp_path, **ours | settings)
 
 
 def prompts(**settings: Any) -> RolloutDataModule:
@@ -78,25 +73,16 @@ def prompts(**settings: Any) -> RolloutDataModule:
 
 def drawn(module: Any, tmp_path: Path) -> Completions:
     """The completions of the first rollout."""
-    kept: list[Completions] = []
-
-    class Keep(L.Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            kept.append(pl_module.scored.completions)
-
-    trainer_of(tmp_path, callbacks=[Keep()]).fit(module, prompts())
-    return kept[0]
+    looks = EachBatch(lambda module: module.scored.completions)
+    trainer_of(tmp_path, callbacks=[looks]).fit(module, prompts())
+    return looks.seen[0]
 
 
 # ------------------------------------------------------------------ learning
 
 
-class Rewarded(L.Callback):
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.seen.append(float(trainer.callback_metrics["train/reward"]))
+def rewarded() -> EachBatch:
+    return EachBatch(lambda module: float(module.trainer.callback_metrics["train/reward"]))
 
 
 def rewards_of(form: list[str], imitated: int, game: list[str], steps: int, tmp_path: Path) -> list[float]:
@@ -107,9 +93,9 @@ def rewards_of(form: list[str], imitated: int, game: list[str], steps: int, tmp_
     for part in (taught.policy, taught.tokenizer):
         part.save_pretrained(tmp_path / "hf")
     tree = tree_of(*game, f"model.name={tmp_path / 'hf'}")
-    rewarded = Rewarded()
-    trainer_of(tmp_path, steps, callbacks=[rewarded]).fit(build(tree["algo"]), build(tree["data"]))
-    return rewarded.seen
+    looks = rewarded()
+    trainer_of(tmp_path, steps, callbacks=[looks]).fit(build(tree["algo"]), build(tree["data"]))
+    return looks.seen
 
 
 @pytest.mark.all
@@ -124,9 +110,9 @@ def test_a_game_of_several_turns_is_learned(tmp_path: Path) -> None:
 def test_sums_of_a_generator_are_learned(tmp_path: Path) -> None:
     """By the shipped experiment, which has no turns and imitates nothing; exact answers are paid."""
     pytest.importorskip("reasoning_gym")
-    tree, rewarded = tree_of("experiment=chain_sum"), Rewarded()
-    trainer_of(tmp_path, 70, callbacks=[rewarded]).fit(build(tree["algo"]), build(tree["data"]))
-    before, after = sum(rewarded.seen[:5]) / 5, sum(rewarded.seen[-10:]) / 10
+    tree, looks = tree_of("experiment=chain_sum"), rewarded()
+    trainer_of(tmp_path, 70, callbacks=[looks]).fit(build(tree["algo"]), build(tree["data"]))
+    before, after = sum(looks.seen[:5]) / 5, sum(looks.seen[-10:]) / 10
     assert before < 0.1 and after > 0.18, (before, after)
 
 
@@ -167,16 +153,13 @@ def test_every_method_learns_from_episodes(method: str, tmp_path: Path) -> None:
 
 def test_stored_episodes_are_learned_from_as_they_were(tmp_path: Path) -> None:
     """Every group but those of the first rollout teaches nothing, so the second learns from episodes of the first."""
-    kept: list[Rollout] = []
-
-    class Keep(L.Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            kept.append(pl_module.rollout)
+    looks = EachBatch(lambda module: module.rollout)
+    kept = looks.seen
 
     def paid(completion_ids: Sequence[Any], **_: Any) -> list[float]:
         return [0.0 if kept else float(row % 4) for row in range(len(completion_ids))]
 
-    trainer = trainer_of(tmp_path, 2, callbacks=[Keep()])
+    trainer = trainer_of(tmp_path, 2, callbacks=[looks])
     trainer.fit(module_of(reward=paid, replay=GroupReplay(8)), prompts())
     assert trainer.callback_metrics["train/replay/groups"] == 4
     known = episodes_of(kept[0])
@@ -357,10 +340,6 @@ def names_environments(completions: list[Any], environments: list[Any]) -> list[
     return [float(each.turns) for each in environments]
 
 
-def gets_all(completions: list[Any], **kwargs: Any) -> list[float]:
-    return [float("environments" in kwargs)] * len(completions)
-
-
 @pytest.mark.parametrize(
     ("key", "settings"),
     [
@@ -380,8 +359,9 @@ def test_objects_that_a_reward_cannot_get_are_refused(key: str, settings: dict[s
 
 
 def test_a_function_in_a_worker_gets_no_objects_that_another_names(tmp_path: Path) -> None:
-    in_worker = from_paths(f"{__file__}:gets_all").functions["gets_all"]
-    rewards = Rewards({"mine": names_like_counts, "worker": in_worker})
+    told = "def gets_all(completions, **kwargs):\n    return [float('environments' in kwargs)] * len(completions)\n"
+    (tmp_path / "mine.py").write_text(told)
+    rewards = Rewards({"mine": names_like_counts, **from_paths(f"{tmp_path}/mine.py:gets_all").functions})
     module = module_of(reward=rewards, env=guessing())
     trainer_of(tmp_path, limit_val_batches=0, num_sanity_val_steps=0).fit(module, prompts())
     assert set(module.scored.scores.values[:, 1].tolist()) == {0.0}
@@ -400,6 +380,7 @@ def test_what_failed_is_unscored_counted_and_moves_nothing(tmp_path: Path) -> No
     assert module.scored.scores.total.isnan().tolist() == failed.tolist()
     assert (module.rollout.advantages[failed] == 0).all()
     assert trainer.callback_metrics["train/env/failed"] == failed.float().mean()
+    assert module.rollout.completions.episodes is None, "what is learned from holds tensors alone"
 
 
 def half_fail(texts: Sequence[str], trainer: Any) -> dict[str, Any]:
@@ -504,11 +485,9 @@ class Waits(GuessNumber):
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("engine", ["native"])
-def test_what_is_out_of_time_is_unscored_and_the_others_are_learned_from(engine: str, tmp_path: Path) -> None:
-    made = {"native": NativeGenerator, **ENGINES}[engine]()
+def test_what_is_out_of_time_is_unscored_and_the_others_are_learned_from(tmp_path: Path) -> None:
     env = guessing(Waits, max_failed=1.0, rollout_timeout=1.0)
-    module = module_of(env=env, generator=made, reward=lambda completions: [float(len(c) % 2) for c in completions])
+    module = module_of(env=env, reward=lambda completions: [float(len(c) % 2) for c in completions])
     trainer = trainer_of(tmp_path, limit_val_batches=0)
     trainer.fit(module, prompts())
     episodes = module.scored.completions.episodes
@@ -616,17 +595,6 @@ def test_episodes_of_a_prompt_share_its_prefix_where_they_are_learned_from(
         found.append([scores.logprobs[rollout.loss_mask], *(each.grad.clone() for each in module.policy.parameters())])
     for ours, own in zip(*found):
         torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
-
-
-# ------------------------------------------------------------------ resume
-
-
-@pytest.mark.all
-def test_a_rollout_that_is_learned_from_holds_tensors_alone(tmp_path: Path) -> None:
-    module = module_of()
-    trainer_of(tmp_path).fit(module, prompts())
-    rollout: Rollout = module.rollout
-    assert rollout.completions.episodes is None and module.scored.completions.episodes is not None
 
 
 # ------------------------------------------------------------------ what is refused before weights are loaded

@@ -14,6 +14,7 @@ import torch
 from forking_agents import forking, letters
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_rollouts import trainer as quiet_trainer
 from torch import Tensor
 
 from lit_rl.algorithms import GRPO, PPO, Constant
@@ -258,9 +259,7 @@ def module_of(method: Any = GRPO, **settings: Any) -> Any:
 
 
 def fit(module: Any, folder: Path, steps: int = 2, *, ckpt_path: Path | None = None, **settings: Any) -> L.Trainer:
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
-    quiet |= {"enable_checkpointing": False, "max_epochs": -1, "devices": 1, "limit_val_batches": 0}
-    trainer = L.Trainer(**{**quiet, "default_root_dir": folder, "max_steps": steps, **settings})
+    trainer = quiet_trainer(folder, **{"max_epochs": -1, "max_steps": steps, **settings})
     rows = [{"prompt": f"{number}="} for number in range(8)]
     data = RolloutDataModule(rows=rows, prompts_per_rollout=4, val_fraction=0.0)
     trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=False)

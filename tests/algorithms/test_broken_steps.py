@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from small_rollouts import trainer as quiet_trainer
 
 from lit_rl.algorithms import GRPO, AdamW, Constant
 from lit_rl.algorithms.optim.broken_steps import LIMIT
@@ -57,11 +58,14 @@ def fit(folder: Path, loss: Any, steps: int, *callbacks: L.Callback, accumulate:
         "tiny", varied, loss=loss, group_size=4, sampling=Sampling(max_new_tokens=4), optimizer=AdamW(lr=1e-4),
         scheduler=Constant(), **settings,
     )  # fmt: skip
-    trainer = L.Trainer(
-        accelerator="cpu", max_steps=steps, accumulate_grad_batches=accumulate, default_root_dir=folder, logger=False,
-        enable_checkpointing=bool(callbacks), enable_progress_bar=False, enable_model_summary=False,
-        limit_val_batches=0, callbacks=[weights, *callbacks], gradient_clip_val=1.0,
-    )  # fmt: skip
+    trainer = quiet_trainer(
+        folder,
+        max_steps=steps,
+        accumulate_grad_batches=accumulate,
+        enable_checkpointing=bool(callbacks),
+        callbacks=[weights, *callbacks],
+        gradient_clip_val=1.0,
+    )
     trainer.fit(module, datamodule=RolloutDataModule(task=Addition(max_operand=9, val_rows=4), prompts_per_rollout=4))
     return weights
 

@@ -512,8 +512,3 @@ def test_a_copy_has_no_request():
     finally:
         go.set()
         ahead.wait()
-
-
-def seven(completions: list[str], **_: Any) -> list[float]:
-    """1 for a last digit of 7: all prompts pull the same way."""
-    return [float(completion.endswith("7")) for completion in completions]

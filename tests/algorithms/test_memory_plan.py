@@ -131,44 +131,70 @@ def kept_by_autograd(
     return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+PRECISIONS = pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+
+
+def model_of(precision: str, **how) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIG), **how).train()
+    return model.to(torch.bfloat16) if precision == "bf16-true" else model
+
+
+def activations(precision: str, lengths: RowLengths, described: LanguageModel | None = None, **more) -> float:
+    """What is planned for eight rows."""
+    numbers = NumberSizes.of(precision, 8)
+    policy = policy_network(described or LanguageModel("tiny"), SHAPE, numbers, "fused")
+    plan = memory(policy=policy, numbers=numbers, lengths=lengths, **more).plan(8, 8, steps_in_parts=False)
+    return plan.learning["activations"]
+
+
+@PRECISIONS
 @pytest.mark.parametrize("rank", [0, 8], ids=["full", "lora"])
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 def test_planned_activations_are_what_autograd_keeps(shared, rank, precision):
-    torch.manual_seed(0)
-    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-    model = AutoModelForCausalLM.from_config(CONFIG).train().to(dtype)
+    model = model_of(precision)
     if rank:
         model = get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"))
     kept = kept_by_autograd(model, completions(2, 4, 64, 64), shared=shared, precision=precision)
-    numbers = NumberSizes.of(precision, 8)
     described = LanguageModel("tiny", lora=Lora(r=rank) if rank else None)
-    plan = memory(
-        policy=policy_network(described, SHAPE, numbers, "fused"),
-        numbers=numbers,
-        lengths=RowLengths(64, 64, group=4, shares=shared),
-    ).plan(8, 8, steps_in_parts=False)
-    assert plan.learning["activations"] == pytest.approx(kept, rel=0.07)
+    assert activations(precision, RowLengths(64, 64, group=4, shares=shared), described) == pytest.approx(
+        kept, rel=0.07
+    )
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@PRECISIONS
 @pytest.mark.parametrize("response", [30, 64], ids=["weights are kept", "weights are computed anew"])
 def test_folded_attention_is_planned_with_what_it_keeps(response, precision, monkeypatch):
     monkeypatch.setattr(folded_attention, "WORTH", 0)
-    torch.manual_seed(0)
-    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-    model = AutoModelForCausalLM.from_config(CONFIG).train().to(dtype)
-    rows, numbers = completions(2, 4, 64, response), NumberSizes.of(precision, 8)
+    model, rows = model_of(precision), completions(2, 4, 64, response)
     kept, repeated = (
         kept_by_autograd(model, rows, shared=True, precision=precision, folded=folded) for folded in (True, False)
     )
-    plan = memory(
-        policy=policy_network(LanguageModel("tiny"), SHAPE, numbers, "fused"),
-        numbers=numbers,
-        lengths=RowLengths(64, response, group=4, shares=True, folds=True),
-    ).plan(8, 8, steps_in_parts=False)
-    assert plan.learning["activations"] == pytest.approx(kept, rel=0.07)
+    assert activations(precision, RowLengths(64, response, group=4, shares=True, folds=True)) == pytest.approx(
+        kept, rel=0.07
+    )
     assert kept < repeated
+
+
+@PRECISIONS
+def test_texts_that_are_learned_beside_the_rows_are_planned_with_their_graph(precision):
+    model, rows = model_of(precision), completions(2, 4, 64, 64)
+    texts = TokenBatch(torch.randint(0, 512, (3, 80)), *torch.ones(2, 3, 80, dtype=torch.bool))
+    kept, alone = (
+        kept_by_autograd(model, rows, shared=False, precision=precision, texts=beside) for beside in (texts, None)
+    )
+    beside = AuxiliaryTexts(texts=6, rows=16, tokens=80)
+    assert activations(precision, RowLengths(64, 64, group=4), auxiliary=beside) == pytest.approx(kept, rel=0.07)
+    assert kept > 1.1 * alone
+    assert AuxiliaryTexts(texts=5, rows=32, tokens=80).call(8).rows == 2  # five texts over four micro-batches
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_eager_attention_is_planned_with_the_weights_of_all_pairs(precision):
+    model = model_of(precision, attn_implementation="eager")
+    kept = kept_by_autograd(model, completions(2, 4, 64, 64), shared=False, precision=precision)
+    described = LanguageModel("tiny", attn_implementation="eager")
+    assert activations(precision, RowLengths(64, 64, group=4), described) == pytest.approx(kept, rel=0.07)
 
 
 @pytest.mark.parametrize(
@@ -220,20 +246,6 @@ def test_a_plan_has_the_tokens_that_a_step_scores(monkeypatch, algorithm, planne
     on_a_cpu = SimpleNamespace(root_device=torch.device("cpu"))
     monkeypatch.setattr(type(module), "trainer", SimpleNamespace(datamodule=data, strategy=on_a_cpu))
     assert module.step_facts().lengths == planned
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_eager_attention_is_planned_with_the_weights_of_all_pairs(precision):
-    torch.manual_seed(0)
-    config = copy.deepcopy(CONFIG)  # which the model is told of by its config
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
-    kept = kept_by_autograd(model, completions(2, 4, 64, 64), shared=False, precision=precision)
-    described = LanguageModel("tiny", attn_implementation="eager")
-    numbers = NumberSizes.of(precision, 8)
-    plan = memory(
-        policy=policy_network(described, SHAPE, numbers, "fused"), numbers=numbers, lengths=RowLengths(64, 64, group=4)
-    ).plan(8, 8, steps_in_parts=False)
-    assert plan.learning["activations"] == pytest.approx(kept, rel=0.07)
 
 
 @pytest.mark.parametrize("config", [CONFIG, GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=100)])
@@ -644,27 +656,6 @@ def test_a_model_without_storage_tells_whether_prompts_can_be_shared(config, sha
     assert can_share(model.eval()) == shares
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-def test_texts_that_are_learned_beside_the_rows_are_planned_with_their_graph(precision):
-    torch.manual_seed(0)
-    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-    model = AutoModelForCausalLM.from_config(CONFIG).train().to(dtype)
-    texts = TokenBatch(torch.randint(0, 512, (3, 80)), *torch.ones(2, 3, 80, dtype=torch.bool))
-    rows = completions(2, 4, 64, 64)
-    kept = kept_by_autograd(model, rows, shared=False, precision=precision, texts=texts)
-    alone = kept_by_autograd(model, rows, shared=False, precision=precision)
-    numbers = NumberSizes.of(precision, 8)
-    plan = memory(
-        policy=policy_network(LanguageModel("tiny"), SHAPE, numbers, "fused"),
-        numbers=numbers,
-        lengths=RowLengths(64, 64, group=4),
-        auxiliary=AuxiliaryTexts(texts=6, rows=16, tokens=80),
-    ).plan(8, 8, steps_in_parts=False)
-    assert plan.learning["activations"] == pytest.approx(kept, rel=0.07)
-    assert kept > 1.1 * alone
-    assert AuxiliaryTexts(texts=5, rows=32, tokens=80).call(8).rows == 2  # five texts over four micro-batches
-
-
 @in_turn(
     make=[FrozenCopy, EMA, lambda: Mixing(every=1), lambda: BEMA(every=1), lambda: EMA(device="cpu")],
     dtype=[torch.float32, torch.bfloat16],
@@ -693,68 +684,32 @@ def test_an_engine_has_its_share_of_the_whole_device(monkeypatch):
 ADAPTED = Network(SHAPE, 100, 4 * SHAPE.parameters + 400, adapters=8)
 NARROW = NumberSizes.of("bf16-true", 8)
 GATHERED = GatheredWeights(0, 0, 0)
-SETTINGS = {
-    "model.lora.r",
-    "model.quantization",
-    "optimizer=adamw_split",
-    "optimizer=adamw_8bit",
-    "strategy=fsdp",
-    "trainer.precision=bf16-true and",
-    "trainer.precision=bf16-true (",
-    "trainer.precision=bf16-mixed",
-}
+LESS = {"model.lora.r", "optimizer=adamw_split", "optimizer=adamw_8bit"}
+ROUNDED, MADE_NARROW = "trainer.precision=bf16-true and", "trainer.precision=bf16-true ("
+SETTINGS = {*LESS, ROUNDED, MADE_NARROW, "trainer.precision=bf16-mixed", "model.quantization", "strategy=fsdp"}
+HELPS = {
+    "float32": ({}, LESS | {ROUNDED, MADE_NARROW}),
+    "bfloat16": ({"numbers": NARROW}, LESS),
+    "two devices": ({"numbers": NARROW, "ranks": 2}, LESS | {"strategy=fsdp"}),
+    "split already": ({"numbers": NumberSizes.of("bf16-true", 2)}, {"model.lora.r"}),
+    "fsdp2": ({"spread_over": 2, "ranks": 2, "gathered": GATHERED}, {"model.lora.r", MADE_NARROW}),
+    "fsdp": ({"spread_over": 2, "ranks": 2}, {"model.lora.r"}),
+    "adapters": ({"policy": ADAPTED}, {"model.quantization", MADE_NARROW}),
+    "adapters, autocast": (
+        {"policy": ADAPTED, "numbers": NumberSizes.of("bf16-mixed", 8)}, {"model.quantization", MADE_NARROW},
+    ),
+    "narrow base": (
+        {"policy": replace(ADAPTED, weight_bytes=2 * SHAPE.parameters + 400, narrow=True), "ranks": 2},
+        {"model.quantization", "strategy=fsdp"},
+    ),
+    "quantised already": ({"policy": replace(ADAPTED, weight_bytes=SHAPE.parameters, narrow=True), "ranks": 2}, set()),
+    "a copy as critic": (
+        {"policy": ADAPTED, "critic": Network(SHAPE, SHAPE.trunk, 4 * SHAPE.trunk, head="none")}, {MADE_NARROW},
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("changes", "helps"),
-    [
-        (
-            {},
-            {
-                "model.lora.r",
-                "optimizer=adamw_split",
-                "optimizer=adamw_8bit",
-                "trainer.precision=bf16-true and",
-                "trainer.precision=bf16-true (",
-            },
-        ),
-        ({"numbers": NARROW}, {"model.lora.r", "optimizer=adamw_split", "optimizer=adamw_8bit"}),
-        (
-            {"numbers": NARROW, "ranks": 2},
-            {"model.lora.r", "optimizer=adamw_split", "optimizer=adamw_8bit", "strategy=fsdp"},
-        ),
-        ({"numbers": NumberSizes.of("bf16-true", 2)}, {"model.lora.r"}),
-        ({"spread_over": 2, "ranks": 2, "gathered": GATHERED}, {"model.lora.r", "trainer.precision=bf16-true ("}),
-        ({"spread_over": 2, "ranks": 2}, {"model.lora.r"}),
-        ({"policy": ADAPTED}, {"model.quantization", "trainer.precision=bf16-true ("}),
-        (
-            {"policy": ADAPTED, "numbers": NumberSizes.of("bf16-mixed", 8)},
-            {"model.quantization", "trainer.precision=bf16-true ("},
-        ),
-        (
-            {"policy": replace(ADAPTED, weight_bytes=2 * SHAPE.parameters + 400, narrow=True), "ranks": 2},
-            {"model.quantization", "strategy=fsdp"},
-        ),
-        ({"policy": replace(ADAPTED, weight_bytes=SHAPE.parameters, narrow=True), "ranks": 2}, set()),
-        (
-            {"policy": ADAPTED, "critic": Network(SHAPE, SHAPE.trunk, 4 * SHAPE.trunk, head="none")},
-            {"trainer.precision=bf16-true ("},
-        ),
-    ],
-    ids=[
-        "float32",
-        "bfloat16",
-        "two devices",
-        "split already",
-        "fsdp2",
-        "fsdp",
-        "adapters",
-        "adapters, autocast",
-        "narrow base",
-        "quantised already",
-        "a copy as critic",
-    ],
-)
+@pytest.mark.parametrize(("changes", "helps"), HELPS.values(), ids=HELPS)
 def test_where_weights_are_the_larger_share_what_makes_them_smaller_is_named(changes, helps):
     with pytest.raises(ConfigError, match="Set one of") as refused:
         fewest_micro_batches(
@@ -778,12 +733,6 @@ def test_a_gpu_gives_out_what_no_tensor_is_in_and_what_the_plan_counts(monkeypat
     gpu = torch.device("cuda", 0)
     assert memory_budget(gpu, planned=6) == int((80 - 10 - 14) * (1 - KEPT_FREE))
     assert memory_budget(gpu) == int((80 - 10 - 14 - 6) * (1 - KEPT_FREE))
-
-
-@pytest.mark.parametrize("algorithm", [GRPO, DPO])
-def test_every_family_takes_the_key(algorithm):
-    extra = {"reward": len} if algorithm is GRPO else {}
-    assert algorithm("tiny", micro_batch_size=4, **extra).micro_batches.size == 4
 
 
 def test_float32_adapters_read_wide_numbers_beside_narrow_weights_only():

@@ -8,6 +8,7 @@ import lightning as L
 import pytest
 import torch
 from offline_cuts import MODEL, VERDICTS, assert_same_step, data_of, loaded, micro_batches, step_of
+from small_rollouts import trainer as quiet_trainer
 
 from lit_rl.algorithms import BCO
 from lit_rl.algorithms.data_parallel import Ranks
@@ -204,17 +205,7 @@ def test_a_reference_may_move_where_it_embeds_nothing() -> None:
 
 def test_a_run_fits_the_ratio_once_and_counts_its_steps() -> None:
     module = BCO(MODEL, prompt_weights=DensityRatio(sample_rows=16))
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_steps=3,
-        accumulate_grad_batches=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-        log_every_n_steps=1,
-    )
+    trainer = quiet_trainer(None, max_steps=3, accumulate_grad_batches=2, log_every_n_steps=1)
     data = PreferenceDataModule(rows=APART, batch_size=4, val_fraction=0.0)
     trainer.fit(module, datamodule=data)
     assert module.shift.steps == 3 and module.prompt_weights is not None and module.prompt_weights.ratio.fitted

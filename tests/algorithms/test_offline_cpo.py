@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from offline_cuts import CUTS, MODEL, PAIRS, TRIPLES, assert_same_step, data_of, loaded, micro_batches, step_of
+from offline_cuts import MODEL, PAIRS, TRIPLES, data_of, loaded, micro_batches, step_of
 
 from lit_rl.algorithms import CPO, TPO
 from lit_rl.ops.preference_losses import sigmoid, simpo
@@ -76,12 +76,6 @@ def test_tpo_with_the_chosen_completion_as_the_gold_one_is_cpo(policy: Any) -> N
     ours, theirs = step_of(tpo(policy, beta=0.1), triples), step_of(cpo(policy), data_of(PAIRS, "pairs"))
     assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
     assert (ours.gradient - theirs.gradient).norm() <= 2e-5 * theirs.gradient.norm()
-
-
-@pytest.mark.parametrize("cut", CUTS[1:])
-def test_the_cut_of_a_step_changes_nothing_in_tpo(policy: Any, cut: tuple[int, int]) -> None:
-    data = data_of(TRIPLES, "triples")
-    assert_same_step(step_of(tpo(policy), data, *cut), step_of(tpo(policy), data))
 
 
 def test_no_reference_is_loaded() -> None:

@@ -137,13 +137,12 @@ def test_what_is_written_is_the_writers_own(one_layer: str, writer: Any):
 # ---------------------------------------------------------------- laws of the loss
 
 
-@in_turn(accumulate=[2, 4, 8], writer=["data", "student", "teacher"])
-def test_cutting_a_step_changes_nothing(one_layer: str, writer: Any, accumulate: int):
+@in_turn(accumulate=[4, 8], writer=["student", "teacher"])
+def test_cutting_a_step_that_was_written_changes_nothing(one_layer: str, writer: Any, accumulate: int):
     module, data = loaded(one_layer, beta=0.3), data_of()
 
     def step(count: int) -> Any:
-        batches = micro_batches(data, count)
-        return learned(module, batches if writer == "data" else module.rewritten(batches[0], writer))
+        return learned(module, module.rewritten(micro_batches(data, count)[0], writer))
 
     (whole, slope, seen), (parts, other, also) = step(1), step(accumulate)
     assert parts == pytest.approx(whole, rel=1e-5)

@@ -8,14 +8,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from offline_cuts import MODEL, PAIRS, VERDICTS, data_of, loaded, micro_batches, step_of
+from small_rollouts import trainer as quiet_trainer
 
 from lit_rl.algorithms import KTO
 from lit_rl.core.errors import ConfigError
-from lit_rl.core.examples import TokenBatch
 from lit_rl.ops.preference_losses import apo_zero_unpaired, kto
 
 
@@ -63,13 +62,6 @@ def test_a_verdict_of_ones_own_is_told_by_how_many_arguments_it_takes() -> None:
     assert {verdict: KTO(MODEL, verdict=verdict).couples_rows for verdict in needs} == needs
 
 
-def padded(tokens: TokenBatch) -> TokenBatch:
-    more = torch.nn.functional.pad
-    return TokenBatch(
-        more(tokens.input_ids, (0, 3), value=7), more(tokens.attention_mask, (0, 3)), more(tokens.loss_mask, (0, 3))
-    )
-
-
 @pytest.mark.parametrize("label", [True, False])
 def test_a_step_of_one_kind(module: KTO, label: bool) -> None:
     """What it has none of is NaN, and no margin is made up."""
@@ -94,15 +86,7 @@ def trained(module: KTO, rows: list[dict[str, Any]], **data: Any) -> list[str]:
     from lit_rl.data.example_module import PreferenceDataModule
 
     given = {"batch_size": 4, "val_fraction": 0.0, "shuffle": False} | data
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_steps=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-    )
+    trainer = quiet_trainer(None, max_steps=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, datamodule=PreferenceDataModule(rows=rows, **given))

@@ -22,7 +22,8 @@ from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.data.example_module import PreferenceDataModule, StepwiseDataModule, SupervisedDataModule
 from lit_rl.data.loaders import ExampleLoader
 from lit_rl.models.references import EMA
-from lit_rl.ops.preference_losses import aot, sppo_hard
+from lit_rl.ops.imitation import dft
+from lit_rl.ops.preference_losses import aot, aot_unpaired, ipo, sft, sigmoid_norm, sppo_hard
 
 TEXTS = [{"prompt": row["prompt"], "completion": row["completion"]} for row in VERDICTS]
 STEPS = [
@@ -37,9 +38,15 @@ STEPS = [
 
 METHODS: dict[str, Any] = {
     "sft": lambda: SFT(MODEL, neftune_alpha=5.0),
+    "sft-dft": lambda: SFT(MODEL, imitation=dft),
     "gkd": lambda: GKD(MODEL, teacher="tiny", beta=0.3),
     "dpo": lambda: DPO(MODEL),
-    "dpo-of-all-terms": lambda: DPO(MODEL, preference={"a": aot, "b": sppo_hard}, tail_weight=0.5, reference=EMA(0.9)),
+    "dpo-of-all-terms": lambda: DPO(
+        MODEL, preference={"a": aot, "b": aot_unpaired, "c": sppo_hard}, tail_weight=0.5, reference=EMA(0.9)
+    ),
+    "dpo-of-tokens": lambda: DPO(
+        MODEL, preference={"a": sigmoid_norm, "b": ipo, "c": sft}, tail_weight=0.0, likelihood_weights=True
+    ),
     "cpo": lambda: CPO(MODEL),
     "tpo": lambda: TPO(MODEL),
     "orpo": lambda: ORPO(MODEL),

@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from small_rollouts import trainer as quiet_trainer
 
 from lit_rl.algorithms import AdamW, Constant, ProcessRewardModeling
 from lit_rl.core.errors import ConfigError
@@ -39,10 +40,7 @@ def batch_of(part: slice = slice(None), shares: int = 1, **settings: Any) -> Any
 
 
 def trainer_of(folder: Path, steps: int) -> L.Trainer:
-    return L.Trainer(
-        accelerator="cpu", max_steps=steps, default_root_dir=folder, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False, num_sanity_val_steps=0,
-    )  # fmt: skip
+    return quiet_trainer(folder, max_steps=steps, num_sanity_val_steps=0, limit_val_batches=1.0)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from offline_cuts import MODEL, PAIRS, loaded
+from small_rollouts import trainer as quiet_trainer
 
 from lit_rl.algorithms import AdamW, Constant, RewardModeling
 from lit_rl.core.errors import ConfigError
@@ -32,11 +33,8 @@ def batch_of(rows: list[dict[str, Any]], part: slice = slice(None), shares: int 
     return train.batch(every[part], every[part], train.totals(every, shares), step=0, slot=0)
 
 
-def quiet_trainer(folder: Path, steps: int) -> L.Trainer:
-    return L.Trainer(
-        accelerator="cpu", max_steps=steps, default_root_dir=folder, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False, num_sanity_val_steps=0,
-    )  # fmt: skip
+def trainer_of(folder: Path, steps: int) -> L.Trainer:
+    return quiet_trainer(folder, max_steps=steps, num_sanity_val_steps=0, limit_val_batches=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +90,7 @@ def test_held_out_pairs_are_told_apart_after_a_few_steps(tmp_path: Path) -> None
     settings: dict[str, Any] = {"map_row": lambda row: {**row, "rejected": row["chosen"] + "0"}}
     data = PreferenceDataModule(task=AdditionPairs(val_rows=64), batch_size=16, val_batch_size=64, **settings)
     made = RewardModeling("tiny", optimizer=AdamW(lr=5e-4), scheduler=Constant())
-    trainer = quiet_trainer(tmp_path, 40)
+    trainer = trainer_of(tmp_path, 40)
     trainer.validate(made, datamodule=data, verbose=False)
     before = float(trainer.callback_metrics["val/loss"])
     trainer.fit(made, datamodule=data)
@@ -112,4 +110,4 @@ def test_what_pads_may_not_end(tmp_path: Path) -> None:
     same = PreferenceDataModule(rows=PAIRS, batch_size=8, val_fraction=0.0)
     with pytest.raises(ConfigError, match="model.pad_token"):
         eos = str(MODEL.tokenizer.eos_token)
-        quiet_trainer(tmp_path, 1).fit(RewardModeling(LanguageModel("tiny", pad_token=eos)), datamodule=same)
+        trainer_of(tmp_path, 1).fit(RewardModeling(LanguageModel("tiny", pad_token=eos)), datamodule=same)

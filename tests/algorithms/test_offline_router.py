@@ -10,6 +10,8 @@ import pytest
 import torch
 import transformers
 from offline_cuts import PAIRS
+from small_rollouts import EachBatch
+from small_rollouts import trainer as quiet_trainer
 from tiers import in_turn
 from torch import Tensor
 
@@ -185,18 +187,10 @@ def test_a_step_adds_its_mean_over_micro_batches(mixture: str, kind: str, lora: 
 
 def test_a_run_logs_it_and_lowers_it(mixture: str, tmp_path: Path) -> None:
     module = RewardModeling(mixture, router_aux_loss_coef=10.0, optimizer=AdamW(lr=1e-2), scheduler=Constant())
-    seen: list[float] = []
-
-    class Watch(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-            seen.append(float(trainer.callback_metrics["train/aux_loss"]))
-
-    trainer = L.Trainer(
-        accelerator="cpu", max_steps=8, default_root_dir=tmp_path, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False, log_every_n_steps=1, callbacks=[Watch()],
-    )  # fmt: skip
+    looks = EachBatch(lambda module: float(module.trainer.callback_metrics["train/aux_loss"]))
+    trainer = quiet_trainer(tmp_path, max_steps=8, log_every_n_steps=1, callbacks=[looks], limit_val_batches=1.0)
     trainer.fit(module, datamodule=METHODS["pairs"][1]())
-    assert len(seen) == 8 and seen[-1] < seen[0] - 0.01
+    assert len(looks.seen) == 8 and looks.seen[-1] < looks.seen[0] - 0.01
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.5])
@@ -209,19 +203,15 @@ def test_micro_batches_are_cut_by_length_only_where_no_loss_is_of_a_micro_batch(
         def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
             seen.append(batch.rows)
 
-    trainer = L.Trainer(
-        accelerator="cpu", max_steps=1, accumulate_grad_batches=2, default_root_dir=tmp_path, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, callbacks=[Watch()],
-    )  # fmt: skip
+    trainer = quiet_trainer(
+        tmp_path, max_steps=1, accumulate_grad_batches=2, callbacks=[Watch()], limit_val_batches=1.0
+    )
     rows = [{"prompt": "1+1=", "chosen": "2" * length, "rejected": "3"} for length in (2, 9, 3, 8)]
     trainer.fit(module, datamodule=PreferenceDataModule(rows=rows, batch_size=4, shuffle=False, val_fraction=0.0))
     assert seen == ([[0, 1], [2, 3]] if weight else [[1, 3], [0, 2]])
 
 
 def test_a_dense_model_is_refused_in_a_run(tmp_path: Path) -> None:
-    trainer = L.Trainer(
-        accelerator="cpu", max_steps=1, default_root_dir=tmp_path, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(tmp_path, max_steps=1, limit_val_batches=1.0)
     with pytest.raises(ConfigError, match=r"algo\.router_aux_loss_coef"):
         trainer.fit(RewardModeling("tiny", router_aux_loss_coef=0.1), datamodule=METHODS["pairs"][1]())

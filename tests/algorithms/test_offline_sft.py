@@ -13,6 +13,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
+from small_rollouts import trainer as quiet_trainer
 from tiers import in_turn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -93,17 +94,6 @@ def test_the_losses_by_hand():
 
 
 # ------------------------------------------------------------------ one gradient a step
-
-
-@pytest.mark.parametrize("settings", [{}, {"imitation": dft}, {"neftune_alpha": 5.0}], ids=["nll", "dft", "neftune"])
-def test_the_cut_into_micro_batches_changes_nothing(settings):
-    module = module_of(**settings)
-    (whole,) = steps_of()
-    wanted = gradient(module, [whole])
-    for accumulate in (2, 4, 8):
-        batches = list(steps_of(accumulate))
-        assert len({int(batch.tokens.learned.sum()) for batch in batches}) > 1, "token counts are uneven"
-        assert_close(gradient(module, batches), wanted)
 
 
 @in_turn(packing=["none", "best_fit"], settings=[{}, {"neftune_alpha": 5.0}])
@@ -199,16 +189,7 @@ def test_the_noise_reaches_a_lora_policy():
 
 
 def trainer_of(tmp_path: Path, steps: int, **settings: Any) -> L.Trainer:
-    return L.Trainer(
-        accelerator="cpu",
-        max_steps=steps,
-        default_root_dir=tmp_path,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **settings,
-    )
+    return quiet_trainer(tmp_path, **{"max_steps": steps, "limit_val_batches": 1.0, **settings})
 
 
 @pytest.mark.parametrize("packing", ["none", "best_fit"])

@@ -7,6 +7,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 from composed_configs import tree_of
+from small_rollouts import trainer as quiet_trainer
 from tiers import all_but_exhaustive, quick
 
 from lit_rl.cli.build import build
@@ -29,19 +30,14 @@ def run(name: str, folder: Path, rate: float) -> tuple[dict[str, float], dict[st
     """What is measured on held-out rows before and after."""
     tree = tree_of(f"algo={name}", f"optimizer.lr={rate}", *SETTINGS)
     module, data = build(tree["algo"]), build(tree["data"])
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        folder,
         max_steps=STEPS,
         gradient_clip_val=1.0,
-        default_root_dir=folder,
-        logger=False,
         limit_val_batches=1.0,
         num_sanity_val_steps=0,
         val_check_interval=STEPS,
         check_val_every_n_epoch=None,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.validate(module, datamodule=data, verbose=False)
     before = measured(trainer)

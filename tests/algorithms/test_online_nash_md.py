@@ -7,15 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from online_modules import completions, gradient_by_hand, rollout_of, step_of, with_policies
-from small_rollouts import EachBatch, trainer
+from online_modules import completions, gradient_by_hand, rollout_of, run_of_sums, step_of, with_policies
 from tiers import in_turn
 
-from lit_rl.algorithms import Constant, NashMD
-from lit_rl.algorithms.optim.optimizers import AdamW
+from lit_rl.algorithms import NashMD
 from lit_rl.core.rollout import Completions, Sampling
-from lit_rl.data.prompt_module import RolloutDataModule
-from lit_rl.data.tasks import Addition
 from lit_rl.models.references import FrozenCopy
 from lit_rl.rewards import exact_match
 from lit_rl.rewards.judges import RewardJudge
@@ -74,25 +70,9 @@ def test_only_the_policys_completions_are_run_again() -> None:
     assert rollout.verdicts is None, "there are no pairs to learn"
 
 
-def run(tmp_path: Path, steps: int, look: Any, **settings: Any) -> Any:
-    module = NashMD(
-        "tiny",
-        exact_match,
-        sampling=Sampling(max_new_tokens=6),
-        optimizer=AdamW(lr=3e-4),
-        scheduler=Constant(),
-        **settings,
-    )
-    seen = EachBatch(look)
-    data = RolloutDataModule(task=Addition(max_operand=12, val_rows=4), prompts_per_rollout=32)
-    fit = trainer(tmp_path, max_steps=steps, gradient_clip_val=1.0, callbacks=[seen])
-    fit.fit(module, datamodule=data)
-    return module, fit, seen.seen
-
-
 def test_the_opponent_is_the_mixture(tmp_path: Path) -> None:
     """With a coefficient of 1 it is the reference itself, whose log-probs are known."""
-    module, *_ = run(tmp_path, 8, lambda m: None, mixture_coef=[1.0])
+    module, _ = run_of_sums(NashMD, tmp_path, 8, mixture_coef=[1.0])
     batch = module.trainer.datamodule.peek(16)
     with module.rollout_context():
         drawn = module.draw_rollout(batch)
@@ -105,7 +85,7 @@ def test_the_opponent_is_the_mixture(tmp_path: Path) -> None:
 
 def test_what_is_logged_is_of_the_policy_and_of_its_opponent(tmp_path: Path) -> None:
     """That it learns is in test_presets_learn.py."""
-    _, fit, _ = run(tmp_path, 3, lambda m: None, judge=RewardJudge(soft=True))
+    _, fit = run_of_sums(NashMD, tmp_path, 3, judge=RewardJudge(soft=True))
     found = {name: float(value) for name, value in fit.callback_metrics.items()}
     margin = found["train/rewards/chosen"] - found["train/rewards/rejected"]
     assert found["train/mixture_coef"] == 0.5

@@ -9,21 +9,18 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
-from online_modules import completions, gradient_by_hand, rollout_of, step_of, sums_by_hand, with_policies
-from small_rollouts import EachBatch, batch, trainer
+from online_modules import completions, gradient_by_hand, rollout_of, run_of_sums, step_of, sums_by_hand, with_policies
+from small_rollouts import batch
 from torch.nn.functional import logsigmoid
 
-from lit_rl.algorithms import XPO, Constant
+from lit_rl.algorithms import XPO
 from lit_rl.algorithms.checks.preference_checks import check_opponent_groups
 from lit_rl.algorithms.data_parallel import Ranks
-from lit_rl.algorithms.optim.optimizers import AdamW
 from lit_rl.algorithms.optim.strategies import FSDP2Strategy, shards_weights
 from lit_rl.algorithms.terms.groups import DynamicSampling
 from lit_rl.core import interrupts
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import Sampling
-from lit_rl.data.prompt_module import RolloutDataModule
-from lit_rl.data.tasks import Addition
 from lit_rl.models import LanguageModel, Lora
 from lit_rl.models.references import FrozenCopy
 from lit_rl.rewards import exact_match
@@ -66,27 +63,11 @@ def test_a_tie_has_no_bonus_either() -> None:
     assert loss == 0 and not gradient.any()
 
 
-def run(tmp_path: Path, steps: int, look: Any, **settings: Any) -> Any:
-    module = XPO(
-        settings.pop("model", "tiny"),
-        exact_match,
-        sampling=Sampling(max_new_tokens=6),
-        optimizer=AdamW(lr=3e-4),
-        scheduler=Constant(),
-        **settings,
-    )
-    seen = EachBatch(look)
-    data = RolloutDataModule(task=Addition(max_operand=12, val_rows=4), prompts_per_rollout=32)
-    fit = trainer(tmp_path, max_steps=steps, gradient_clip_val=1.0, callbacks=[seen])
-    fit.fit(module, datamodule=data)
-    return module, fit, seen.seen
-
-
 @pytest.mark.parametrize("model", ["full", "lora"])
 def test_the_second_completion_is_the_references(tmp_path: Path, model: str) -> None:
     """After a step that moved the policy far: each row scores as drawn under the model that wrote it."""
     described = LanguageModel("tiny", lora=Lora(r=4)) if model == "lora" else LanguageModel("tiny")
-    module, _, _ = run(tmp_path, 6, lambda m: None, model=described)
+    module, _ = run_of_sums(XPO, tmp_path, 6, model=described)
     with torch.no_grad():
         for parameter in module.policy.parameters():
             if parameter.requires_grad:
@@ -106,7 +87,7 @@ def test_the_second_completion_is_the_references(tmp_path: Path, model: str) -> 
 
 
 def test_at_the_start_both_are_the_same_model_and_write_different_things(tmp_path: Path) -> None:
-    module, fit, _ = run(tmp_path, 1, lambda m: None)
+    module, fit = run_of_sums(XPO, tmp_path, 1)
     assert 0 < fit.callback_metrics["train/judge/ties"] < 1
     table = module.samples
     assert len(table["completion"]) == 32 and table["completion"] != table["opponent"]

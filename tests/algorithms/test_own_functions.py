@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import lightning as L
 import pytest
 import torch
+from small_rollouts import trainer as quiet_trainer
 
 from lit_rl.algorithms import GRPO
 from lit_rl.algorithms.chosen_functions import check_loss_output
@@ -18,10 +18,7 @@ def fitted(**changes):
     """Four optimizer steps, of one rollout."""
     module = GRPO("tiny", len_of, group_size=2, sampling=Sampling(max_new_tokens=3), **changes)
     data = RolloutDataModule(rows=[{"prompt": f"{i}+1="} for i in range(2)], prompts_per_rollout=2, val_fraction=0.0)
-    trainer = L.Trainer(
-        accelerator="cpu", max_steps=4, limit_val_batches=0, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(None, max_steps=4)
     trainer.fit(module, datamodule=data)
     return trainer, module
 

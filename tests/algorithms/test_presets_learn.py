@@ -13,6 +13,7 @@ import lightning as L
 import pytest
 import yaml
 from composed_configs import tree_of
+from small_rollouts import trainer as quiet_trainer
 from tiers import all_but_exhaustive, quick
 
 import lit_rl.algorithms
@@ -85,17 +86,11 @@ def test_the_reward_rises(name: str, tmp_path: Path) -> None:
     data = RolloutDataModule(rows=rows, prompts_per_rollout=tree["data"]["prompts_per_rollout"])
     module, rewards = build(tree["algo"]), Rewards()
     module.reward_functions = RewardFunctions(seven)
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        tmp_path,
         max_steps=ROLLOUTS * module.minibatches * module.iterations,
         gradient_clip_val=1.0,
-        default_root_dir=tmp_path,
         callbacks=[rewards],
-        logger=False,
-        limit_val_batches=0,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(module, datamodule=data)
     seen, quarter = rewards.seen, ROLLOUTS // 4

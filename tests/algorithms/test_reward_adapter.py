@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import lightning as L
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from small_rollouts import trainer as quiet_trainer
 from transformers import AutoModelForSequenceClassification
 
 from lit_rl.algorithms import PPO, Evaluation
@@ -44,10 +44,7 @@ def test_four_models_on_one_base_train(reward_model: str, tmp_path: Path) -> Non
         optimizer=AdamW(lr=1e-3),
         evaluation=Evaluation(limit=1),
     )
-    trainer = L.Trainer(
-        accelerator="cpu", max_steps=4, default_root_dir=tmp_path, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, limit_val_batches=0,
-    )  # fmt: skip
+    trainer = quiet_trainer(tmp_path, max_steps=4, enable_checkpointing=True)
     trainer.fit(module, datamodule=RolloutDataModule(task=Addition(max_operand=5, val_rows=4), prompts_per_rollout=8))
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert logged["train/reward"] == pytest.approx(logged["train/rewards/reward_adapter/mean"])

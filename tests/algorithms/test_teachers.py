@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from online_modules import VOCABULARY, completions, scores, small_policy
 from small_rollouts import EachBatch, batch, credited, trainer
+from tiers import in_turn
 from torch import Tensor
 
 from lit_rl.algorithms import GRPO, RLOO, AdamW, Constant, Reinforce
@@ -287,8 +288,7 @@ def test_the_gradient_of_the_advantage_is_that_of_trls_sampled_tokens() -> None:
 # ------------------------------------------------------------------ laws of the term
 
 
-@pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("kind", [GRPO, RLOO, Reinforce])
+@in_turn(name=FORMS, kind=[GRPO, RLOO, Reinforce])
 def test_a_step_does_not_depend_on_micro_batches_or_padding(kind: Any, name: str) -> None:
     settings = {"reward_beta": 0.0} if kind is RLOO else {}
     module = taught_by_model(FORMS[name], kind, **settings)

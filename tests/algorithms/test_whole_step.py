@@ -10,6 +10,7 @@ import pytest
 import torch
 from offline_cuts import PAIRS, VERDICTS, data_of, loaded, micro_batches
 from small_rollouts import Ranks as Threads
+from small_rollouts import trainer as quiet_trainer
 from torch import Tensor
 
 from lit_rl.algorithms import BCO, CPO, DPO, KTO
@@ -115,11 +116,14 @@ def test_the_step_is_looked_at_in_the_precision_that_it_is_taken_in(tmp_path):
 
     module = DPO("tiny", preference=aot, sampling=Sampling(max_new_tokens=2))
     data = PreferenceDataModule(task=AdditionPairs(max_operand=6, val_rows=2), batch_size=4)
-    trainer = L.Trainer(
-        accelerator="cpu", precision="bf16-mixed", max_steps=1, accumulate_grad_batches=2, limit_val_batches=0,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, default_root_dir=tmp_path, callbacks=[Watched()],
-    )  # fmt: skip
+    trainer = quiet_trainer(
+        tmp_path,
+        precision="bf16-mixed",
+        max_steps=1,
+        accumulate_grad_batches=2,
+        use_distributed_sampler=False,
+        callbacks=[Watched()],
+    )
     trainer.fit(module, datamodule=data)
     assert seen == [True, True]
 
@@ -153,11 +157,9 @@ def test_a_row_is_the_same_to_others_and_in_its_own_loss(name: str, tmp_path: Pa
 
     module.text_scores = watched
     data = PreferenceDataModule(rows=rows, batch_size=8, val_fraction=0.0)
-    trainer = L.Trainer(
-        accelerator="cpu", max_steps=2, accumulate_grad_batches=4, limit_val_batches=0, max_epochs=2,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, default_root_dir=tmp_path,
-    )  # fmt: skip
+    trainer = quiet_trainer(
+        tmp_path, max_steps=2, accumulate_grad_batches=4, max_epochs=2, use_distributed_sampler=False
+    )
     trainer.fit(module, datamodule=data)
     assert [gradient for gradient, _, _ in passes] == 2 * (4 * [False] + 4 * [True])
     assert all(training for _, training, _ in passes)

@@ -14,21 +14,16 @@ import torch
 from small_rollouts import batch, completions, scores, trainer
 
 from lit_rl.algorithms import (
-    BCO,
-    CPO,
     DPO,
     GKD,
     GRPO,
     KTO,
-    ORPO,
     PPO,
-    RLOO,
     SFT,
     XPO,
     AdamW,
     Constant,
     Evaluation,
-    OnlineDPO,
 )
 from lit_rl.algorithms.evaluation.validation import EvaluationRows
 from lit_rl.algorithms.rollouts.rollout_source import RolloutSource
@@ -88,18 +83,14 @@ def test_a_tie_is_half_a_win_and_a_prompt_counts_once():
     assert found["win_rate_high"] == pytest.approx(2 / 3 + half, rel=1e-5)
 
 
-def test_an_interval_stays_a_rate():
-    rows = EvaluationRows()
-    wins = torch.tensor([1.0, 0.5], dtype=torch.float64)
-    rows.add(batch([0, 1]), completions([1, 1], 1), scores([0.0, 0.0]), wins)
-    assert rows.metrics()["win_rate_high"] == 1.0
+def test_an_interval_stays_a_rate_and_a_prompt_without_a_verdict_is_in_no_mean():
+    def of_two_prompts(*wins: float) -> dict[str, float]:
+        rows = EvaluationRows()
+        rows.add(batch([0, 1]), completions([1, 1], 1), scores([0.0, 0.0]), torch.tensor(wins, dtype=torch.float64))
+        return rows.metrics()
 
-
-def test_a_prompt_without_a_verdict_is_in_no_mean():
-    rows = EvaluationRows()
-    wins = torch.tensor([math.nan, 1.0], dtype=torch.float64)
-    rows.add(batch([0, 1]), completions([1, 1], 1), scores([0.0, 0.0]), wins)
-    found = rows.metrics()
+    assert of_two_prompts(1.0, 0.5)["win_rate_high"] == 1.0
+    found = of_two_prompts(math.nan, 1.0)
     assert (found["win_rate"], found["win_rate_ties"], found["win_rate_unjudged"]) == (1.0, 0.0, 0.5)
 
 
@@ -245,28 +236,26 @@ def test_verdicts_that_fail_are_counted(tmp_path: Path):
     assert math.isnan(found["win_rate"]) and found["win_rate_unjudged"] == 1.0
 
 
+def sums_to_imitate() -> SupervisedDataModule:
+    return SupervisedDataModule(task=AdditionText(max_operand=30, val_rows=12), batch_size=8)
+
+
+def pairs_of_sums() -> PreferenceDataModule:
+    return PreferenceDataModule(task=AdditionPairs(max_operand=30, val_rows=12), batch_size=8)
+
+
+def sums() -> RolloutDataModule:
+    return prompts(task=Addition(30, val_rows=12))
+
+
 METHODS: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
-    "sft": (SFT, lambda: SupervisedDataModule(task=AdditionText(max_operand=30, val_rows=12), batch_size=8)),
-    "gkd": (
-        lambda model, **settings: GKD(model, teacher=LanguageModel("tiny"), on_policy_fraction=0.5, **settings),
-        lambda: SupervisedDataModule(task=AdditionText(max_operand=30, val_rows=12), batch_size=8),
-    ),
-    **{
-        method.__name__.lower(): (
-            method,
-            lambda: PreferenceDataModule(task=AdditionPairs(max_operand=30, val_rows=12), batch_size=8),
-        )
-        for method in (DPO, CPO, ORPO, KTO, BCO)
-    },
-    **{
-        method.__name__.lower(): (partial(method, reward=exact_match), lambda: prompts(task=Addition(30, val_rows=12)))
-        for method in (GRPO, RLOO, PPO)
-    },
-    **{
-        method.__name__.lower(): (method, lambda: prompts(task=Addition(30, val_rows=12)))
-        for method in (OnlineDPO, XPO)
-    },
+    "sft": (SFT, sums_to_imitate),
+    "gkd": (partial(GKD, teacher=LanguageModel("tiny"), on_policy_fraction=0.5), sums_to_imitate),
+    **{method.__name__.lower(): (method, pairs_of_sums) for method in (DPO, KTO)},
+    **{method.__name__.lower(): (partial(method, reward=exact_match), sums) for method in (GRPO, PPO)},
+    "xpo": (XPO, sums),
 }
+"""One of each family: the others take what they compare by from the same class."""
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -37,26 +37,6 @@ def test_by_hand():
     assert gather_logprobs(logits, torch.tensor([[1]]), temperature=0.5).item() == pytest.approx(math.log(9 / 10))
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 2.5])
-@pytest.mark.parametrize("numbers", [1, 20, 60, 2**22], ids=lambda n: f"blocks of {n}")
-def test_value_and_gradient_are_those_of_log_softmax(batch, temperature, numbers, monkeypatch):
-    monkeypatch.setattr(module, "CPU_BLOCK", numbers)
-    logits, ids, weights = batch
-    ours, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    got, expected = gather_logprobs(ours, ids, temperature=temperature), plain(exact, ids, temperature)
-    torch.testing.assert_close(got.double(), expected, atol=1e-6, rtol=1e-6)
-    (got * weights).sum().backward()
-    (expected * weights).sum().backward()
-    torch.testing.assert_close(ours.grad.double(), exact.grad, atol=1e-6, rtol=1e-6)
-
-
-def test_same_bits_with_and_without_gradient(batch):
-    logits, ids, _ = batch
-    with_gradient = gather_logprobs(logits.clone().requires_grad_(), ids)
-    with torch.no_grad():
-        assert torch.equal(gather_logprobs(logits, ids), with_gradient)
-
-
 def test_bfloat16_logits_are_scored_in_float32(batch):
     logits, ids, weights = batch
     half = logits.bfloat16().requires_grad_()
@@ -109,17 +89,6 @@ def test_near_certain_tokens_keep_their_digits():
     assert got == pytest.approx(-math.log1p(math.exp(-10)), rel=2e-3)
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
-def test_entropy(batch, temperature):
-    logits, ids, _ = batch
-    logits = logits.requires_grad_()
-    logprobs, entropy = logprobs_and_entropy(logits, ids, temperature=temperature)
-    expected = torch.distributions.Categorical(logits=logits.detach() / temperature).entropy()
-    torch.testing.assert_close(entropy, expected)
-    assert torch.equal(logprobs, gather_logprobs(logits, ids, temperature=temperature))
-    assert logprobs.requires_grad and not entropy.requires_grad
-
-
 def test_excluded_tokens_have_no_part_in_the_entropy():
     logits = torch.tensor([[[0.0, 0.0, -math.inf]]], requires_grad=True)
     logprobs, entropy = logprobs_and_entropy(logits, torch.tensor([[0]]))
@@ -150,15 +119,17 @@ def entropy_of(logits, temperature):
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 2.5])
 @pytest.mark.parametrize("numbers", [1, 20, 60, 2**22], ids=lambda n: f"blocks of {n}")
-def test_gradient_of_both_is_that_of_the_definition(batch, temperature, numbers, monkeypatch):
+def test_value_and_gradient_of_both_are_those_of_the_definition(batch, temperature, numbers, monkeypatch):
     monkeypatch.setattr(module, "CPU_BLOCK", numbers)
     logits, ids, weights = batch
     ours, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
     logprobs, entropy = logprobs_and_entropy_with_gradient(ours, ids, temperature=temperature)
-    expected = entropy_of(exact, temperature)
-    torch.testing.assert_close(entropy.double(), expected, atol=1e-6, rtol=1e-6)
+    expected = plain(exact, ids, temperature), entropy_of(exact, temperature)
+    torch.testing.assert_close(logprobs.double(), expected[0], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(entropy.double(), expected[1], atol=1e-6, rtol=1e-6)
+    assert torch.equal(gather_logprobs(ours, ids, temperature=temperature), logprobs)
     (logprobs * weights + entropy * weights.flip(0)).sum().backward()
-    (plain(exact, ids, temperature) * weights + expected * weights.flip(0)).sum().backward()
+    (expected[0] * weights + expected[1] * weights.flip(0)).sum().backward()
     torch.testing.assert_close(ours.grad.double(), exact.grad, atol=1e-6, rtol=1e-6)
 
 
@@ -173,6 +144,8 @@ def test_every_function_gives_the_same_bits(batch, temperature, truncation):
     assert torch.equal(with_gradient[0], logprobs)
     assert torch.equal(with_gradient[1], entropy)
     assert with_gradient[1].requires_grad
+    still, entropy = logprobs_and_entropy(logits.clone().requires_grad_(), ids, **settings)
+    assert still.requires_grad and not entropy.requires_grad
 
 
 def test_the_gradient_of_log_probs_does_not_depend_on_who_asks_for_entropy(batch):

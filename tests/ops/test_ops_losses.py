@@ -178,21 +178,17 @@ def test_at_ratio_one_the_gradient_is_that_of_reinforce(loss, batch):
 
 @pytest.mark.parametrize(
     "loss",
-    [loss for loss in PLAIN if loss not in (gmpo_loss,)] + [LOSSES["kl_cov_loss"]],
+    [
+        *(loss for loss in PLAIN if loss is not gmpo_loss),
+        LOSSES["kl_cov_loss"],
+        LOSSES["clipped_policy_loss/sequence_token"],
+    ],
     ids=lambda loss: getattr(loss, "func", loss).__name__,
 )
 def test_at_ratio_one_each_token_follows_its_own_advantage(loss, batch):
-    """Not GMPO and not the sequence levels: there a token's log-prob moves the losses of its whole row."""
+    """Not GMPO and not the other sequence levels: there a token's log-prob moves the losses of its whole row."""
     logprobs, _, _, mask = batch
     advantages = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
-    _, _, grad = run(loss, logprobs, logprobs.detach().clone(), advantages, mask)
-    torch.testing.assert_close(grad, -advantages * mask)
-
-
-def test_gspo_token_follows_the_advantage_of_each_token(batch):
-    logprobs, _, _, mask = batch
-    advantages = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
-    loss = LOSSES["clipped_policy_loss/sequence_token"]
     _, _, grad = run(loss, logprobs, logprobs.detach().clone(), advantages, mask)
     torch.testing.assert_close(grad, -advantages * mask)
 

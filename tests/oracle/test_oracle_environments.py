@@ -168,8 +168,9 @@ def test_the_same_class_and_turns_are_the_same_rollout(play: Play, monkeypatch: 
     assert theirs.metrics["tools/call_frequency"] == [calls / ROWS] and theirs.metrics["tools/failure_frequency"] == [0]
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
-@every_way
+@pytest.mark.parametrize(
+    ("play", "loss_type"), [("one", "dapo"), pytest.param("several", "grpo", marks=pytest.mark.all)], indirect=["play"]
+)
 def test_loss_and_gradient(play: Play, loss_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what the environments' `get_reward` says, beside the rewards of functions."""
     from trl.trainer.utils import split_tensor_dict

@@ -163,7 +163,7 @@ def test_a_failure_ends_the_run_in_the_same_words(mine: str, name: str, told: Se
 
 @pytest.mark.parametrize("name", ["raises", "ends", pytest.param("hangs", marks=pytest.mark.all)])
 def test_a_failure_that_has_a_score_has_the_same(mine: str, name: str) -> None:
-    rewards = [from_paths(f"{mine}:{name}", on_error=-1.0, timeout=2.0) for _ in range(2)]
+    rewards = [from_paths(f"{mine}:{name}", on_error=-1.0, timeout=1.0) for _ in range(2)]
     with pytest.warns(UserWarning, match=f"{name}.*failed on"):
         assert_same(early(rewards[0], ORDERS["all"]), late(rewards[1]))
 
