@@ -98,8 +98,8 @@ def check_estimator_inputs(
     changed = [key for key, is_set in changes.items() if is_set]
     if changed and "data_row" in parameters(estimator):
         raise ConfigError(
-            f"{', '.join(changed)}: algo/advantage={name_of(estimator)} compares rewards with values that are estimated "
-            "from the rewards as the functions return them. Leave it out, or change the rewards in the functions."
+            f"{', '.join(changed)}: algo/advantage={name_of(estimator)} compares rewards with values of the prompts, "
+            "made of rewards as the functions return them. Leave it out, or change the rewards in the functions."
         )
     if reward_beta and not traits.reads_kl:
         unread.append(f"algo.reward_beta={reward_beta}")
