@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 from lit_rl.environments.games import GuessNumber
@@ -23,18 +22,3 @@ class Unreachable(GuessNumber):
         if self.lost:
             raise ConnectionError("the game server is gone")
         return super().step(action)
-
-
-def unreachable(prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
-    """The same of a function that makes whole rollouts, of one turn."""
-    out = trainer.generate([trainer.encode(prompt) for prompt in prompts])
-    first = Unreachable.begun
-    Unreachable.begun += len(prompts)
-    limit = int(os.environ.get("GAMES_UNTIL_LOST", "1000000"))
-    lost = [first + number >= limit for number in range(len(prompts))]
-    return out | {"episode_error": [ConnectionError("the game server is gone") if each else None for each in lost]}
-
-
-def rated(completions: Sequence[str]) -> list[float]:
-    """By the characters."""
-    return [float(sum(map(ord, text)) % 3) for text in completions]
