@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,8 @@ class FindsNoMemory(NativeGenerator):
 
 
 class Faulty(NativeGenerator):
-    """At its third request, what `FAULT_<rank>` says: it raises what is no error of ours, or dies. It
-    leaves `met_<rank>` in the folder `MET` before."""
+    """At its third request, what `FAULT_<rank>` says: it raises what is no error of ours, dies, hangs, is stopped, or
+    waits for the word of another rank. It leaves `met_<rank>` in the folder `MET` before."""
 
     asked = 0
 
@@ -62,4 +63,10 @@ class Faulty(NativeGenerator):
             raise LookupError("the first words")
         if fault == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "is stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if fault == "waits":
+            torch.distributed.recv(torch.zeros(1), src=0)
+        if fault == "hangs":
+            time.sleep(600)
         return super().generate(prompts, sampling)

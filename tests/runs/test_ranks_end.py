@@ -186,15 +186,19 @@ def test_slurms_signal_to_one_rank_ends_both_saved_and_one_process_goes_on(
 
 
 BESIDE = f"{Path(__file__).with_name('slow_in_two.py')}:"
-STANDS_STILL = ["algo=online_dpo", "algo.group_size=2", "judge=function", f"judge.fn={BESIDE}judge"]
-"""What asks a function that stands still for two minutes at the third step."""
+STANDS_STILL = {
+    "judge": ["algo=online_dpo", "algo.group_size=2", "judge=function", f"judge.fn={BESIDE}judge"],
+    "new groups": ["algo/groups=dynamic", "reward=function", f"reward.fn={BESIDE}reward", "algo.minibatches=1"],
+}
+"""What asks a function that stands still for two minutes at the third step, of both ranks or of one."""
 
 
+@pytest.mark.parametrize("what", ["judge", pytest.param("new groups", marks=pytest.mark.exhaustive)])
 def test_ranks_give_up_together_what_one_of_them_waits_for(
-    process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """And the run that goes on equals the whole one."""
-    words = [*TWO, *STANDS_STILL, "trainer.max_steps=4", "callbacks.checkpoint.save_top_k=-1"]
+    words = [*TWO, *STANDS_STILL[what], "trainer.max_steps=4", "callbacks.checkpoint.save_top_k=-1"]
     whole, run, stands = tmp_path / "whole", tmp_path / "run", tmp_path / "stands"
     assert process(*words, f"run_dir={whole}").wait(240) == 0
     with monkeypatch.context() as slow:
@@ -261,8 +265,11 @@ def cpu_seconds(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.parametrize(
+    "rank_1", ["waits for rank 0", pytest.param("has just been started", marks=pytest.mark.exhaustive)]
+)
 def test_a_rank_that_rank_0_has_started_ends_with_it_before_they_have_met(
-    process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    process, tmp_path: Path, rank_1: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would wait for half an hour. Rank 0 is stopped where it has started rank 1, and killed there."""
     monkeypatch.setattr(warm, "Popen", subprocess.Popen)  # rank 1 has to be a child of rank 0
@@ -270,9 +277,10 @@ def test_a_rank_that_rank_0_has_started_ends_with_it_before_they_have_met(
     until = time.monotonic() + 240
     while not (started := started_by(child.pid)):
         assert time.monotonic() < until and child.poll() is None, "it never came to that"
-    child.send_signal(signal.SIGSTOP)
-    while not waits_for_rank_0(started[0]):
-        assert time.monotonic() < until, "it never came to that"
+    if rank_1 == "waits for rank 0":
+        child.send_signal(signal.SIGSTOP)
+        while not waits_for_rank_0(started[0]):
+            assert time.monotonic() < until, "it never came to that"
     child.kill()
     began = time.monotonic()
     output, _ = child.communicate(timeout=60)  # the pipe is closed when both have ended
@@ -321,49 +329,60 @@ def parent_of(words: list[str]) -> Iterator[subprocess.Popen[str]]:
             end.cancel()
 
 
-WRAPPED = STARTS.replace("[sys.executable, ", "['sh', '-c', '\"$@\"; exit $?', 'wrapper', sys.executable, ")
-"""Python is a wrapper that does not become what it starts: the parent of rank 1 is not rank 0, which it watches."""
-
-
 @pytest.mark.parametrize(
-    ("starts", "work", "said"),
-    [
-        (STARTS, 60.0, ["begun", "BackendError False"]),
-        (STARTS, 0.0, ["begun", "writes", "written"]),
-        (WRAPPED, 60.0, ["begun", "BackendError False"]),
-    ],
-    ids=["works", "writes", "wrapped"],
+    ("work", "said"), [(60.0, ["begun", "BackendError False"]), (0.0, ["begun", "writes", "written"])]
 )
-def test_a_rank_ends_with_rank_0_while_they_work_together_and_writes_what_it_writes_then(
-    starts: str, work: float, said: list[str]
+def test_a_rank_ends_with_its_parent_while_they_work_together_and_writes_what_it_writes_then(
+    work: float, said: list[str]
 ) -> None:
-    """Not with the thread of rank 0 that has started it."""
-    words = [sys.executable, "-c", starts, WORKS, str(work)]
+    """Not with the thread of its parent that has started it."""
+    words = [sys.executable, "-c", STARTS, WORKS, str(work)]
     with parent_of(words) as parent:
         assert parent.stdin is not None and parent.stdout is not None
         assert parent.stdout.readline() == "begun\n"
-        time.sleep(2.0 if starts == WRAPPED else 1.0)
+        time.sleep(1.0)
         began = time.monotonic()
         parent.stdin.close()
         assert ["begun", *parent.stdout.read().split("\n")[:-1]] == said
         assert time.monotonic() - began < AT_ONCE
 
 
-@pytest.mark.parametrize("fault", ["raises", "dies"])
+def test_a_rank_that_a_script_has_started_for_rank_0_watches_rank_0() -> None:
+    """Where Python is a wrapper that does not become what it starts, its parent is not rank 0."""
+    wrapped = STARTS.replace("[sys.executable, ", "['sh', '-c', '\"$@\"; exit $?', 'wrapper', sys.executable, ")
+    assert wrapped != STARTS
+    words = [sys.executable, "-c", wrapped, WORKS, "60.0"]
+    with parent_of(words) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        assert parent.stdout.readline() == "begun\n"
+        time.sleep(2.0)
+        began = time.monotonic()
+        parent.stdin.close()
+        assert parent.stdout.read() == "BackendError False\n"
+        assert time.monotonic() - began < AT_ONCE
+
+
+FAULTS = {"raises": {1: "raises"}, "dies": {1: "dies"}, "hangs": {0: "raises", 1: "hangs"}}
+"""By rank; rank 0 has started rank 1."""
+
+
+@pytest.mark.parametrize("fault", ["raises", "dies", pytest.param("hangs", marks=pytest.mark.exhaustive)])
 def test_a_rank_that_fails_ends_the_others_and_is_heard_last(
     process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """Rank 0 ends by itself: Lightning, which would kill it after five seconds, is kept from that."""
-    folder = tmp_path / "run"
+    folder, first = tmp_path / "run", 0 if fault == "hangs" else 1
     monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("MET", str(tmp_path))
-    monkeypatch.setenv("FAULT_1", fault)
+    for rank, what in FAULTS[fault].items():
+        monkeypatch.setenv(f"FAULT_{rank}", what)
     faulty = ["generator._target_=failing_generators.Faulty", "allow_targets=[failing_generators]"]
     child = process(*TWO, *faulty, f"run_dir={folder}")
-    wait_for(tmp_path, "met_1", [child])
+    wait_for(tmp_path, f"met_{first}", [child])
     began = time.monotonic()
     output, _ = child.communicate(timeout=120)  # the pipe is closed when both have ended
-    assert time.monotonic() - began < AT_ONCE, output
+    grace = 10 if fault == "hangs" else 0  # which rank 0, that fails, gives to rank 1
+    assert time.monotonic() - began < grace + AT_ONCE, output
     assert whole_step(folder) == 4, "two rollouts of two steps, each of which is saved"
     error, summary = (json.loads((folder / f"{name}.json").read_text()) for name in ("error", "summary"))
     assert (summary["status"], summary["exit_code"]) == ("failed", child.returncode), output
@@ -378,8 +397,9 @@ def test_a_rank_that_fails_ends_the_others_and_is_heard_last(
         assert "RuntimeError" in error["traceback"]
         return
     assert child.returncode == 1, output
-    assert (error["error"], error["rank"]) == ("LookupError", 1)
-    assert output.strip().endswith("LookupError: the first words") and "rank 1 on" in output, output
+    assert (error["error"], error["rank"]) == ("LookupError", first)
+    assert output.strip().endswith("LookupError: the first words"), output
+    assert f"rank {first} on" in output or not first
 
 
 STANDS = """
@@ -412,11 +432,24 @@ def test_rank_0_that_stands_where_nothing_fails_ends_too_and_says_why(tmp_path: 
     assert "has ended with exit code 1" in said["message"] and said["message"] in done.stderr
 
 
-def test_a_rank_that_hangs_in_a_reward_ends_the_run_which_says_where_it_stands(
+@pytest.mark.exhaustive
+def test_memory_that_one_of_two_ranks_does_not_get_ends_both_with_what_was_planned(
     process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
+    words = ["generator._target_=failing_generators.FindsNoMemory", "allow_targets=[failing_generators]"]
+    child = process(*TWO, *words, f"run_dir={tmp_path / 'run'}")
+    output, _ = child.communicate(timeout=240)
+    assert child.returncode == 8 and "generator.batch_size=4 (it was 8;" in output, output
+    assert "rank 1 on" in output, "which failed first"
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.exhaustive)])
+def test_a_rank_that_hangs_in_a_reward_ends_the_run_which_says_where_it_stands(
+    process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
     folder, fn = tmp_path / "run", Path(__file__).with_name("hanging_rewards.py")
-    monkeypatch.setenv("HANGS_ON_RANK", "1")
+    monkeypatch.setenv("HANGS_ON_RANK", str(rank))
     rewarded = ["reward=function", f"reward.fn={fn}:hangs", "reward.timeout=null"]
     rewarded += ["callbacks.watchdog.limit=20"]
     child = process(*TWO, *rewarded, "trainer.max_steps=8", f"run_dir={folder}")
@@ -424,9 +457,9 @@ def test_a_rank_that_hangs_in_a_reward_ends_the_run_which_says_where_it_stands(
     assert child.returncode == 8, output
     assert whole_step(folder) == 4
     error = json.loads((folder / "error.json").read_text())
-    assert (error["error"], error["exit_code"], error["rank"]) == ("BackendError", 8, 0), output
+    assert (error["error"], error["exit_code"], error["rank"]) == ("BackendError", 8, 1 - rank), output
     said = error["message"]
-    assert (waited := re.match(r"Rank 1 did not arrive: rank 0 waited (\d+) s", said)), said
+    assert (waited := re.match(rf"Rank {rank} did not arrive: rank {1 - rank} waited (\d+) s", said)), said
     assert 20 <= int(waited[1]) < 20 + AT_ONCE and "optimizer step 5" in said
     assert "lit_rl/rewards/" in said and "in take_rollout" in said and "reward.timeout" in said
     assert said in output
@@ -447,3 +480,20 @@ def test_ranks_that_all_wait_for_each_other_are_told_within_seconds(
     assert "in on_train_batch_start" in output and "callbacks.watchdog.all_wait" in output
     assert whole_step(tmp_path / "run") == 2
     assert time.monotonic() - began < 8 + 2 * AT_ONCE, output
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [("waits", "All ranks wait for each other, rank "), ("is stopped", "Rank 1 does not answer either")],
+)
+def test_ranks_that_wait_for_each_other_and_one_that_cannot_answer(
+    process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, said: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("MET", str(tmp_path))
+    monkeypatch.setenv("FAULT_1", fault)
+    faulty = ["generator._target_=failing_generators.Faulty", "allow_targets=[failing_generators]"]
+    child = process(*TWO, *faulty, "callbacks.watchdog.limit=40", f"run_dir={tmp_path / 'run'}")
+    output, _ = child.communicate(timeout=300)  # the pipe is closed when both have ended
+    assert child.returncode == 8 and said in output, output
