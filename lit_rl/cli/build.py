@@ -130,14 +130,18 @@ def build(tree: Any) -> Any:
 
 
 def _with_whole_key(tree: dict[str, Any], error: Exception, cause: LitRLError) -> LitRLError:
-    """Return the error of a constructor, with the whole key where it begins with the setting alone: ``rubric=...``.
+    """Return the error of a constructor with the whole key, where its class does not know where in the config it is.
 
-    Only of a reward function: a config may have it under any name, so that its class does not know the key.
+    A reward function, which a config may have under any name, begins with the setting alone: ``rubric=...``. A model
+    takes itself for the policy: ``model.name=...`` of a teacher is ``algo.teacher.model.name=...``.
     """
     _, _, key = str(error).partition("full_key: ")
     node: Any = tree
     for part in key.split(".") if key else ():
         node = node.get(part) if isinstance(node, dict) else None
+    is_model = isinstance(node, dict) and node.get("_target_") == TARGETS["LanguageModel"]
+    if is_model and key not in ("", "model"):  # of an algorithm, beside its policy
+        return type(cause)(re.sub(r"\bmodel\.(?=[a-z])", f"algo.{key}.", str(cause)))
     setting = re.match(r"(\w+)(?==| lacks )", str(cause))
     is_reward = re.fullmatch(r"(reward\.)?functions\.[^.]+", key) is not None
     if setting is None or not isinstance(node, dict) or setting[1] not in node or not is_reward:

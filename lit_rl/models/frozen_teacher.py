@@ -133,7 +133,7 @@ class Teacher(Held):
             raise ConfigError(
                 f"{self.key}.name={self.model.name!r} has the very weights that the policy begins with: there is "
                 "nothing to learn from it. Name a better model of the same family, such as the run_dir/hf of another "
-                "run. The additions have an example: experiment=gkd_addition."
+                "run. With the shipped policy there are experiment=opd_addition (algo=opd) and gkd_addition (algo=gkd)."
             )
 
 

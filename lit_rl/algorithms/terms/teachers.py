@@ -557,10 +557,11 @@ def check_pair(teacher: RolloutTeacher | None, form: DistillationForm | None, *,
     if form is not None:
         raise ConfigError(
             f"algo/distillation: {type(form).__name__} is how the policy learns from a teacher, and there is none. Set "
-            "algo/teacher (model, self), or leave it out."
+            "algo/teacher (model, self, server, by_column), or leave it out."
         )
     if alone:
         raise ConfigError(
             "algo/advantage=none: nothing is learned from the rewards, and there is no teacher, so nothing would be "
-            "learned at all. Set algo/teacher (model, self), or another algo/advantage, such as group_normalized."
+            "learned at all. Set algo/teacher (model, self, server, by_column), or another algo/advantage, such as "
+            "group_normalized."
         )
