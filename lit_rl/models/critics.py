@@ -23,7 +23,7 @@ from lit_rl.core.branches import branches_of
 from lit_rl.core.declared_settings import checked
 from lit_rl.core.errors import ConfigError
 from lit_rl.core.rollout import Completions, Sampling
-from lit_rl.models import forward
+from lit_rl.models import forward, hub_files
 from lit_rl.models.adapters import check_targets
 from lit_rl.models.forward_inputs import known_masks, trunk_inputs
 from lit_rl.models.language_model import DEFAULT, LanguageModel
@@ -146,7 +146,8 @@ class SeparateCritic(_OwnTrunk):
 
     def __post_init__(self) -> None:
         if self.model is not None:
-            object.__setattr__(self, "model", LanguageModel.of(self.model, "algo.critic.model"))
+            with hub_files.rename_keys((r"\bmodel\.name\b", "algo.critic.model")):
+                object.__setattr__(self, "model", LanguageModel.of(self.model, "algo.critic.model"))
 
     def check(self, model: LanguageModel) -> None:
         """Raise ConfigError where the copy could not be trained, or the other model reads other token ids."""

@@ -340,6 +340,11 @@ class Caller:
         """True if the mean of the values over the completions of a prompt is 0 by construction."""
         return getattr(_inner(self.function), "is_centred", False) is True
 
+    @property
+    def measures_length(self) -> bool:
+        """True if it says so: its values tell how long a completion is, and not whether it is right."""
+        return getattr(_inner(self.function), "measures_length", False) is True
+
     @cached_property
     def _is_async(self) -> bool:
         return is_async(self.function)

@@ -156,6 +156,8 @@ class Length:
         max_characters: The longest completion that still scores 1, in characters.
     """
 
+    measures_length = True
+
     def __init__(self, max_characters: AtLeastOne) -> None:
         self.max_characters = max_characters
 

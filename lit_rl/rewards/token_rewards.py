@@ -28,6 +28,8 @@ class SoftOverlong:
         ConfigError: ``max_length`` is below 1, or ``cache`` is outside ``[0, max_length]``.
     """
 
+    measures_length = True
+
     def __init__(self, max_length: AtLeastOne, cache: int | None = None) -> None:
         self.max_length = max_length
         self.cache = max_length // 5 if cache is None else cache

@@ -307,6 +307,11 @@ class Rewards:
         """The functions whose values depend on the other completions of a prompt."""
         return tuple(name for name, caller in self._callers.items() if caller.compares_rows)
 
+    @property
+    def of_length(self) -> tuple[str, ...]:
+        """The functions of the sum whose values tell how long a completion is, and not whether it is right."""
+        return tuple(name for name, each in self._callers.items() if each.measures_length and self.weights[name])
+
     def naming(self, argument: str) -> tuple[str, ...]:
         """Return the functions whose signature has the argument."""
         return tuple(name for name, each in self.functions.items() if argument in argument_names(name, each))

@@ -21,7 +21,7 @@ from lit_rl.core.errors import DataError, in_range
 from lit_rl.core.visuals import ImageRef, VideoRef, Visual, shown_in
 from lit_rl.data.corpus import set_key
 from lit_rl.data.example_module import ExampleDataModule
-from lit_rl.data.example_set import Example
+from lit_rl.data.example_set import Encoded, Example
 from lit_rl.data.kinds import Kind, kind_of
 from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.data.row_visuals import ImageReader
@@ -172,15 +172,31 @@ def _examples(data: ExampleDataModule, kind: Kind, rows: int) -> DataLook:
         "prompts": [example.texts[0].prompt_tokens for example in examples],
         "completions": [len(text) - text.prompt_tokens for example in examples for text in example.texts],
     }
-    if not any(lengths["prompts"]):
+    replies = [_replies(text) for example in examples for text in example.texts]
+    within_prompts = any(any(text.learned[: text.prompt_tokens]) for each in examples for text in each.texts)
+    if kind == "texts" and (within_prompts or any(len(each) > 1 for each in replies)):  # neither prompt nor completion
+        lengths = {
+            "texts": [len(text) for example in examples for text in example.texts],
+            "all replies of a text": list(map(sum, replies)),
+            "replies": [length for each in replies for length in each],
+        }
+    elif not any(lengths["prompts"]):
         lengths = {"texts": lengths["completions"]}
     by_row = [list(row) for _, row in groupby(examples, key=lambda example: example.where)]
     keys = [row[0].key for row in by_row]
     wholes = [json.dumps([[text.ids for text in each.texts] + [each.desirable] for each in row]) for row in by_row]
     title = f"Examples for methods that learn from {kind}; format: {', '.join(dict.fromkeys(data.corpus.formats))}"
-    if forked := data.report["train"].get("forked"):
-        title += f"; {len(examples)} training examples: {forked} conversations became several"
+    if forked := [[len(example.texts[0]) for example in row] for row in by_row if len(row) > 1]:
+        title += (
+            f"; {len(by_row)} conversations, {len(examples)} training examples: {len(forked)} conversations became "
+            f"several, with {sum(sum(row) - max(row) for row in forked)} tokens beside the longest of each"
+        )
     return DataLook(title, [_texts(example) for example in examples[:rows]], lengths, columns, keys, wholes)
+
+
+def _replies(text: Encoded) -> list[int]:
+    """Return the number of tokens of each run of learned tokens."""
+    return [len(list(run)) for learned, run in groupby(text.learned) if learned]
 
 
 def _texts(example: Example) -> list[tuple[str, list[int], list[bool]]]:
@@ -256,7 +272,7 @@ def _print_counts(console: Console, report: Mapping[str, Mapping[str, int]]) -> 
         shown = {key: value for key, value in counts.items() if value or key in ("rows", "kept")}
         longest = shown.pop("longest", 0)
         beside = f" (the longest had {longest} tokens)" if longest else ""
-        beside += "; kept and held_out are examples" if "forked" in shown and "held_out" in shown else ""
+        beside += "; kept and held_out are training examples, the others rows" if "forked" in shown and "held_out" in shown else ""
         console.print(Text(f"{name}: {', '.join(f'{key} {value}' for key, value in shown.items())}{beside}"))
 
 

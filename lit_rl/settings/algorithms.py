@@ -104,7 +104,8 @@ class PolicyGradientConfig(OnPolicyConfig):
     with `state` and `load_state` is restored on resuming."""
     role: str | None = None
     """Column of the data, or of episodes, that names the role in which a completion was written. Completions of
-    a prompt are then compared with those of their role only. None: no roles."""
+    a prompt are then compared with those of their role only, and behind a colon stands what they are compared within:
+    `solver:p7` has the role `solver`. None: no roles."""
     loss: Callable = imported("lit_rl.ops.policy_losses.clipped_policy_loss")
     """`(logprobs, old_logprobs, advantages, mask) -> ((b, t), metrics)`: the loss of each token; it may also name
     `weights`, `step` and `group_id`, which keeps the completions of a prompt in one micro-batch."""

@@ -524,10 +524,29 @@ def test_completions_are_compared_with_those_of_their_role_only(monkeypatch):
     assert rewards.tolist() == [0, 4, 2, 8, -0.5, 0.5, 1.5, 4.5], "less half of the mean of the role's rewards"
 
 
+def test_a_part_of_a_role_is_compared_with_itself_and_has_the_baseline_of_the_role(monkeypatch):
+    """One group: two proposers, and two attempts at the problem of each. The first problem is the easy one."""
+    roles = ["proposer", "proposer", "solver:p1", "solver: p1", "solver:p2", "solver:p2"]
+    rewards = scores([0.0, 4.0, 5.0, 9.0, 0.0, 2.0])
+    module = by_hand(monkeypatch, advantage=advantages.centered, role="player", group_size=6)
+    compared, metrics = module.advantages(in_roles(roles, rewards, group_size=6, of_episodes=True))
+    assert compared.advantages.tolist() == [-2, 2, -2, 2, -1, 1]
+    assert {name: float(total / count) for name, (total, count) in metrics.items() if name.startswith("role/")} == {
+        "role/proposer/reward": 2,
+        "role/solver/reward": 4,
+    }
+    module = by_hand(monkeypatch, Reinforce, advantage=RoleBaseline(decay=0.0), role="player", group_size=6)
+    for expected in ([0, 4, 5, 9, 0, 2], [-2, 2, 1, 5, -4, -2]):
+        rollout = module.advantages(in_roles(roles, rewards, group_size=6, of_episodes=True))[0]
+        assert rollout.advantages.tolist() == expected
+    Roles("player").check({"player": [f"solver:{problem}" for problem in range(100)]}, ())
+
+
 @given(st.lists(st.tuples(st.integers(0, 2**40), st.sampled_from(["a", "b", 3])), min_size=1, max_size=20))
 def test_numbers_are_equal_for_equal_prompts_and_roles_alone(rows):
     groups, roles = zip(*rows)
-    numbers = Roles("player").numbers(in_roles(list(roles), scores([0.0] * len(rows))))
+    numbers, whole = Roles("player").numbers(in_roles(list(roles), scores([0.0] * len(rows))))
+    assert torch.equal(numbers, whole), "no role has parts"
     found = within_roles(torch.tensor(groups), numbers).tolist()
     assert len(set(found)) == len(set(rows)) == len(set(zip(rows, found)))
 
@@ -540,5 +559,7 @@ def test_roles_that_are_missing_or_none_are_refused_before_anything_is_loaded():
     for empty in (None, "", " "):
         with pytest.raises(ConfigError, match="row 1 of the training rows has no value"):
             roles.check({"player": ["white", empty]}, ())
+    with pytest.raises(ConfigError, match="row 0 of the training rows has ':p7', which is no role"):
+        Roles("player").check({"player": [":p7"]}, ())
     with pytest.raises(ConfigError, match="more than 64 values"):
         Roles("player").check({"player": range(65)}, ())

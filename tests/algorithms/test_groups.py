@@ -27,7 +27,7 @@ from lit_rl.core.rollout import Completions, PromptBatch, Sampling
 from lit_rl.data.prompt_module import RolloutDataModule
 from lit_rl.ops.advantages import group_normalized
 from lit_rl.ops.reductions import Metrics
-from lit_rl.rewards import Rewards
+from lit_rl.rewards import Length, Rewards, SoftOverlong
 
 GROUP = 2
 TOKENIZER: Any = SimpleNamespace(batch_decode=lambda rows, **_: ["" for _ in rows])
@@ -472,3 +472,17 @@ def test_a_score_of_ones_own_is_seeded_and_leaves_the_training_alone():
         Alone(groups=TopOfGroup(2, score)).select([1, 2, 3, 4] * 2, [0.0, 1.0] * 4)
     assert drawn[0] == drawn[1]
     assert torch.equal(torch.get_rng_state(), before) and torch.get_default_dtype() == torch.float32
+
+
+def test_a_length_penalty_in_the_sum_is_said(recwarn):
+    """A group of wrong answers differs in it; where the reward that counts decides, or nothing else is there, it does
+    not matter."""
+    right, penalty = (lambda prompts, completions, **_: [0.0] * len(prompts)), SoftOverlong(9)
+    both = Rewards({"right": right, "soft": penalty})
+    for rewards, metric in ((both, "right"), (Rewards({"right": right, "also": right}), None),
+                            (Rewards({"soft": penalty, "short": Length(9)}), None),
+                            (Rewards({"right": right, "soft": penalty}, {"soft": 0.0}), None)):  # fmt: skip
+        module = GRPO("tiny", rewards, groups=DynamicSampling(metric=metric), group_size=4)
+        assert module.groups is not None and not recwarn.list, (rewards, metric)
+    with pytest.warns(UserWarning, match=r"soft is in the sum.*algo\.groups\.metric=\[right\]"):
+        GRPO("tiny", both, groups=DynamicSampling(), group_size=4)

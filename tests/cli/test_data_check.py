@@ -205,7 +205,7 @@ def test_rows_stand_as_the_model_reads_them(check, tmp_path):
 @pytest.mark.parametrize("forks", [False, True])
 def test_the_assistants_turns_are_marked_in_every_row_of_a_conversation(check, tmp_path, forks):
     turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
-    rows = [{"messages": [{"role": role, "content": f"{text}{n}"} for role, text in turns]} for n in range(40)]
+    rows = [{"messages": [{"role": role, "content": f"{text}{n}"} for role, text in turns]} for n in range(10, 50)]
     path = write_jsonl(tmp_path / "mine.jsonl", rows)
     (tmp_path / "template.jinja").write_text(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ '!' if forks and loop.last }}{{ m.content }}<|im_end|>"
@@ -220,10 +220,14 @@ def test_the_assistants_turns_are_marked_in_every_row_of_a_conversation(check, t
     assert [text.lstrip("!")[0] for text in marked] == ["b", "d"] and all(
         text.endswith("<|im_end|>") for text in marked
     )
-    assert ("76 training examples: 40 conversations became several" in outcome.out) == forks
+    short = int(re.search(r"row 0, text .*?: (\d+) tokens", outcome.out)[1])  # with one of the two replies
+    said = f"; 38 conversations, 76 training examples: 38 conversations became several, with {38 * short} tokens beside "
+    assert (said in outcome.out.replace("\n", " ")) == forks
+    reply = "Tokens of completions: 5 to 5" if forks else "Tokens of replies: 4 to 4"  # b10<|im_end|>, with its mark
+    assert reply in outcome.out and ("Tokens of all replies of a text: 8 to 8" in outcome.out) != forks
     assert "0 of 38 rows have the prompt of an earlier one" in outcome.out, "the rows of a conversation are no repeats"
     assert (
-        ("forked 40" in outcome.out and "; kept and held_out are examples" in outcome.out) == forks
+        ("forked 40" in outcome.out and "; kept and held_out are training examples" in outcome.out) == forks
         and "val: 0 of" in outcome.out
         and "<|im_start|>user↵\n" in outcome.out
     )

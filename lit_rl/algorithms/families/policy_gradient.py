@@ -533,7 +533,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         policy_gradient_checks.check_greedy_rewards(self.advantage, self.reward_functions.comparing)
         if self.groups is not None:
             self.groups.check_fits(self.group_size, compares_completions=self.compares_completions)
-            self.groups.check_rewards(self.reward_functions.names)
+            self.groups.check_rewards(self.reward_functions.names, self.reward_functions.of_length)
         if self.replay is not None:
             check_group_has_spread("algo/replay=buffer", self.group_size)
         policy_gradient_checks.check_controller(self.kl.control, self.beta, self.reward_beta)

@@ -2,7 +2,7 @@
 
 scores -> shaping -> running normalisation -> clip -> rewards at tokens (`CreditAssignment`), from which an estimator of
 `lit_rl.ops` (or `RoleBaseline`) makes advantages -> whitening -> clip. With `Roles` completions of a prompt are
-compared with those of their role only.
+compared with those of their role, and of their part of it, only.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Credit:
     weights: Tensor
     """Float32 `(b, k)`: the weights of the functions."""
     compared: Tensor
-    """Long `(b,)`: equal for completions that are compared with each other: of one prompt, and in one role."""
+    """Long `(b,)`: equal for completions that are compared with each other: of one prompt, in one role, and of one part
+    of it."""
     data_row: Tensor
     """Long `(b,)`: the training row of each."""
     role: Tensor | None = None
@@ -138,8 +139,8 @@ class CreditAssignment:
         total = total if scored.kept is None else total.masked_fill(~scored.kept, torch.nan)
         role, compared = None, completions.group_id
         if self.roles is not None:
-            role = self.roles.numbers(scored)
-            compared = within_roles(compared, role)
+            role, whole = self.roles.numbers(scored)
+            compared = within_roles(compared, whole)
         rewards = self._process_rows(completions, total, compared, ranks)
         per_token, step_ends = token_rewards(rewards, completions, scores.span_rewards, tokenizer)
         values = values.masked_fill(rewards.isnan()[:, None], torch.nan)
@@ -264,11 +265,15 @@ def _token_at(ids: list[int], end: int, tokenizer: Any) -> int:
 # ------------------------------------------------------------------ roles
 
 _MOST_ROLES = 64
-"""Most values of the column of roles: a column with more holds something else, and each has a metric."""
+"""Most roles of a column: one with more holds something else, and each has a metric."""
 
 
 class Roles:
     """The role in which each completion was written: a column of the data's rows, or of the episodes.
+
+    What stands behind a colon is a part of the role: completions of `solver:p7` are those of the role `solver`, which
+    has one baseline, and are compared with others of `solver:p7` only: the attempts at one of the problems that
+    proposers made of a prompt.
 
     Args:
         column: The name of the column. Its values are written as text: 1 and "1" are one role.
@@ -300,10 +305,13 @@ class Roles:
         for row, value in enumerate(columns[self.column]):
             self._number(value, f"row {row} of the training rows")
 
-    def numbers(self, scored: Scored) -> Tensor:
-        """Return a number for the role of each completion, long `(b,)`: equal for equal values, in every process."""
-        numbers = [self._number(value, f"completion {i}") for i, value in enumerate(self._of(scored))]
-        return torch.tensor(numbers, device=scored.completions.group_id.device)
+    def numbers(self, scored: Scored) -> tuple[Tensor, Tensor]:
+        """Return a number for the role of each completion, and one for the role with its part, long `(b,)` each: equal
+        for equal texts, in every process."""
+        values, device = self._of(scored), scored.completions.group_id.device
+        roles = [self._number(value, f"completion {i}") for i, value in enumerate(values)]
+        wholes = [_digest(":".join(_parts(value))) for value in values]
+        return torch.tensor(roles, device=device), torch.tensor(wholes, device=device)
 
     def metrics(self, scored: Scored, baseline: Callable[[int], float] | None) -> Metrics:
         """Return the mean reward of each role of the rollout, and the baseline that the next one will have.
@@ -313,7 +321,7 @@ class Roles:
             baseline: From the number of a role to its baseline. None: there is none.
         """
         found: Metrics = {}
-        total, names = scored.scores.total.double(), list(map(str, self._of(scored)))
+        total, names = scored.scores.total.double(), [_parts(value)[0] for value in self._of(scored)]
         one = torch.ones((), dtype=torch.float64)
         for name in dict.fromkeys(names):
             mine = torch.tensor([each == name for each in names]) & ~total.isnan()
@@ -328,20 +336,30 @@ class Roles:
         return [value for value in scored.batch.columns[self.column] for _ in range(scored.group_size)]
 
     def _number(self, value: Any, where: str) -> int:
-        if value is None or (name := str(value).strip()) == "":
+        if value is None or (name := _parts(value)[0]) == "":
+            came = "no value in this column" if value is None or not str(value).strip() else f"{value!r}"
             raise ConfigError(
-                f"algo.role={self.column!r}: {where} has no value in this column. Give every row its role, or leave "
-                "such rows out (data.map_row)."
+                f"algo.role={self.column!r}: {where} has {came}, which is no role: allowed is ROLE, or ROLE:PART. Give "
+                "every row its role, or leave such rows out (data.map_row)."
             )
         if name not in self._numbers:
             if len(self._numbers) == _MOST_ROLES:
                 raise ConfigError(
                     f"algo.role={self.column!r}: the column has more than {_MOST_ROLES} values, so it names no roles. "
-                    f"Among them are {', '.join(map(repr, list(self._numbers)[:3]))}. Name a column with few values."
+                    f"Among them are {', '.join(map(repr, list(self._numbers)[:3]))}. Name a column with few values. "
+                    "What differs within a role stands behind a colon: solver:problem7."
                 )
-            digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-            self._numbers[name] = int.from_bytes(digest, "big", signed=True)
+            self._numbers[name] = _digest(name)
         return self._numbers[name]
+
+
+def _parts(value: Any) -> list[str]:
+    """Return the role, and the part of it where one is named."""
+    return [part.strip() for part in str(value).split(":", 1)]
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 
 def within_roles(group_id: Tensor, role: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_rl.algorithms.data_parallel import Ranks
@@ -56,11 +57,12 @@ class GroupSelection(ABC):
             ConfigError: names settings that fit.
         """
 
-    def check_rewards(self, names: Sequence[str]) -> None:  # noqa: B027 (most read the sum)
+    def check_rewards(self, names: Sequence[str], of_length: Sequence[str] = ()) -> None:  # noqa: B027 (most read the sum)
         """Refuse a selection by a reward function that does not exist.
 
         Args:
             names: Names of the reward functions.
+            of_length: Those whose values tell how long a completion is, and not whether it is right.
 
         Raises:
             ConfigError: names the existing ones.
@@ -151,9 +153,16 @@ class DynamicSampling(GroupSelection):
     def check_fits(self, group_size: int, *, compares_completions: Callable[[], bool]) -> None:
         check_group_has_spread("algo/groups=dynamic", group_size)
 
-    def check_rewards(self, names: Sequence[str]) -> None:
+    def check_rewards(self, names: Sequence[str], of_length: Sequence[str] = ()) -> None:
         for name in self.metric or ():
             check_reward_name("algo.groups.metric", name, names)
+        others = [name for name in names if name not in of_length]
+        if self.metric is None and of_length and others:
+            rank_zero_warn(
+                f"algo/groups=dynamic keeps the groups whose summed rewards differ, and {', '.join(of_length)} is in the "
+                "sum: a group of wrong answers of different lengths is kept and learned from. Set "
+                f"algo.groups.metric=[{','.join(others)}], so that these decide."
+            )
 
     def _without_spread(self, scored: Scored | None, ranks: Ranks, sharing: int) -> list[int]:
         """Return the places (indices of prompts) of the groups in which no scored row is farther from the group's mean
