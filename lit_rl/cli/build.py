@@ -130,7 +130,8 @@ def build(tree: Any) -> Any:
 
 
 def _with_whole_key(tree: dict[str, Any], error: Exception, cause: LitRLError) -> LitRLError:
-    """Return the error of a constructor, with the whole key where it begins with the setting alone: ``rubric=...``.
+    """Return the error of a constructor, with the whole key where it begins with the setting alone: ``rubric=...``,
+    ``rubric, criterion 0: ...``.
 
     Only of a reward function: a config may have it under any name, so that its class does not know the key.
     """
@@ -138,7 +139,7 @@ def _with_whole_key(tree: dict[str, Any], error: Exception, cause: LitRLError) -
     node: Any = tree
     for part in key.split(".") if key else ():
         node = node.get(part) if isinstance(node, dict) else None
-    setting = re.match(r"(\w+)(?==| lacks )", str(cause))
+    setting = re.match(r"(\w+)(?=[=:,]| (?:lacks|has|is) )", str(cause))
     is_reward = re.fullmatch(r"(reward\.)?functions\.[^.]+", key) is not None
     if setting is None or not isinstance(node, dict) or setting[1] not in node or not is_reward:
         return cause
