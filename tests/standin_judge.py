@@ -26,6 +26,8 @@ class StandInJudge:
         self.headers: list[str | None] = []
         self.types: list[str | None] = []
         self.answer: Answer = lambda body, number: (200, "verdict: A")
+        self.models: list[str] | None = ["m"]
+        """The names that it lists; None: it has no such route."""
         self.under_way = self.most = 0
         lock, outer = threading.Lock(), self
 
@@ -52,11 +54,13 @@ class StandInJudge:
                 self.wfile.write(content)
 
             def do_GET(self) -> None:
-                """What a redirect makes of a POST: answered with a verdict."""
+                """The list of models; what a redirect makes of a POST is answered with a verdict."""
                 outer.headers.append(self.headers.get("Authorization"))
-                self.send_response(200)
+                is_list = self.path == "/v1/models"
+                self.send_response(404 if is_list and outer.models is None else 200)
                 self.end_headers()
-                self.wfile.write(json.dumps(chat("verdict: A")).encode())
+                listed = {"data": [{"id": name} for name in outer.models or ()]}
+                self.wfile.write(json.dumps(listed if is_list else chat("verdict: A")).encode())
 
             def log_message(self, *_: Any) -> None:  # pyright: ignore
                 pass

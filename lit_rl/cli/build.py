@@ -132,8 +132,9 @@ def build(tree: Any) -> Any:
 def _with_whole_key(tree: dict[str, Any], error: Exception, cause: LitRLError) -> LitRLError:
     """Return the error of a constructor with the whole key, where its class does not know where in the config it is.
 
-    A reward function, which a config may have under any name, begins with the setting alone: ``rubric=...``. A model
-    takes itself for the policy: ``model.name=...`` of a teacher is ``algo.teacher.model.name=...``.
+    A reward function, which a config may have under any name, begins with the setting alone: ``rubric=...``,
+    ``rubric, criterion 0: ...``. A model takes itself for the policy: ``model.name=...`` of a teacher is
+    ``algo.teacher.model.name=...``.
     """
     _, _, key = str(error).partition("full_key: ")
     node: Any = tree
@@ -142,7 +143,7 @@ def _with_whole_key(tree: dict[str, Any], error: Exception, cause: LitRLError) -
     is_model = isinstance(node, dict) and node.get("_target_") == TARGETS["LanguageModel"]
     if is_model and key not in ("", "model"):  # of an algorithm, beside its policy
         return type(cause)(re.sub(r"\bmodel\.(?=[a-z])", f"algo.{key}.", str(cause)))
-    setting = re.match(r"(\w+)(?==| lacks )", str(cause))
+    setting = re.match(r"(\w+)(?=[=:,]| (?:lacks|has|is) )", str(cause))
     is_reward = re.fullmatch(r"(reward\.)?functions\.[^.]+", key) is not None
     if setting is None or not isinstance(node, dict) or setting[1] not in node or not is_reward:
         return cause

@@ -146,15 +146,19 @@ def _made_visible(record: logging.LogRecord) -> bool:
 
 
 class _Visible:
-    """A writer of warnings like Lightning's that escapes control characters, in names of data and rewards."""
+    """A writer of warnings like Lightning's that escapes control characters, in names of data and rewards.
+
+    Under a warning of lit_rl stands no line of its source, which says nothing to a user.
+    """
 
     def __init__(self, form: Any) -> None:
         self.form = form
 
-    def __call__(self, *told: Any, **more: Any) -> str:
+    def __call__(self, message: Any, category: Any, filename: str, lineno: int, line: str | None = None) -> str:
         from lit_rl.callbacks.display import escape_control
 
-        return escape_control(self.form(*told, **more))
+        ours = Path(filename).is_relative_to(Path(__file__).parents[1])
+        return escape_control(self.form(message, category, filename, lineno, "" if ours else line))
 
 
 @contextlib.contextmanager

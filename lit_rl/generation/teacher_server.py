@@ -130,7 +130,8 @@ class TeacherServer:
         self._reset()
 
     def __repr__(self) -> str:
-        return f"TeacherServer({self._name or self.model or 'its model'} at {self.base_url})"
+        name = self._name or self.model
+        return f"TeacherServer({f'{name} at ' if name else ''}{self.base_url})"
 
     # ------------------------------------------------------------------ before anything is learned
 
@@ -268,7 +269,7 @@ class TeacherServer:
 
     def _failure(self, call: str, fault: RequestFailed, requests: int) -> GenerationError | ConfigError:
         """Return the error of a request that is given up, with the likely fix."""
-        said = f"{self!r}: {call}: {fault}"
+        said = f"The teacher at {self.base_url}: {call}: {str(fault).rstrip('. ')}."
         if "max allowed" in str(fault):
             return ConfigError(
                 f"{said} The teacher gives fewer tokens than are asked for: start it with a larger --max-logprobs (-1: "

@@ -9,26 +9,41 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 import string
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lit_rl.core import ranks
 from lit_rl.core.declared_settings import checked
 from lit_rl.core.episode import Prompt
-from lit_rl.core.errors import ConfigError
-from lit_rl.core.http_client import JSONValue, PatientSender, RequestFailed
+from lit_rl.core.errors import ConfigError, RewardError, did_you_mean
+from lit_rl.core.http_client import (
+    HTTP_LOOP,
+    JSONValue,
+    LateAnswer,
+    NoAnswer,
+    PatientSender,
+    RequestFailed,
+    check_address,
+    check_token,
+    fetch,
+    plain_line,
+)
+from lit_rl.core.interrupts import interruptible
 from lit_rl.ops.ranges import AtLeastOne, AtLeastZero, NotNegative, Portion, Positive
 from lit_rl.rewards.caller import ScoreCache
-from lit_rl.rewards.contract import blind, content_of
+from lit_rl.rewards.contract import FunctionFromPath, blind, content_of
 from lit_rl.rewards.jobs import TooManyFailures
-from lit_rl.rewards.remote_reward import RemoteReward
 
 QUOTED = object()
 """The value of a reply that stands word for word in what the judge was shown."""
 
 _FREE_FAILURES = 8
+_NO_WORD = re.compile(r"\W")
+_LARGEST_ANSWER = 64 * 2**20
 _REFUSES_ALL = (401, 403, 404)
 """Statuses that say nothing about one request: no such key, not allowed, no such model or address."""
 
@@ -146,12 +161,10 @@ class JudgeEndpoint:
         cache: AtLeastZero = 10_000,
         key_env: str | None = None,
     ) -> None:
-        self.url = f"{str(base_url).rstrip('/')}/chat/completions"
-        try:
-            # Its transport: checked addresses, no redirects, no proxy to this machine, limits on time and size.
-            self._server = RemoteReward([self.url], allow_http, timeout=timeout, token_env=key_env)
-        except ConfigError as error:
-            raise ConfigError(f"{self._key_of('base_url')} or {self._key_of('key_env')}: {error}") from error
+        self.base_url = str(base_url).rstrip("/")
+        self.url = f"{self.base_url}/chat/completions"
+        check_address(self._key_of("base_url"), self.base_url, allow_http=allow_http, token_key=self._key_of("key_env"))
+        check_token(self._key_of("key_env"), key_env)
         extra_body = dict(extra_body or {})
         if taken := [name for name in ("messages", "n", "stream") if name in extra_body]:
             raise ConfigError(
@@ -160,7 +173,7 @@ class JudgeEndpoint:
             )
         self.model, self.temperature, self.max_tokens, self.extra_body = model, temperature, max_tokens, extra_body
         self.concurrency, self.attempts, self.backoff, self.patience = concurrency, attempts, backoff, patience
-        self.max_failures, self.cache = max_failures, cache
+        self.max_failures, self.cache, self.timeout, self.key_env = max_failures, cache, timeout, key_env
         self._reset()
 
     def _reset(self) -> None:
@@ -170,8 +183,7 @@ class JudgeEndpoint:
         self._asked, self._failed, self._answered, self._warned = 0, 0, 0, False
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {"_server"}
-        return {name: value for name, value in self.__dict__.items() if not name.startswith("_") or name in kept}
+        return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -198,6 +210,63 @@ class JudgeEndpoint:
                 f"how to reply.{has} Put each in, such as {missing[0]}; a $ that is doubled stands for itself."
             )
 
+    # ------------------------------------------------------------------ before anything is loaded
+
+    async def reach(self) -> None:
+        """Raise unless the server answers, and has the model. It lists its models, or is asked for one token.
+
+        Raises:
+            ConfigError: it has no such model.
+            RewardError: it does not answer, or refuses the key.
+        """
+        sent = await self._sender.send(lambda: self._fetch("GET", "/models"))
+        fault, call, known = sent.fault, "GET /models", list[str]()
+        if sent.result is not None:
+            known = _names_of(sent.result)
+            if self.model in known:
+                return
+        if fault is None or not (fault.status == 401 or isinstance(fault.__cause__, NoAnswer)):
+            # No list, one that the key may not see, or a name that a proxy in front of the models knows nevertheless.
+            call = "POST /chat/completions"
+            body = self._body("Reply with one word.", {"max_tokens": 1})
+            sent = await self._sender.send(lambda: self._fetch("POST", "/chat/completions", body))
+            fault = sent.fault
+        if fault is not None and fault.status == 404 and known:
+            shown = ", ".join(known[:20]) + (f" and {len(known) - 20} more" if len(known) > 20 else "")
+            raise ConfigError(
+                f"{self._key_of('model')}={self.model!r}: {self.base_url} has no such model. It has {shown}."
+                f"{did_you_mean(self.model, known)}"
+            )
+        if fault is not None and (fault.status in _REFUSES_ALL or isinstance(fault.__cause__, NoAnswer)):
+            asked = "" if sent.requests == 1 else f" It was asked {sent.requests} times ({self._key_of('attempts')})."
+            raise RewardError(
+                f"{self._key_of('base_url')}={self.base_url}: {call}: {str(fault).rstrip('. ')}.{asked} "
+                f"{self._fix(Answer(fault=fault))}"
+            )
+
+    def _body(self, message: str, more: Mapping[str, Any]) -> bytes:
+        fields = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": message}],
+            "temperature": self.temperature,
+            "max_tokens": self.max_tokens,
+            **more,
+            **self.extra_body,
+        }
+        return json.dumps({name: value for name, value in fields.items() if value is not None}).encode()
+
+    async def _fetch(self, verb: str, route: str, body: bytes | None = None) -> JSONValue:
+        answer = await fetch(
+            verb,
+            f"{self.base_url}{route}",
+            body,
+            token_env=self.key_env,
+            timeout=self.timeout,
+            largest=_LARGEST_ANSWER,
+            quoted=200,
+        )
+        return JSONValue.parse(answer, lambda what: RequestFailed(f"the answer is wrong: {what}"))
+
     # ------------------------------------------------------------------ requests, on `HTTP_LOOP`
 
     async def ask_all(
@@ -217,15 +286,7 @@ class JudgeEndpoint:
                 but may be a quote.
             form: Fields of the request that demand the form.
         """
-        fields = {
-            "model": self.model,
-            "messages": [{"role": "user", "content": message}],
-            "temperature": self.temperature,
-            "max_tokens": self.max_tokens,
-            **(form or {}),
-            **self.extra_body,
-        }
-        body = json.dumps({name: value for name, value in fields.items() if value is not None}).encode()
+        body = self._body(message, form or {})
         key = hashlib.blake2b(self.url.encode() + b"\n" + body, digest_size=16).digest()
         if (kept := self._replies.get(key)) is not None:
             return Answer(read(kept), kept)
@@ -259,7 +320,7 @@ class JudgeEndpoint:
         """Send one request until it is answered, within `attempts` and `patience`."""
 
         async def send() -> tuple[str, bool, JSONValue]:
-            reply = await self._server.post(self.url, body)
+            reply = await self._fetch("POST", "/chat/completions", body)
             return *parse_reply(reply), reply
 
         sent = await self._sender.send(send)
@@ -275,13 +336,13 @@ class JudgeEndpoint:
         """Tell whether the server refuses whatever it is asked: it has answered nothing, and does not mind the text."""
         return not self._answered and isinstance(answer.fault, RequestFailed) and answer.fault.status in _REFUSES_ALL
 
-    def count(self, asked: int, lost: int, why: str, unit: str, *, refused: bool) -> None:
+    def count(self, asked: int, lost: int, bad: Answer | None, unit: str, *, refused: bool) -> None:
         """Count verdicts that were asked for, and those that did not come.
 
         Args:
             asked: Verdicts that were asked for now.
             lost: Of these, those without an answer in form.
-            why: The reason of one of them.
+            bad: The answer to one of them; None where none was lost.
             unit: The noun of what a verdict is about, in the plural: ``pairs``.
             refused: Whether the server would refuse all others too.
 
@@ -290,33 +351,81 @@ class JudgeEndpoint:
         """
         self._asked += asked
         self._failed += lost
-        if not lost:
+        if bad is None:
             return
+        why = bad.why.rstrip(". ")
         if not refused and self._failed <= max(_FREE_FAILURES, self.max_failures * self._asked):
             if not self._warned:
                 self._warned = True
                 warnings.warn(
                     f"the judge {self.model} at {self.url} gave no verdict for {lost} of {asked} {unit}: {why}. This "
                     "warning is not repeated; the metrics unanswered and unparsable count all.",
-                    stacklevel=3,
+                    stacklevel=1,
                 )
             return
         raise TooManyFailures(
             f"the judge {self.model} at {self.url} gave no verdict for {self._failed} of {self._asked} {unit}, more "
-            f"than {self._key_of('max_failures')}={self.max_failures:g}. One of them: {why}. Is the server running, "
-            f"does the key fit ({self._key_of('key_env')}), may the answer be longer ({self._key_of('max_tokens')}), "
-            f"does the model follow {self._key_of('template')}?"
+            f"than {self._key_of('max_failures')}={self.max_failures:g}. One of them: {why}. {self._fix(bad)}"
         )
+
+    def _fix(self, bad: Answer) -> str:
+        """Return the likely fix of an answer without a verdict."""
+        fault = bad.fault
+        if fault is None and bad.cut:
+            return f"Allow a longer reply: {self._key_of('max_tokens')} (now {self.max_tokens})."
+        if fault is None:
+            return f"Does the model follow {self._key_of('template')}? Look at its replies, or take a stronger one."
+        status = fault.status if isinstance(fault, RequestFailed) else None
+        if isinstance(fault.__cause__, LateAnswer):
+            return f"{self._key_of('timeout')}={self.timeout:g} is the limit of one request in seconds."
+        if isinstance(fault.__cause__, NoAnswer):
+            return f"Start the server, or correct {self._key_of('base_url')}."
+        if status in (401, 403):
+            return f"Does the key fit ({self._key_of('key_env')}={self.key_env})?"
+        if status == 404:
+            return f"Correct {self._key_of('base_url')}, which often ends in /v1, or {self._key_of('model')}."
+        if status is not None and fault.for_good:  # pyright: ignore[reportAttributeAccessIssue]
+            return (
+                f"Change what the server refuses, such as {self._key_of('max_tokens')} or {self._key_of('extra_body')}."
+            )
+        return "Look at the server's log."
+
+
+def reach_judges(functions: Iterable[Any]) -> None:
+    """Raise unless the servers of all judges among these functions answer. A collective: rank 0 asks.
+
+    Raises:
+        ConfigError: a server has not the model.
+        RewardError: a server does not answer, or refuses the key.
+    """
+    inner = [each.function if isinstance(each, FunctionFromPath) else each for each in functions]
+    judges = [each for each in inner if isinstance(each, JudgeEndpoint)]
+
+    async def all_of_them() -> None:
+        for judge in judges:
+            await judge.reach()
+
+    def ask() -> None:
+        if ranks.rank() == 0:
+            with interruptible():
+                HTTP_LOOP.wait(all_of_them())
+
+    if judges:
+        ranks.run_on_all_ranks(ask)
 
 
 # ---------------------------------------------------------------------- what is asked
 
 
-def fill(template: str, texts: Mapping[str, str], words: Mapping[str, str] | None = None) -> str:
+Shown = str | tuple[tuple[str, str], ...]
+"""What a judge is shown of a completion: its text, or the author and the text of each message."""
+
+
+def fill(template: str, texts: Mapping[str, Shown], words: Mapping[str, str] | None = None) -> str:
     """Return a template with its parts put in, in one pass: a text that holds ``$prompt`` or ``{prompt}`` keeps it.
 
-    Each text of others stands between marks of its own that end in a digest of all that is put in. No text can close
-    its mark, or open another: it would have to hold a digest of itself.
+    Each text of others stands between marks of its own that end in a digest of all that is put in, and so does each
+    message of a transcript. No text can close its mark, or open another: it would have to hold a digest of itself.
 
     Args:
         template: With a ``$name`` or ``${name}`` for each part. ``$$`` becomes one ``$``, and any other ``$`` stays.
@@ -326,9 +435,16 @@ def fill(template: str, texts: Mapping[str, str], words: Mapping[str, str] | Non
     words = words or {}
     whole = json.dumps([template, dict(texts), dict(words)]).encode()
     digest = hashlib.blake2b(whole, digest_size=8).hexdigest()
-    marked = {name: f"<{name}-{digest}>\n{text}\n</{name}-{digest}>" for name, text in texts.items()}
+
+    def marked(name: str, shown: Shown) -> str:
+        if not isinstance(shown, str):
+            shown = "\n".join(marked(f"message_by_{_NO_WORD.sub('_', author)}", text) for author, text in shown)
+        return f"<{name}-{digest}>\n{shown}\n</{name}-{digest}>"
+
     # safe_substitute: a $ in the template's own words stays, and texts are put in as they are
-    return string.Template(template).safe_substitute({**words, **marked})
+    return string.Template(template).safe_substitute(
+        {**words, **{name: marked(name, shown) for name, shown in texts.items()}}
+    )
 
 
 def prompt_text(prompt: Prompt, asker: str) -> str:
@@ -364,3 +480,10 @@ def tokens_of(answer: JSONValue) -> tuple[int, int]:
     counts = [usage.get(name) if isinstance(usage, dict) else None for name in ("prompt_tokens", "completion_tokens")]
     read, written = (count if type(count) is int and count >= 0 else 0 for count in counts)
     return read, written
+
+
+def _names_of(answer: JSONValue) -> list[str]:
+    """Return the models that a server lists; none where the answer is no such list."""
+    listed = answer.value.get("data") if isinstance(answer.value, dict) else None
+    entries = listed if isinstance(listed, list) else []
+    return [plain_line(str(each["id"])) for each in entries if isinstance(each, dict) and "id" in each]

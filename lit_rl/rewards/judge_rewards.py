@@ -17,19 +17,19 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from lit_rl.core.declared_settings import checked
-from lit_rl.core.episode import Prompt
+from lit_rl.core.episode import Prompt, message_text
 from lit_rl.core.errors import ConfigError, RewardError, did_you_mean
 from lit_rl.core.http_client import HTTP_LOOP
 from lit_rl.ops.ranges import AtLeastOne
-from lit_rl.rewards.contract import Completion, refuse_images, text_of, turns_of
-from lit_rl.rewards.judge_endpoint import QUOTED, Answer, JudgeEndpoint, fill, prompt_text
+from lit_rl.rewards.contract import Completion, blind, content_of, refuse_images, text_of, turns_of
+from lit_rl.rewards.judge_endpoint import QUOTED, Answer, JudgeEndpoint, Shown, fill, prompt_text
 from lit_rl.rewards.judges import LogMetric
 from lit_rl.rewards.text_rewards import answer_text, without_thoughts
 
@@ -319,7 +319,7 @@ class _TextJudge(JudgeEndpoint):
     """Abstract base of both rewards: the form of replies, references, and what is logged."""
 
     log_name = "judge"
-    """The name under which it logs: that of the function."""
+    """The name under which it logs: that of the function in a `Rewards`, by default its ``__name__``."""
 
     def __init__(
         self,
@@ -327,12 +327,14 @@ class _TextJudge(JudgeEndpoint):
         model: str,
         *,
         reference: str | None,
+        shows: str,
         cut_thoughts: bool,
         demand_form: bool,
         **endpoint: Any,
     ) -> None:
         super().__init__(base_url, model, **endpoint)
         self.reference, self.cut_thoughts, self.demand_form = reference, cut_thoughts, demand_form
+        self.shows, self.episode_columns = shows, ["episodes"] if shows == "transcript" else []
 
     def take_reward_name(self, name: str) -> None:
         """Log under the name that it has in a `Rewards`, and name settings by their keys there."""
@@ -346,8 +348,23 @@ class _TextJudge(JudgeEndpoint):
             return given
         return default.replace("$reference\n", f"{_REFERENCE}\n" if self.reference is not None else "\n")
 
-    def _text(self, completion: Completion) -> str:
+    def _text(self, completion: Completion, episode: Mapping[str, Any] | None) -> Shown:
+        """Return what the judge is shown of a completion; `episode` is given where that is its transcript.
+
+        Raises:
+            RewardError: a message of the transcript shows images.
+        """
+        if episode is not None:
+            return tuple((message["role"], self._said(message)) for message in episode["messages"])
         return "\n".join(map(without_thoughts, turns_of(completion))) if self.cut_thoughts else text_of(completion)
+
+    def _said(self, message: Mapping[str, Any]) -> str:
+        content = message.get("content")
+        if isinstance(content, list) and any(part.get("type") != "text" for part in content):
+            raise blind(f"reward={self.log_name}", "an episode shows images")
+        if self.cut_thoughts and message["role"] == "assistant":
+            return message_text({**message, "content": without_thoughts(content_of(dict(message)))})
+        return message_text(message)
 
     def _reference_of(self, value: Any, row: int | None = None) -> str | None:
         """Return the reference as text; None where there is none.
@@ -369,11 +386,12 @@ class _TextJudge(JudgeEndpoint):
             self._reference_of(value, row)
 
     async def _answer(
-        self, rubric: Rubric, template: str, texts: Mapping[str, str], words: Mapping[str, str]
+        self, rubric: Rubric, template: str, texts: Mapping[str, Shown], words: Mapping[str, str]
     ) -> Answer:
         message = fill(template, texts, {**words, "form": rubric.form})
         form = rubric.response_format if self.demand_form else None
-        read = partial(rubric.read, shown=list(texts.values()))
+        parts = ([each] if isinstance(each, str) else [text for _, text in each] for each in texts.values())
+        read = partial(rubric.read, shown=list(chain.from_iterable(parts)))
         return await asyncio.wrap_future(HTTP_LOOP.submit(self.ask(message, read, form)))
 
     def _log_costs(self, answers: Sequence[Answer], rows: int, log_metric: LogMetric) -> None:
@@ -427,6 +445,8 @@ class JudgeReward(_TextJudge):
             Such criteria have no metrics of their own.
         template: The message that is sent: ``$prompt``, ``$completion``, ``$criteria``, ``$form`` and with a reference
             ``$reference`` are put in, and needed; ``$form`` only where none is demanded. None: one that ships.
+        shows: "completion" shows the judge what the policy wrote. "transcript" shows it the episode of `env` with all
+            calls of tools, and what tools and the environment answered: each message between marks of its own.
         cut_thoughts: Show the judge a completion without what stands up to its last ``</think>``; of an episode each of
             the policy's texts without what stands up to its own.
         demand_form: Have the server enforce the form of the reply, by a JSON schema in ``response_format``, as those of
@@ -439,6 +459,8 @@ class JudgeReward(_TextJudge):
             `JudgeEndpoint`.
     """
 
+    __name__ = "judge"  # as in conf/reward: the same metrics through each interface
+
     def __init__(  # noqa: PLR0913 (one keyword a setting, as in the config)
         self,
         base_url: str,
@@ -448,6 +470,7 @@ class JudgeReward(_TextJudge):
         rubric: str | dict[str, Any] | None = None,
         rubric_column: str | None = None,
         template: str | None = None,
+        shows: Literal["completion", "transcript"] = "completion",
         cut_thoughts: bool = False,
         demand_form: bool = True,
         max_tokens: AtLeastOne = 1024,
@@ -457,6 +480,7 @@ class JudgeReward(_TextJudge):
             base_url,
             model,
             reference=reference,
+            shows=shows,
             cut_thoughts=cut_thoughts,
             demand_form=demand_form,
             max_tokens=max_tokens,
@@ -464,8 +488,9 @@ class JudgeReward(_TextJudge):
         )
         if rubric is None and reference is None and rubric_column is None:
             raise ConfigError(
-                "rubric, rubric_column and reference are null: the judge would not know what to look at. Set rubric to "
-                "a file of criteria, or reference to the column with the right answers, such as reference=answer."
+                "rubric=None, and there is neither a reference nor a rubric_column: the judge would not know what to "
+                "look at. Name a file of criteria, or one that ships (rubric=helpful), or the column with the right "
+                "answers (reference=answer)."
             )
         self.rubric = AGREES if reference is not None and rubric is None else None
         if rubric is not None:
@@ -474,7 +499,7 @@ class JudgeReward(_TextJudge):
         self.template = self._template(template, RUBRIC_TEMPLATE, ("prompt", "completion", "criteria"))
         columns = [name for name in (reference, rubric_column) if name is not None]
         self.__signature__ = _signature(
-            list(dict.fromkeys(("prompt", "completion", *columns, "log_metric", "log_extra")))
+            list(dict.fromkeys(("prompt", "completion", *columns, *self.episode_columns, "log_metric", "log_extra")))
         )
 
     def check_columns(self, columns: Mapping[str, Sequence[Any]], given: Sequence[str] = ()) -> None:
@@ -504,7 +529,8 @@ class JudgeReward(_TextJudge):
         log_extra: Callable[[str, Any], None],
         **columns: Any,
     ) -> float | None:
-        texts = {"prompt": prompt_text(prompt, "reward=judge"), "completion": self._text(completion)}
+        shown = self._text(completion, columns["episodes"] if self.episode_columns else None)
+        texts: dict[str, Shown] = {"prompt": prompt_text(prompt, "reward=judge"), "completion": shown}
         if self.reference is not None:
             reference = self._reference_of(columns[self.reference])
             if reference is None:
@@ -519,7 +545,7 @@ class JudgeReward(_TextJudge):
         self._log_costs([answer], 1, log_metric)
         lost = answer.value is None
         log_extra(f"{self.log_name}/verdicts", answer.why if lost else "\n".join(map(_shown, answer.value)))
-        self.count(1, int(lost), answer.why if lost else "", "completions", refused=self.refuses_all(answer))
+        self.count(1, int(lost), answer if lost else None, "completions", refused=self.refuses_all(answer))
         if lost:
             return None
         if rubric is self.rubric:
@@ -552,6 +578,8 @@ class GroupJudge(_TextJudge):
         template: The message that is sent: ``$prompt``, ``$completions``, ``$criterion``, ``$form`` and with a
             reference ``$reference`` are put in, and needed; ``$form`` only where none is demanded. None: one that
             ships.
+        shows: "completion" shows the judge what the policy wrote. "transcript" shows it the episode of `env` with all
+            calls of tools, and what tools and the environment answered: each message between marks of its own.
         cut_thoughts: Show the judge a completion without what stands up to its last ``</think>``; of an episode each of
             the policy's texts without what stands up to its own.
         demand_form: Have the server enforce the form of the reply, by a JSON schema in ``response_format``, as those of
@@ -563,10 +591,11 @@ class GroupJudge(_TextJudge):
         ConfigError: the template lacks a part; see also `JudgeEndpoint`.
     """
 
+    __name__ = log_name = "judge_group"  # as in conf/reward
     compares_rows = True
     is_centred = True
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (one keyword a setting, as in the config)
         self,
         base_url: str,
         model: str,
@@ -574,6 +603,7 @@ class GroupJudge(_TextJudge):
         criterion: str = "The better one serves the person who asked better: correct first, then helpful and clear.",
         reference: str | None = None,
         template: str | None = None,
+        shows: Literal["completion", "transcript"] = "completion",
         cut_thoughts: bool = False,
         demand_form: bool = True,
         max_tokens: AtLeastOne = 2048,
@@ -583,6 +613,7 @@ class GroupJudge(_TextJudge):
             base_url,
             model,
             reference=reference,
+            shows=shows,
             cut_thoughts=cut_thoughts,
             demand_form=demand_form,
             max_tokens=max_tokens,
@@ -592,7 +623,8 @@ class GroupJudge(_TextJudge):
         self.template = self._template(template, GROUP_TEMPLATE, ("prompt", "completions", "criterion"))
         columns = [] if reference is None else [reference]
         self.__signature__ = _signature(
-            list(dict.fromkeys(("prompts", "completions", *columns, "log_metric", "log_extra"))), ("group_ids",)
+            list(dict.fromkeys(("prompts", "completions", *columns, *self.episode_columns, "log_metric", "log_extra"))),
+            ("group_ids",),
         )
 
     def check_columns(self, columns: Mapping[str, Sequence[Any]], given: Sequence[str] = ()) -> None:
@@ -613,7 +645,8 @@ class GroupJudge(_TextJudge):
         group_ids: Sequence[int] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        texts = [self._text(completion) for completion in completions]
+        episodes = columns["episodes"] if self.episode_columns else [None] * len(completions)
+        texts = [self._text(*each) for each in zip(completions, episodes, strict=True)]
         references: list[str | None] = [None] * len(texts)
         if self.reference is not None:
             references = [self._reference_of(value) for value in columns[self.reference]]
@@ -637,15 +670,18 @@ class GroupJudge(_TextJudge):
         self._log_costs(answers, len(texts), log_metric)
         log_extra(f"{self.log_name}/verdicts", verdicts)
         lost = [answer for answer in answers if answer.value is None]
-        why, refused = (lost[0].why, self.refuses_all(lost[0])) if lost else ("", False)
-        self.count(len(answers), len(lost), why, "prompts", refused=refused)
+        bad = lost[0] if lost else None
+        refused = bad is not None and self.refuses_all(bad)
+        self.count(len(answers), len(lost), bad, "prompts", refused=refused)
         return values
 
     async def _compare(
-        self, prompt: str, reference: str | None, texts: Sequence[str]
-    ) -> tuple[Answer, dict[str, Judgement]]:
+        self, prompt: str, reference: str | None, texts: Sequence[Shown]
+    ) -> tuple[Answer, dict[Shown, Judgement]]:
         """Return the answer about the completions of a prompt, and the verdict on each text; none without a reply."""
-        different = sorted(set(texts), key=lambda text: _digest(prompt, text))
+        different = sorted(
+            set(texts), key=lambda text: _digest(prompt, text if isinstance(text, str) else json.dumps(text))
+        )
         if len(different) == 1:
             return Answer(), {different[0]: Judgement("1", "equal", "all completions are the same", 0.0)}
         numbers = [str(number) for number in range(1, len(different) + 1)]
@@ -656,6 +692,6 @@ class GroupJudge(_TextJudge):
         template = string.Template.pattern.sub(
             lambda part: listed if "completions" in (part["named"], part["braced"]) else part[0], self.template
         )
-        around = {"prompt": prompt} | ({} if reference is None else {"reference": reference})
+        around: dict[str, Shown] = {"prompt": prompt} | ({} if reference is None else {"reference": reference})
         answer = await self._answer(rubric, template, around | shown, {"criterion": self.criterion})
         return answer, dict(zip(different, answer.value or ()))

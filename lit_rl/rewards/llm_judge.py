@@ -99,10 +99,10 @@ class LLMJudge(JudgeEndpoint):
         if log_metric is not None and answers:
             for name in answers[0].costs:
                 log_metric(f"judge/{name}", sum(answer.costs[name] for answer in answers) / len(answers))
-        why = next((answer.why for answer in answers if answer.value is None), "")
+        bad = next((answer for answer in answers if answer.value is None), None)
         lost = verdicts.count(None)  # pyright: ignore
         refused = all(isinstance(answer.fault, RequestFailed) and answer.fault.for_good for answer in answers)
-        self.count(len(verdicts), lost, why, "pairs", refused=refused)
+        self.count(len(verdicts), lost, bad, "pairs", refused=refused)
         return verdicts
 
 

@@ -234,9 +234,9 @@ def test_a_users_estimator_of_rewards_alone_is_tried_out_where_it_would_teach_no
 
 def test_a_reward_that_compares_completions_needs_several():
     judge = GroupJudge("https://h/v1", "m")
-    with pytest.raises(ConfigError, match=r"'group_judge' compares.*and there is one, which has no reward.*2 or more"):
+    with pytest.raises(ConfigError, match=r"'judge_group' compares.*and there is one, which has no reward.*2 or more"):
         PPO("tiny", judge, group_size=1)
-    with pytest.raises(ConfigError, match=r"'group_judge' compares.*greedy completion.*Take another algo.advantage"):
+    with pytest.raises(ConfigError, match=r"'judge_group' compares.*greedy completion.*Take another algo.advantage"):
         Reinforce("tiny", judge, advantage=advantages.remax, group_size=4)
     assert PPO("tiny", judge, group_size=2).group_size == 2
 

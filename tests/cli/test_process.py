@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
+
+from lit_rl.cli.process import _Visible  # pyright: ignore[reportPrivateUsage]
+from lit_rl.core import errors
 
 FREED = """
 import os, re, sys
@@ -91,3 +95,10 @@ def test_at_its_end_a_process_writes_files_out_and_collects_nothing(tmp_path: Pa
     file = tmp_path / "notes"
     out = subprocess.run([sys.executable, "-c", ENDS, str(file)], capture_output=True, text=True, check=True)
     assert (file.read_text(), out.stderr) == ("the last line", "")
+
+
+def test_a_warning_of_ours_shows_no_line_of_source() -> None:
+    written = _Visible(warnings.formatwarning)
+    for file, shown in ((errors.__file__, False), (__file__, True)):
+        text = written("mind", UserWarning, file, 3)
+        assert text.startswith(f"{file}:3: UserWarning: mind") and ("from __future__" in text) == shown

@@ -120,6 +120,8 @@ def test_the_commands_of_a_document_run(name: str, root: Path, cwd: Path, train:
                 ran += 1
             case ["lit-rl", "serve", *overrides]:
                 composes(overrides)
+            case ["lit-rl", "fit", *arguments] if ".base_url=" in line:
+                assert train("fit", *arguments, "--print_config") == 0, line
             case ["lit-rl", "fit", *arguments]:
                 assert train("fit", *arguments, "--trainer.max_steps=1", "--trainer.limit_val_batches=1") == 0, line
             case ["lit-rl", "reward-test" | "data-check" | "env-check" | "transcripts" | "eval" as task, *overrides]:

@@ -128,9 +128,9 @@ def test_fit_learns_from_a_judge_of_groups(demo: str, lit_rl_run: CommandLine, t
     (row,) = (
         json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if "reward_std" in line
     )
-    assert abs(row["train/reward"]) < 1e-6 < row["train/rewards/group_judge/std"]
-    assert row["train/rewards/group_judge/unparsable"] == row["train/rewards/group_judge/cached"] == 0
-    assert row["train/rewards/group_judge/requests"] > 0 < row["train/rewards/group_judge/prompt_tokens"]
+    assert abs(row["train/reward"]) < 1e-6 < row["train/rewards/judge_group/std"]
+    assert row["train/rewards/judge_group/unparsable"] == row["train/rewards/judge_group/cached"] == 0
+    assert row["train/rewards/judge_group/requests"] > 0 < row["train/rewards/judge_group/prompt_tokens"]
 
 
 def test_the_line_that_evaluates_a_fit_works(

@@ -130,8 +130,13 @@ def test_what_a_constructor_refuses_is_named_by_its_whole_key(reward):
                 "reward.functions.judge.rubric=helpful",
                 f"reward.functions.judge.{setting}",
             )
-    with pytest.raises(ConfigError, match="^rubric, rubric_column and reference are null"):
-        reward("judge", *VALUES["judge"][:2])
+    for more, words in (
+        ([], "rubric=None, and there is neither a reference"),
+        (["reward.functions.judge.rubric={criteria: [{name: a}]}"], "rubric, criterion 0: text=None"),
+        (["reward.functions.judge.base_url=far"], "base_url: 'far' is no address"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^reward\.functions\.judge\.{words}"):
+            reward("judge", *VALUES["judge"][:2], *more)
 
 
 def test_no_reward_is_none():

@@ -42,6 +42,7 @@ from lit_rl.models.sharding import unsharded
 from lit_rl.ops.reductions import Metrics
 from lit_rl.rewards.classifiers import Classifier, OnRunDevice
 from lit_rl.rewards.jobs import TrainerState
+from lit_rl.rewards.judge_endpoint import reach_judges
 from lit_rl.rewards.judges import as_judge
 from lit_rl.rewards.weighted_rewards import PendingRewards, Rewards, Scores
 from lit_rl.settings.algorithms import GeneratingConfig
@@ -146,6 +147,9 @@ class GeneratingModule(PolicyModule):
         if self.evaluation.log_policy:
             strategy = getattr(self.trainer_or_none, "strategy", None)
             check_policy_scores(type(self).__name__, self.rolls_out, self.sampling, strategy)
+        if self.policy is None and self.trainer_or_none is not None:
+            asks_judge = self.learns_by_judge or against is not None
+            reach_judges([*self.reward_functions.functions.values(), *([self.judge] if asks_judge else [])])
         super().configure_model()
         self.generator.prepare(self.model)
 
