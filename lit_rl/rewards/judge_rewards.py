@@ -692,6 +692,8 @@ class GroupJudge(_TextJudge):
         template = string.Template.pattern.sub(
             lambda part: listed if "completions" in (part["named"], part["braced"]) else part[0], self.template
         )
-        around: dict[str, Shown] = {"prompt": prompt} | ({} if reference is None else {"reference": reference})
+        around: dict[str, Shown] = {"prompt": prompt}
+        if reference is not None:
+            around["reference"] = reference
         answer = await self._answer(rubric, template, around | shown, {"criterion": self.criterion})
         return answer, dict(zip(different, answer.value or ()))
