@@ -199,6 +199,7 @@ class CommandLine(LightningCLI):
         summary["seconds"] = time.time() - summary["began"]
         if run.run_dir.metrics.is_file():  # of a JsonlLogger
             summary["phases"] = closing_report.phase_totals(run.run_dir.metrics)
+        summary["judges"] = closing_report.judge_totals(run.module)
         if self.trainer.is_global_zero:
             closing_report.closing_table(summary)
             run_page.write_run_page_or_hint(RunDir(_folder_of_metrics(self.trainer)))

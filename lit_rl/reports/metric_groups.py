@@ -14,6 +14,14 @@ PHASES = ("generate", "reward", "score", "teacher", "update")
 """Phases of a rollout, see `lit_rl.algorithms.rollouts.phase_costs`; a run that learns from a data set has updates
 only."""
 
+JUDGE_COUNTS = {
+    "requests": "requests",
+    "prompt_tokens": "tokens read",
+    "completion_tokens": "tokens written",
+    "failures": "without a verdict",
+}
+"""What the judges of a run were asked, by their keys in its summary, and in words."""
+
 _LEARNED = (
     "reward", "win_rate", "pass@*", "accuracy", "rewards/accuracies", "margin", "rewards/margins",
     "mean_token_accuracy", "rewards/chosen", "rewards/rejected", "rewards/*/mean", "verifiers/*",

@@ -18,6 +18,7 @@ from lit_rl.reports.charts import histograms, number
 from lit_rl.reports.config_changes import changes_from_defaults, keys_in_commands, set_by_model, typed_commands
 from lit_rl.reports.html_page import page, templates, write_atomically
 from lit_rl.reports.metric_groups import (
+    JUDGE_COUNTS,
     PHASES,
     before_and_after,
     chart_groups,
@@ -144,6 +145,7 @@ def run_page_html(run: RunFiles) -> str:
         may_replay=_saved_rollout(run),
         time=_time(run),
         memory=_memory(run),
+        judges={"columns": ["judge", *JUDGE_COUNTS.values()], "rows": list(_judge_rows(run))},
         profile={name: f"{PROFILE}/{quote(name)}" for name in files},
         config=_config(run),
     )
@@ -276,6 +278,13 @@ def _time(run: RunFiles) -> dict[str, Any]:
         "phases": total,
         "medians": [f"{value} {words}" for words, value in medians.items() if value],
     }
+
+
+def _judge_rows(run: RunFiles) -> Iterator[Sequence[str]]:
+    judges = _part(run.summary, "judges")
+    for name in judges:
+        counts = [_part(judges, name).get(key) for key in JUDGE_COUNTS]
+        yield (str(name), *(f"{count:,}" if isinstance(count, int) else "" for count in counts))
 
 
 def _median_of(run: RunFiles, name: str, form: str) -> str:

@@ -181,6 +181,7 @@ class JudgeEndpoint:
         self._asking: dict[bytes, _Asking] = {}
         self._sender = PatientSender(self.concurrency, self.attempts, self.backoff, self.patience)
         self._asked, self._failed, self._answered, self._warned = 0, 0, 0, False
+        self._spent = dict.fromkeys(("requests", "prompt_tokens", "completion_tokens"), 0)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
@@ -324,11 +325,20 @@ class JudgeEndpoint:
             return *parse_reply(reply), reply
 
         sent = await self._sender.send(send)
+        self._spent["requests"] += sent.requests
         if sent.result is None:
             return Answer(fault=sent.fault, requests=sent.requests, waited=sent.waited)
         text, cut, reply = sent.result
         tokens = dict(zip(("prompt_tokens", "completion_tokens"), tokens_of(reply), strict=True))
+        for name, count in tokens.items():
+            self._spent[name] += count
         return Answer(text=text, cut=cut, requests=sent.requests, **tokens, waited=sent.waited)
+
+    @property
+    def spent(self) -> dict[str, int]:
+        """What this process has asked for so far, in training and validation: requests (failed ones too), tokens as the
+        server counts them, and verdicts that did not come."""
+        return {**self._spent, "failures": self._failed}
 
     # ------------------------------------------------------------------ limits
 
@@ -391,15 +401,20 @@ class JudgeEndpoint:
         return "Look at the server's log."
 
 
-def reach_judges(functions: Iterable[Any]) -> None:
-    """Raise unless the servers of all judges among these functions answer. A collective: rank 0 asks.
+def judges_among(functions: Mapping[str, Any]) -> dict[str, JudgeEndpoint]:
+    """Return those of the functions that are judges behind an API, also one that is named by path."""
+    inner = {name: each.function if isinstance(each, FunctionFromPath) else each for name, each in functions.items()}
+    return {name: each for name, each in inner.items() if isinstance(each, JudgeEndpoint)}
+
+
+def reach_judges(judges: Iterable[JudgeEndpoint]) -> None:
+    """Raise unless the servers of these judges answer. A collective: rank 0 asks.
 
     Raises:
         ConfigError: a server has not the model.
         RewardError: a server does not answer, or refuses the key.
     """
-    inner = [each.function if isinstance(each, FunctionFromPath) else each for each in functions]
-    judges = [each for each in inner if isinstance(each, JudgeEndpoint)]
+    judges = list(judges)
 
     async def all_of_them() -> None:
         for judge in judges:
@@ -441,10 +456,9 @@ def fill(template: str, texts: Mapping[str, Shown], words: Mapping[str, str] | N
             shown = "\n".join(marked(f"message_by_{_NO_WORD.sub('_', author)}", text) for author, text in shown)
         return f"<{name}-{digest}>\n{shown}\n</{name}-{digest}>"
 
+    marks = {name: marked(name, shown) for name, shown in texts.items()}
     # safe_substitute: a $ in the template's own words stays, and texts are put in as they are
-    return string.Template(template).safe_substitute(
-        {**words, **{name: marked(name, shown) for name, shown in texts.items()}}
-    )
+    return string.Template(template).safe_substitute({**words, **marks})
 
 
 def prompt_text(prompt: Prompt, asker: str) -> str:

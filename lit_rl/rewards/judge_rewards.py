@@ -412,8 +412,9 @@ def _signature(arguments: Sequence[str], optional: Sequence[str] = ()) -> inspec
     return inspect.Signature([*needed, *more])
 
 
-def _digest(*texts: str) -> bytes:
-    return hashlib.blake2b("\0".join(texts).encode("utf-8", "surrogatepass")).digest()
+def _digest(*texts: Shown) -> bytes:
+    plain = [text if isinstance(text, str) else json.dumps(text) for text in texts]
+    return hashlib.blake2b("\0".join(plain).encode("utf-8", "surrogatepass")).digest()
 
 
 def _shown(verdict: Judgement) -> str:
@@ -679,9 +680,7 @@ class GroupJudge(_TextJudge):
         self, prompt: str, reference: str | None, texts: Sequence[Shown]
     ) -> tuple[Answer, dict[Shown, Judgement]]:
         """Return the answer about the completions of a prompt, and the verdict on each text; none without a reply."""
-        different = sorted(
-            set(texts), key=lambda text: _digest(prompt, text if isinstance(text, str) else json.dumps(text))
-        )
+        different = sorted(set(texts), key=lambda text: _digest(prompt, text))
         if len(different) == 1:
             return Answer(), {different[0]: Judgement("1", "equal", "all completions are the same", 0.0)}
         numbers = [str(number) for number in range(1, len(different) + 1)]
@@ -692,8 +691,6 @@ class GroupJudge(_TextJudge):
         template = string.Template.pattern.sub(
             lambda part: listed if "completions" in (part["named"], part["braced"]) else part[0], self.template
         )
-        around: dict[str, Shown] = {"prompt": prompt}
-        if reference is not None:
-            around["reference"] = reference
+        around: dict[str, Shown] = {"prompt": prompt, **({} if reference is None else {"reference": reference})}
         answer = await self._answer(rubric, template, around | shown, {"criterion": self.criterion})
         return answer, dict(zip(different, answer.value or ()))

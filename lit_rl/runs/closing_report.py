@@ -18,13 +18,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.callbacks.display import one_line
 from lit_rl.callbacks.loggers import TrackioLogger, not_written
 from lit_rl.callbacks.output_files import ALARMS, PROFILE
-from lit_rl.core import upstream
+from lit_rl.core import ranks, upstream
 from lit_rl.core.errors import StorageError
 from lit_rl.core.rollout import PromptForm
-from lit_rl.reports.metric_groups import PHASES
+from lit_rl.reports.metric_groups import JUDGE_COUNTS, PHASES
 from lit_rl.runs.run_dir import AVERAGES
 
 TABLE_METRICS = tuple(f"{name}{end}" for name in ("reward", "win_rate") for end in ("", "_low", "_high"))
@@ -68,7 +69,8 @@ def report_unwritten(trainer: L.Trainer) -> Iterator[None]:
 
 
 def closing_table(summary: dict[str, Any]) -> None:
-    """Print accuracy before and after, the time by phase, and the alarm that ended the run if one did."""
+    """Print accuracy before and after, the time by phase, the alarm that ended the run if one did, and what judges were
+    asked."""
     console = Console()
     _measured_table(console, summary, "reward", "Held-out reward, mean and 95 % interval")
     _measured_table(console, summary, "win_rate", "Held-out win rate, mean and 95 % interval")
@@ -94,6 +96,23 @@ def closing_table(summary: dict[str, Any]) -> None:
     if by := summary.get("stopped_by"):
         times.add_row(f"stopped by {by}", "", "")
     console.print(times)
+    if judges := summary.get("judges"):
+        table = Table(title="What judges were asked", title_justify="left")
+        for column in ("judge", *JUDGE_COUNTS.values()):
+            table.add_column(column, justify="left" if column == "judge" else "right")
+        for name, counts in judges.items():
+            table.add_row(Text(one_line(name)), *(f"{counts.get(key, 0):,}" for key in JUDGE_COUNTS))
+        console.print(table)
+
+
+def judge_totals(module: Any) -> dict[str, dict[str, int]]:
+    """Return what each judge behind an API was asked since the command began, over all ranks. A collective."""
+    judges = module.served_judges if isinstance(module, GeneratingModule) else {}
+    if not judges:
+        return {}
+    of_ranks = ranks.gather_objects({name: judge.spent for name, judge in judges.items()})
+    totals = {name: {key: sum(each[name][key] for each in of_ranks) for key in JUDGE_COUNTS} for name in judges}
+    return {name: counts for name, counts in totals.items() if counts["requests"]}
 
 
 def _measured_table(console: Console, summary: dict[str, Any], measure: str, title: str) -> None:

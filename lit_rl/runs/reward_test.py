@@ -19,7 +19,7 @@ from lit_rl.core.errors import ConfigError, DataError, in_range
 from lit_rl.core.rollout import PromptBatch
 from lit_rl.rewards import Rewards, Scores, TrainerState, text_of
 from lit_rl.rewards.contract import content_of
-from lit_rl.rewards.judge_endpoint import reach_judges
+from lit_rl.rewards.judge_endpoint import judges_among, reach_judges
 from lit_rl.runs.train import Run
 
 _PROMPT, _COMPLETION = 40, 60
@@ -74,7 +74,7 @@ def reward_test(run: Run, *, rows: int = 4, completions: str | None = None) -> i
         reward.bind(list(batch.columns))
         reward.check(batch.columns)
         file_trials = [replace(trial, row=number) for number, trial in enumerate(file_trials or ())]
-    reach_judges(reward.functions.values())
+    reach_judges(judges_among(reward.functions).values())
     trials = list(_trials(batch)) if file_trials is None else file_trials
     if (beyond := max(trial.row for trial in trials)) >= len(batch):
         raise DataError(f"{completions}: row {beyond} is asked for, and the data has {len(batch)} rows.")

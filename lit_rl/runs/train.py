@@ -241,6 +241,7 @@ def _finish(run: Run, summary: dict[str, Any], earlier: float, started: float) -
     summary["export"] = export(run, summary)
     summary["data"] = run.data.report  # pyright: ignore
     summary["phases"] = closing_report.phase_totals(run.run_dir.metrics)
+    summary["judges"] = closing_report.judge_totals(run.module)
     alarms = (each for each in run.trainer.callbacks if isinstance(each, Alarm))  # pyright: ignore
     alarm = next((each for each in alarms if each.stopped_at is not None), None)
     if alarm is None:

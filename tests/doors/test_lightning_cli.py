@@ -131,6 +131,8 @@ def test_fit_learns_from_a_judge_of_groups(demo: str, lit_rl_run: CommandLine, t
     assert abs(row["train/reward"]) < 1e-6 < row["train/rewards/judge_group/std"]
     assert row["train/rewards/judge_group/unparsable"] == row["train/rewards/judge_group/cached"] == 0
     assert row["train/rewards/judge_group/requests"] > 0 < row["train/rewards/judge_group/prompt_tokens"]
+    counts = "".join(outcome.out.partition("What judges were asked")[2].split())
+    assert "│judge_group│4│28│12│0│" in counts  # of 7 tokens read and 3 written each
 
 
 def test_the_line_that_evaluates_a_fit_works(

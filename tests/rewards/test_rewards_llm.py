@@ -25,7 +25,7 @@ from lit_rl.algorithms.evaluation.validation import Evaluation
 from lit_rl.core.errors import ConfigError, RewardError
 from lit_rl.core.http_client import seconds_until
 from lit_rl.rewards import GroupJudge, JudgeReward, LLMJudge, Rewards
-from lit_rl.rewards.judge_endpoint import fill, reach_judges
+from lit_rl.rewards.judge_endpoint import fill, judges_among, reach_judges
 from lit_rl.rewards.text_rewards import without_thoughts
 
 TWO = {
@@ -152,7 +152,8 @@ class TestBeforeAnythingIsLoaded:
         self, server: StandInJudge, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("MY_KEY", "secret")
-        reach_judges([self.named(server.url, key_env="MY_KEY"), lambda completion: 1.0])
+        judges = {"a": self.named(server.url, key_env="MY_KEY"), "b": lambda completion: 1.0}
+        reach_judges(judges_among(judges).values())
         assert not server.asked and server.headers == ["Bearer secret"]
 
     @pytest.mark.parametrize("models", [None, ["other"]])
@@ -694,6 +695,20 @@ class TestTranscripts:
         episode = {"messages": [{"role": "tool", "content": [{"type": "image", "image": "a.png"}]}]}
         with pytest.raises(RewardError, match="an episode shows images"):
             score(server, ["a"], {"episodes": [episode]}, rubric=TWO, shows="transcript")
+
+
+@pytest.mark.filterwarnings("ignore:the judge")
+def test_what_was_spent_counts_failed_requests_and_nothing_twice(server: StandInJudge) -> None:
+    def answer(body: dict[str, Any], number: int) -> tuple[int, Any]:
+        is_known = marked(body["messages"][0]["content"], "completion") != "c"
+        return (500, b"") if number == 1 else (200, BEST if is_known else "no idea")
+
+    server.answer = answer
+    judge = JudgeReward(server.url, "m", rubric=TWO, backoff=0.001, concurrency=1)
+    scored(Rewards(judge), ["a", "a", "b", "c"])
+    # a, b, and c without a verdict, and one of them again; the second a is the same request
+    assert judge.spent == {"requests": 4, "prompt_tokens": 3 * 7, "completion_tokens": 3 * 3, "failures": 1}
+    assert len(server.asked) == 4
 
 
 def test_judges_without_a_name_log_as_those_of_the_config(server: StandInJudge) -> None:

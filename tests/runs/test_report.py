@@ -315,6 +315,16 @@ def test_the_numbers_of_the_results_have_the_same_decimals(tmp_path: Path) -> No
     assert set(re.findall(r"[0-9]+[.][0-9]+", results)) == {"0.488", "0.608"}
 
 
+def test_what_judges_were_asked_stands_on_the_page(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", [{"step": 1, "train/reward": 0.5}])
+    counts = {"requests": 1200, "prompt_tokens": 7, "completion_tokens": 3, "failures": None}
+    (folder / "summary.json").write_text(json.dumps({"judges": {"judge": counts, "other": 3}}))
+    page = run_page_html(run_files.RunFiles.of(folder))
+    cells = re.findall(r"<t[dh][^>]*>([^<]*)", page[page.index("tokens written") :])
+    at = cells.index("judge")
+    assert cells[at : at + 10] == ["judge", "1,200", "7", "3", "", "other", "", "", "", ""]
+
+
 def test_a_run_that_is_being_written_and_a_damaged_one_are_read_as_far_as_they_go(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", [{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": None}])
     with (folder / "metrics.jsonl").open("a") as file:

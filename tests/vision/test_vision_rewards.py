@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from standin_judge import StandInJudge, standing_in_for_a_judge
 from tiers import in_turn
 from transformers import AutoModelForSequenceClassification, AutoProcessor
 from vision_kinds import KINDS
@@ -155,23 +157,30 @@ def test_what_cannot_be_scored_is_refused(toy_folder: Any, tmp_path: Path) -> No
         cutting([IMAGE_LIMIT], [said("a")], images=[[image_of(uri(0), "row"), image_of(uri(1), "row")]])
 
 
-HERE = "http://127.0.0.1:9"
 READERS: dict[str, Any] = {
-    "reward=judge": lambda model, never: GRPO(
-        model, Rewards({"j": JudgeReward(HERE, "m", rubric="helpful")}), generator=never
+    "reward=judge": lambda model, never, url: GRPO(
+        model, Rewards({"j": JudgeReward(url, "m", rubric="helpful")}), generator=never
     ),
-    "reward=judge_group": lambda model, never: GRPO(model, Rewards({"j": GroupJudge(HERE, "m")}), generator=never),
-    "judge=llm": lambda model, never: OnlineDPO(model, judge=LLMJudge(HERE, "m"), generator=never),
-    "judge=pairrm": lambda model, never: OnlineDPO(model, judge=PairRMJudge("tiny"), generator=never),
-    "judge=llm of validation": lambda model, never: GRPO(
-        model, right, judge=LLMJudge(HERE, "m"), evaluation=Evaluation(win_rate_against="base"), generator=never
+    "reward=judge_group": lambda model, never, url: GRPO(model, Rewards({"j": GroupJudge(url, "m")}), generator=never),
+    "judge=llm": lambda model, never, url: OnlineDPO(model, judge=LLMJudge(url, "m"), generator=never),
+    "judge=pairrm": lambda model, never, url: OnlineDPO(model, judge=PairRMJudge("tiny"), generator=never),
+    "judge=llm of validation": lambda model, never, url: GRPO(
+        model, right, judge=LLMJudge(url, "m"), evaluation=Evaluation(win_rate_against="base"), generator=never
     ),
 }
 """What reads text alone, and learns or compares by it."""
 
 
+@pytest.fixture
+def server() -> Iterator[StandInJudge]:
+    with standing_in_for_a_judge() as made:
+        yield made
+
+
 @pytest.mark.parametrize("who", READERS)
-def test_who_reads_text_is_refused_images_before_anything_is_written(toy_of: Any, who: str, tmp_path: Path) -> None:
+def test_who_reads_text_is_refused_images_before_anything_is_written(
+    toy_of: Any, who: str, tmp_path: Path, server: StandInJudge
+) -> None:
     """And not where no row shows any."""
 
     class Never(NativeGenerator):
@@ -184,7 +193,7 @@ def test_who_reads_text_is_refused_images_before_anything_is_written(toy_of: Any
         ("Which?", AssertionError, "it was written"),
     ):
         rows = [{"prompt": [{"role": "user", "content": content}], "answer": str(i)} for i in range(8)]
-        module = READERS[who](toy_of("idefics3").model.path, Never())
+        module = READERS[who](toy_of("idefics3").model.path, Never(), server.url)
         data = RolloutDataModule(rows=rows, prompts_per_rollout=2, val_fraction=0.5)
         with pytest.raises(error, match=message):
             trainer(tmp_path, 1).fit(module, datamodule=data)

@@ -42,7 +42,7 @@ from lit_rl.models.sharding import unsharded
 from lit_rl.ops.reductions import Metrics
 from lit_rl.rewards.classifiers import Classifier, OnRunDevice
 from lit_rl.rewards.jobs import TrainerState
-from lit_rl.rewards.judge_endpoint import reach_judges
+from lit_rl.rewards.judge_endpoint import JudgeEndpoint, judges_among, reach_judges
 from lit_rl.rewards.judges import as_judge
 from lit_rl.rewards.weighted_rewards import PendingRewards, Rewards, Scores
 from lit_rl.settings.algorithms import GeneratingConfig
@@ -148,10 +148,15 @@ class GeneratingModule(PolicyModule):
             strategy = getattr(self.trainer_or_none, "strategy", None)
             check_policy_scores(type(self).__name__, self.rolls_out, self.sampling, strategy)
         if self.policy is None and self.trainer_or_none is not None:
-            asks_judge = self.learns_by_judge or against is not None
-            reach_judges([*self.reward_functions.functions.values(), *([self.judge] if asks_judge else [])])
+            reach_judges(self.served_judges.values())
         super().configure_model()
         self.generator.prepare(self.model)
+
+    @property
+    def served_judges(self) -> dict[str, JudgeEndpoint]:
+        """The judges behind an API that are asked: reward functions by their names, and that of pairs."""
+        asks_judge = self.learns_by_judge or self.evaluation.win_rate_against is not None
+        return judges_among(self.reward_functions.functions | ({"judge=llm": self.judge} if asks_judge else {}))
 
     def _check_draws_beside_images(self, against: str | None) -> None:
         if not self.generator.sees:
