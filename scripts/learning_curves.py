@@ -133,7 +133,8 @@ OWN = {
     "iterative_dpo": ("reference.every=15", "with the default the run has one round of 50 steps and a part of another"),
     "opd": (
         COMPLETED["opd"][0],
-        "the student is the first layer of the shipped policy and begins at 0.01; its teacher, the whole policy, is at 0.08",
+        "the student is the first layer of the shipped policy and begins at 0.01; its teacher, the whole policy, is at "
+        "0.08",
     ),
     "sdft": (
         "algo.teacher.context.template='$context+0='",
