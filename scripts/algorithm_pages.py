@@ -93,6 +93,9 @@ SMALL_STEP = SMALL | {"data.batch_size": 4}
 COMPLETED = {"gkd": ("experiment=gkd_addition",), "opd": ("experiment=opd_addition",)}
 """Settings without which a preset does not run."""
 
+OF_A_FROZEN_MODEL = ("name", "dtype", "attn_implementation", "revision", "trust_remote_code", "init_kwargs")
+"""Settings of a model beside the policy that stand on a page: the others are for training it, or for its texts."""
+
 SPEED = r"(time|memory)/.+|tokens_per_second.*|tflops_per_second|mfu|idle_share"
 EVERY_RUN = rf"{SPEED}|num_tokens|num_input_tokens_seen|loss|grad_norm|skipped_steps|lr"
 EVERY_ROLLOUT = r"completions/.+|rewards/.+/(mean|std)|reward|reward_std|frac_reward_zero_std"
@@ -330,6 +333,8 @@ def _values(prefix: str, node: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in node.items():
         key = f"{prefix}.{name}"
         if isinstance(value, dict) and ("_target_" in value or key in reference.BY_NAME):
+            if value.get("_target_") == schemas.TARGETS["LanguageModel"]:
+                value = {each: value[each] for each in OF_A_FROZEN_MODEL}
             if value.get("_target_") != ABSENT:
                 yield from _values(key, value)
         elif isinstance(value, dict) and any(isinstance(each, dict) for each in value.values()):

@@ -131,7 +131,11 @@ OWN = {
         "a fifth of two or three tokens is less than one, and with the default the reward does not rise here",
     ),
     "iterative_dpo": ("reference.every=15", "with the default the run has one round of 50 steps and a part of another"),
-    "opd": (COMPLETED["opd"][0], "the student is the first layer of the shipped policy, which is its teacher"),
+    "opd": (
+        COMPLETED["opd"][0],
+        "the student is the first layer of the shipped policy and begins at 0.01; its teacher, the whole policy, is at "
+        "0.08",
+    ),
     "sdft": (
         "algo.teacher.context.template='$context+0='",
         _NO_READER,

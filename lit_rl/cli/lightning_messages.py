@@ -64,6 +64,11 @@ def _explained(text: str, factories: Factories) -> ConfigError:
         choices = known.get(key, [])
         listed = f" Allowed is {', '.join(choices)}, or a dotted path." if choices else " Allowed is a dotted path."
         return ConfigError(f"{key}={name.group(1)} is not a class.{did_you_mean(name.group(1), choices)}{listed}")
+    if key == "data" and (name := re.search(r"Unable to load config ['\"]([^'\"]+)", text)):
+        return ConfigError(
+            f"data={name[1]} is no file of settings, and no class is named here: the data module follows from --model "
+            "(SFT, DPO: examples; GRPO, PPO: prompts). Leave it out; its settings are --data.path=FILE and the like."
+        )
     lines = [re.sub(_ECHO, "", line).strip(" -") for line in text.splitlines()]
     said = [line for line in lines if line]
     reasons = dict.fromkeys([line for line in said if not re.match(_OTHERS, line)] or said)

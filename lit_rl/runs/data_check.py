@@ -272,7 +272,11 @@ def _print_counts(console: Console, report: Mapping[str, Mapping[str, int]]) -> 
         shown = {key: value for key, value in counts.items() if value or key in ("rows", "kept")}
         longest = shown.pop("longest", 0)
         beside = f" (the longest had {longest} tokens)" if longest else ""
-        beside += "; kept and held_out are training examples, the others rows" if "forked" in shown and "held_out" in shown else ""
+        beside += (
+            "; kept and held_out are training examples, the others rows"
+            if "forked" in shown and "held_out" in shown
+            else ""
+        )
         console.print(Text(f"{name}: {', '.join(f'{key} {value}' for key, value in shown.items())}{beside}"))
 
 

@@ -221,7 +221,9 @@ def test_the_assistants_turns_are_marked_in_every_row_of_a_conversation(check, t
         text.endswith("<|im_end|>") for text in marked
     )
     short = int(re.search(r"row 0, text .*?: (\d+) tokens", outcome.out)[1])  # with one of the two replies
-    said = f"; 38 conversations, 76 training examples: 38 conversations became several, with {38 * short} tokens beside "
+    said = (
+        f"; 38 conversations, 76 training examples: 38 conversations became several, with {38 * short} tokens beside "
+    )
     assert (said in outcome.out.replace("\n", " ")) == forks
     reply = "Tokens of completions: 5 to 5" if forks else "Tokens of replies: 4 to 4"  # b10<|im_end|>, with its mark
     assert reply in outcome.out and ("Tokens of all replies of a text: 8 to 8" in outcome.out) != forks

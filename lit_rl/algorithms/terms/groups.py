@@ -159,8 +159,8 @@ class DynamicSampling(GroupSelection):
         others = [name for name in names if name not in of_length]
         if self.metric is None and of_length and others:
             rank_zero_warn(
-                f"algo/groups=dynamic keeps the groups whose summed rewards differ, and {', '.join(of_length)} is in the "
-                "sum: a group of wrong answers of different lengths is kept and learned from. Set "
+                f"algo/groups=dynamic keeps the groups whose summed rewards differ, and {', '.join(of_length)} is in "
+                "the sum: a group of wrong answers of different lengths is kept and learned from. Set "
                 f"algo.groups.metric=[{','.join(others)}], so that these decide."
             )
 
