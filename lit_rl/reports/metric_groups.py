@@ -20,7 +20,7 @@ JUDGE_COUNTS = {
     "completion_tokens": "tokens written",
     "failures": "without a verdict",
 }
-"""What the judges of a run were asked, by their keys in its summary, and in words."""
+"""Counts of the requests to the judges of a run: their keys in its summary, and what the report calls them."""
 
 _LEARNED = (
     "reward", "win_rate", "pass@*", "accuracy", "rewards/accuracies", "margin", "rewards/margins",

@@ -336,8 +336,8 @@ class JudgeEndpoint:
 
     @property
     def spent(self) -> dict[str, int]:
-        """What this process has asked for so far, in training and validation: requests (failed ones too), tokens as the
-        server counts them, and verdicts that did not come."""
+        """Counts of this process so far, in training and validation: requests (failed ones too), tokens as the server
+        counts them, and verdicts that did not come."""
         return {**self._spent, "failures": self._failed}
 
     # ------------------------------------------------------------------ limits
@@ -433,7 +433,7 @@ def reach_judges(judges: Iterable[JudgeEndpoint]) -> None:
 
 
 Shown = str | tuple[tuple[str, str], ...]
-"""What a judge is shown of a completion: its text, or the author and the text of each message."""
+"""A completion as a judge is shown it: its text, or the author and the text of each message."""
 
 
 def fill(template: str, texts: Mapping[str, Shown], words: Mapping[str, str] | None = None) -> str:

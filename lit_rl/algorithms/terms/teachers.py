@@ -50,8 +50,8 @@ from lit_rl.ops.reductions import Metrics, mean_of
 
 
 TopOf = Literal["teacher", "student"]
-"""Whose k likeliest tokens teacher and policy are compared over: the teacher's, or those of the policy that took the
-rollout."""
+"""The owner of the k likeliest tokens over which teacher and policy are compared: the teacher, or the policy that took
+the rollout."""
 
 _ROWS_COMPARED = 8
 """Rows of each rank in the metric of overlap."""
@@ -81,7 +81,7 @@ class TeacherRequest:
     rows_at_once: int
     """Rows of a forward pass."""
     top_of: TopOf = "teacher"
-    """Whose likeliest tokens the `top` are."""
+    """The owner of the `top` tokens."""
 
     @property
     def completions(self) -> Completions:
@@ -153,7 +153,7 @@ class StudentFacts:
     reward_names: Sequence[str]
     group_size: int
     top_of: TopOf | None = None
-    """Whose likeliest tokens the teacher has to score. None: only the sampled tokens are read."""
+    """The owner of the likeliest tokens that the teacher has to score. None: only the sampled tokens are read."""
 
 
 class RolloutTeacher(ABC):
@@ -271,7 +271,7 @@ class DistillationForm(ABC):
     """Number of tokens at each position that it compares, beside the sampled one."""
 
     top_of: TopOf = "teacher"
-    """Whose likeliest tokens they are."""
+    """The owner of these tokens."""
 
     in_advantages = False
     """True if it is wholly in the advantages: it then reads the old log-probs when the rollout is taken."""
