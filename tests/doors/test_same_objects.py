@@ -108,7 +108,9 @@ def settings(value: Any) -> Any:
         return function(value.func, value.keywords)
     if inspect.isroutine(value):
         return function(value, {})
-    own = {name: item for name, item in vars(value).items() if not name.startswith("_")}
+    # What a property has kept says which test ran before: default settings are shared.
+    kept = {name for name in vars(value) if isinstance(getattr(type(value), name, None), functools.cached_property)}
+    own = {name: item for name, item in vars(value).items() if not name.startswith("_") and name not in kept}
     return {"class": type(value).__qualname__, **settings(own)}
 
 

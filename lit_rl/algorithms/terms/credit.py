@@ -148,8 +148,8 @@ class CreditAssignment:
         if greedy is not None:  # scaled like sampled ones, which alone update the norm: their variance is another
             greedy = self._clip_rewards(greedy if self.norm is None else self.norm.scaled(greedy))
         end_id = getattr(tokenizer, "eos_token_id", None)
-        rows = scored.batch.rows
-        data_row = torch.tensor(rows, device=mask.device).repeat_interleave(len(mask) // len(rows))
+        data_row = torch.tensor(scored.batch.rows)
+        data_row = to_device(data_row.repeat_interleave(len(mask) // len(data_row)), mask.device)
         of_rows = rewards, per_token, step_ends, values, weights, compared, data_row, role
         return Credit(*of_rows, greedy, scored.gradient_norms, end_id)
 
