@@ -249,6 +249,8 @@ def test_lightning_cli_builds_what_the_constructors_build(algorithm: str, expect
          "init_args: {weights: [0.2, 0.5, 0.1]}}"),
         ("algo/advantage=role_baseline", "--model.advantage={class_path: "
          "lit_rl.algorithms.terms.credit.RoleBaseline, init_args: {decay: 0.95}}"),
+        ("algo/advantage=optimal_value", "--model.advantage={class_path: "
+         "lit_rl.algorithms.terms.optimal_value.OptimalValue, init_args: {samples: 8, beta: 0.5}}"),
     ],
     ids=lambda value: value.split("=")[0] if not value.startswith("--") else "",
 )  # fmt: skip
