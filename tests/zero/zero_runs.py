@@ -65,7 +65,7 @@ SHAPES: dict[str, list[str]] = {
     "grpo-moving": [*GRPO, "reference=ema"],
     "grpo-left-out": [*GRPO, *MOMENTS, f"reward.fn={HERE / 'zero_rewards.py'}:not_in_the_second_rollout"],
     "grpo-adam": [*GRPO, *ADAM],
-    "grpo-turns": [*GRPO, *TURNS],
+    "grpo-turns": [*GRPO, *TURNS, "optimizer.lr=0.1"],  # with 0.3 roundings grow from step to step
     "rloo": ["algo=rloo", *ONLINE, "generator=hf"],
     "ppo-scored": [*PPO, SCORED],
     "ppo-shared": [*PPO, *ODD, "algo/critic=shared_trunk"],
