@@ -226,6 +226,6 @@ def test_an_adapter_that_the_engine_drops_is_noticed_from_the_documented_move_on
             size *= 1.2
             moved = after(2, size)
     noticed = float(str(raised.value).split("by ")[1].split(" nats")[0])
-    assert moved <= VISIBLE[dtype] < noticed < 1.5 * VISIBLE[dtype]
+    assert moved <= VISIBLE[dtype] <= noticed < 1.5 * VISIBLE[dtype]  # what is said is rounded
     said = " ".join((Path(__file__).parents[2] / "docs" / "generators.md").read_text().split())
     assert f"{VISIBLE['float32']:.4f} nats in float32, {VISIBLE['bfloat16']:g} in bfloat16" in said
