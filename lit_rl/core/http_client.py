@@ -411,6 +411,19 @@ class JSONValue:
         return self.value
 
 
+_LARGEST_JSON = 64 * 2**20
+
+
+async def fetch_json(verb: str, url: str, body: bytes | None, *, token_env: str | None, timeout: float) -> JSONValue:
+    """Return the JSON of a successful answer of at most 64 MB, for the arguments of `fetch`.
+
+    Raises:
+        RequestFailed: the server cannot be reached, refuses, or answers too late, too much or no JSON.
+    """
+    answer = await fetch(verb, url, body, token_env=token_env, timeout=timeout, largest=_LARGEST_JSON, quoted=200)
+    return JSONValue.parse(answer, lambda what: RequestFailed(f"the answer is wrong: {what}"))
+
+
 def json_excerpt(value: Any) -> str:
     """Return the beginning of a value as JSON: one line of ASCII, control characters escaped."""
     shown = json.dumps(_beginning(value, depth=4))

@@ -29,7 +29,7 @@ from lit_rl.core.http_client import (
     RequestFailed,
     check_address,
     check_token,
-    fetch,
+    fetch_json,
     plain_line,
 )
 from lit_rl.core.interrupts import interruptible
@@ -43,7 +43,6 @@ QUOTED = object()
 
 _FREE_FAILURES = 8
 _NO_WORD = re.compile(r"\W")
-_LARGEST_ANSWER = 64 * 2**20
 _REFUSES_ALL = (401, 403, 404)
 """Statuses that say nothing about one request: no such key, not allowed, no such model or address."""
 
@@ -257,16 +256,7 @@ class JudgeEndpoint:
         return json.dumps({name: value for name, value in fields.items() if value is not None}).encode()
 
     async def _fetch(self, verb: str, route: str, body: bytes | None = None) -> JSONValue:
-        answer = await fetch(
-            verb,
-            f"{self.base_url}{route}",
-            body,
-            token_env=self.key_env,
-            timeout=self.timeout,
-            largest=_LARGEST_ANSWER,
-            quoted=200,
-        )
-        return JSONValue.parse(answer, lambda what: RequestFailed(f"the answer is wrong: {what}"))
+        return await fetch_json(verb, f"{self.base_url}{route}", body, token_env=self.key_env, timeout=self.timeout)
 
     # ------------------------------------------------------------------ requests, on `HTTP_LOOP`
 

@@ -18,7 +18,7 @@ from lit_rl.core.http_client import (
     back_off,
     check_address,
     check_token,
-    fetch,
+    fetch_json,
 )
 from lit_rl.core.visuals import ImageRef, VideoRef, visuals_in
 from lit_rl.ops.ranges import AtLeastOne, NotNegative, Positive
@@ -26,7 +26,6 @@ from lit_rl.rewards.contract import ARGUMENTS
 
 _REQUESTS_PER_SERVER = 4
 _LONGEST_PAUSE = 60.0
-_LARGEST_ANSWER = 64 * 2**20
 
 
 @checked("")
@@ -118,7 +117,8 @@ class RemoteReward:
                 await back_off(attempt // len(self.urls), self.backoff, pause)
             try:
                 async with free:
-                    return parse_rewards(await self.post(url, body), count)
+                    reply = await fetch_json("POST", url, body, token_env=self.token_env, timeout=self.timeout)
+                return parse_rewards(reply, count)
             except RequestFailed as error:
                 failure, pause = f"{url}: {error}", min(error.retry_after or 0.0, _LONGEST_PAUSE)
         raise RewardError(
@@ -126,17 +126,6 @@ class RemoteReward:
             f"{', '.join(self.urls)}. Are they running? timeout={self.timeout:g} is the limit of one "
             "request in seconds, attempts the number of rounds."
         )
-
-    async def post(self, url: str, body: bytes) -> JSONValue:
-        """Return the JSON of the answer to a JSON body, read within the limits of this reward.
-
-        Raises:
-            RequestFailed: the server cannot be reached, refuses, or answers too late, too much or no JSON.
-        """
-        answer = await fetch(
-            "POST", url, body, token_env=self.token_env, timeout=self.timeout, largest=_LARGEST_ANSWER, quoted=200
-        )
-        return JSONValue.parse(answer, lambda what: RequestFailed(f"the answer is wrong: {what}"))
 
 
 def _signature(columns: Sequence[str]) -> inspect.Signature:

@@ -19,10 +19,11 @@ from PIL import Image
 from standin_judge import StandInJudge, standing_in_for_a_judge
 from waiting import until
 
+from lit_rl.core import http_client
 from lit_rl.core.errors import ConfigError, RewardError
 from lit_rl.core.http_client import HTTP_LOOP
 from lit_rl.core.visuals import ImageRef, VideoRef, digest_of
-from lit_rl.rewards import RemoteReward, Rewards, remote_reward
+from lit_rl.rewards import RemoteReward, Rewards
 
 Reply = tuple[int, Any]
 
@@ -147,7 +148,7 @@ def test_a_redirect_is_not_followed_wherever_it_leads(serve, status, monkeypatch
 
 
 def test_an_answer_without_end_is_left(serve, monkeypatch):
-    monkeypatch.setattr(remote_reward, "_LARGEST_ANSWER", 2**20)
+    monkeypatch.setattr(http_client, "_LARGEST_JSON", 2**20)
     server = serve(lambda body, number: (200, b"[" * 2**21))
     with pytest.raises(RewardError, match=f"the answer is larger than {2**20} bytes"):
         ask(quick(server.url, attempts=1), ["a"])
